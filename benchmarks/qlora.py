@@ -151,14 +151,13 @@ def started(case: Case, out: Path, limit_s: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.qlora", "--out", str(out), "--case", json.dumps(asdict(case))]
     begun_s = time.monotonic()
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {limit_s:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=limit_s)
+        said, failure = done.stdout, done.stderr.decode().strip()[-2000:] or "nothing said"
+    except subprocess.TimeoutExpired as late:
+        said, failure = late.stdout or b"", f"took more than {limit_s:.0f} s"
+    lines = [line for line in said.decode().splitlines() if line.startswith(RESULT)]
     took = {"case_s": round(time.monotonic() - begun_s, 1)}
-    if not lines:
-        return {"error": done.stderr.strip()[-2000:] or "nothing said", **took}
-    return {**json.loads(lines[-1].removeprefix(RESULT)), **took}
+    return {**(json.loads(lines[-1].removeprefix(RESULT)) if lines else {"error": failure}), **took}
 
 
 def run(case: Case, out: Path) -> dict[str, Any]:
@@ -284,7 +283,7 @@ def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
             **{"last_losses": sum(last) / len(last), "losses": [round(loss, 4) for loss in losses]},
             **{"seconds": round(time.monotonic() - begun_s, 1)},
         }
-        print(name, found[name]["seconds"], "s", file=sys.stderr, flush=True)
+        print(RESULT + json.dumps(found), flush=True)  # what there is if no time is left for the others
         del stepper
     return found
 
@@ -482,7 +481,7 @@ def tables(results: list[dict[str, Any]]) -> None:
         show("QLoRA: memory and speed", columns, rows)
     for found in results:
         if found["part"] == "quality" and "pretrained" in found:
-            measured = {name: found[name] for name in WAYS if "after" in found[name]}
+            measured = {name: found[name] for name in WAYS if "after" in found.get(name, {})}
             kinds = [
                 [name, *(f"{way[key]:.4f}" for key in ("before", "after", "last_losses")), _gigabytes(way, "allocated")]
                 for name, way in measured.items()
