@@ -25,9 +25,9 @@ def test_all_parts_run_small(tmp_path: Path) -> None:
     assert {found["part"] for found in results} == {"memory", "speed", "peers", "quality"}
     assert all(found["tokens_per_s"] > 0 for found in results if found["part"] != "quality")
     losses = results[-1]
-    for base in ("unquantized", "nf4"):
-        assert math.isfinite(losses[base]["after"])
-    assert losses["nf4"]["before"] != losses["unquantized"]["before"]
+    exact, quantized = (losses[f"LoRA, base in {base}"] for base in ("bf16", "nf4"))
+    assert all(math.isfinite(way["after"]) for way in (exact, quantized))
+    assert quantized["before"] != exact["before"]
     assert "held-out after" in done.stdout
 
 
