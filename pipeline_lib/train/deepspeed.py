@@ -346,13 +346,13 @@ class Zero(Strategy):
 
     def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
         """Return the elements of each whole tensor of a checkpoint."""
-        return {name: math.prod(part.shape) for name, part in self._parts(kinds).items()}
+        return _sizes_of(self._parts(kinds))
 
     def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
         """Gather whole tensors one at a time, and copy those that this rank keeps; all ranks keep about as much."""
-        parts, sizes = self._parts(), self.state_sizes()
-        chosen = list(sizes) if names is None else list(names)
-        owners = balanced({name: sizes[name] for name in chosen}, self.world.size)
+        parts = self._parts()
+        chosen = list(parts) if names is None else list(names)
+        owners = balanced(_sizes_of({name: parts[name] for name in chosen}), self.world.size)
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
             for name in chosen:
@@ -364,7 +364,8 @@ class Zero(Strategy):
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Read each tensor on one rank, a few at a time, and scatter it to the ranks that keep a part of it."""
-        parts, sizes = self._parts(), self.state_sizes()
+        parts = self._parts()
+        sizes = _sizes_of(parts)
         for names in grouped(sizes, READ_AT_ONCE_BYTES * self.world.size // 4):  # bytes in fp32
             owners = balanced({name: sizes[name] for name in names}, self.world.size)
             mine = {name: torch.empty(parts[name].shape) for name in names if owners[name] == self.world.rank}
@@ -390,3 +391,8 @@ class Zero(Strategy):
         if len(counts) == len(_SCALER_FIELDS) - 1:  # otherwise one of torch's strategies saved it
             for field, count in zip(_SCALER_FIELDS[1:], counts, strict=True):
                 setattr(scaler, field, int(count))
+
+
+def _sizes_of(parts: Mapping[str, FlatPart]) -> dict[str, int]:
+    """Return the elements of each whole tensor that `parts` are of."""
+    return {name: math.prod(part.shape) for name, part in parts.items()}
