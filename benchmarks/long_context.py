@@ -13,10 +13,7 @@ tokens), and the head for supervised tokens. What is computed again does not cou
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.alone import RESULT, started
 from benchmarks.measure import show
 from benchmarks.sizes import config_json
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
@@ -42,7 +40,6 @@ from pipeline_lib.train.dist import World, process_group
 KINDS = ("parts", "away", "here")  # of cases: a step's parts alone, activations on the host, and on the device
 SUPERVISED = 0.5  # of the document, at its end
 FEW_TOKENS = 40_000  # up to which two steps are timed, and otherwise one
-RESULT = "result: "  # before the JSON that a case prints
 
 
 @dataclass(frozen=True)
@@ -98,36 +95,11 @@ def main() -> None:
     end_s, results = time.monotonic() + arguments.limit_s, []
     lengths = [int(tokens) for tokens in arguments.lengths.split(",")]
     for case in cases(lengths, arguments.layers, arguments.tiny, arguments.kinds):
-        found = started(case, arguments.out, end_s - time.monotonic())
+        found = started("benchmarks.long_context", case, arguments.out, end_s - time.monotonic())
         results.append({**asdict(case), **found})
         print(f"{case.kind} {case.tokens:,}: {found}", flush=True)
         write_json(arguments.out / "results.json", {"results": results})
     table(results)
-
-
-def started(case: Case, out: Path, limit_s: float) -> dict[str, Any]:
-    """What the case finds in a process of its own; an `error` if it fails or takes longer than `limit_s`."""
-    if limit_s < 20:
-        return {"error": "no time was left"}
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = {
-        **os.environ,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
-    }
-    command = [sys.executable, "-m", "benchmarks.long_context", "--out", str(out), "--case", json.dumps(asdict(case))]
-    begun_s = time.monotonic()
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {limit_s:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    took = {"case_s": round(time.monotonic() - begun_s, 1)}
-    if not lines:
-        return {"error": done.stderr.strip()[-2000:] or "nothing said", **took}
-    return {**json.loads(lines[-1].removeprefix(RESULT)), **took}
 
 
 def run(case: Case, out: Path) -> dict[str, Any]:

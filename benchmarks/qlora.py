@@ -10,9 +10,6 @@ import argparse
 import importlib
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.alone import RESULT, started
 from benchmarks.measure import show
 from benchmarks.sizes import config_json
 from benchmarks.train.weights import fill
@@ -49,7 +47,6 @@ PARTS = ("memory", "speed", "peers", "quality")
 GB, GIB = 10**9, 2**30
 LORA = {"rank": 16, "alpha": 32}
 DOCUMENT_TOKENS = 1024
-RESULT = "result: "  # before the JSON that a case prints
 
 
 @dataclass(frozen=True)
@@ -125,39 +122,17 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     end_s, results = time.monotonic() + arguments.limit_s, []
     for case in cases(arguments.parts, arguments.tiny, arguments.pretrain_s, arguments.recompute):
-        found = started(case, arguments.out, min(arguments.case_s + case.pretrain_s, end_s - time.monotonic()))
+        found = started(
+            "benchmarks.qlora", case, arguments.out, min(arguments.case_s + case.pretrain_s, end_s - time.monotonic())
+        )
         if case.cap_bytes is not None and found.get("error") == "out of memory":
             results.append({**asdict(case), **found})
             case = replace(case, name=f"{case.name}: GiB", cap_bytes=case.cap_bytes // GB * GIB)
-            found = started(case, arguments.out, min(arguments.case_s, end_s - time.monotonic()))
+            found = started("benchmarks.qlora", case, arguments.out, min(arguments.case_s, end_s - time.monotonic()))
         results.append({**asdict(case), **found})
         print(f"{case.part}: {case.name}: {found}", flush=True)
         write_json(arguments.out / "results.json", {"results": results})
     tables(results)
-
-
-def started(case: Case, out: Path, limit_s: float) -> dict[str, Any]:
-    """What the case finds in a process of its own; an `error` if it fails or takes longer than `limit_s`."""
-    if limit_s < 20:
-        return {"error": "no time was left"}
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = {
-        **os.environ,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
-    }
-    command = [sys.executable, "-m", "benchmarks.qlora", "--out", str(out), "--case", json.dumps(asdict(case))]
-    begun_s = time.monotonic()
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=limit_s)
-        said, failure = done.stdout, done.stderr.decode().strip()[-2000:] or "nothing said"
-    except subprocess.TimeoutExpired as late:
-        said, failure = late.stdout or b"", f"took more than {limit_s:.0f} s"
-    lines = [line for line in said.decode().splitlines() if line.startswith(RESULT)]
-    took = {"case_s": round(time.monotonic() - begun_s, 1)}
-    return {**(json.loads(lines[-1].removeprefix(RESULT)) if lines else {"error": failure}), **took}
 
 
 def run(case: Case, out: Path) -> dict[str, Any]:
