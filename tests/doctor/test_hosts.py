@@ -285,10 +285,11 @@ def test_it_measures_between_hosts_and_says_that_one_is_faster(doctor: Doctor, t
     assert facts["failures"] == {}
     assert facts["unseen"] == []
     [pair] = facts["pairs"]
+    # A busy machine fills no cable; bytes taken for bits would be 8 times off.
     for rate in (pair["there"], pair["back"]):
-        assert rate * 8 / 1e6 == pytest.approx(LINK_MBIT, rel=0.15)
+        assert LINK_MBIT / 4 < rate * 8 / 1e6 < LINK_MBIT * 1.15
     [setting] = [line for line in said.splitlines() if "cluster.internode_gbit_s: " in line]
-    assert float(setting.split()[2]) * 1000 == pytest.approx(LINK_MBIT, rel=0.15)
+    assert LINK_MBIT / 4 < float(setting.split()[2]) * 1000 < LINK_MBIT * 1.15
     assert content["one_node"].startswith("one node alone would be ")
     assert content["one_node"] in said
     assert abs(facts["clocks"]["m2"]) < 1
@@ -303,7 +304,7 @@ def test_without_a_config_the_bandwidth_is_said_and_no_more(doctor: Doctor) -> N
     code, said = doctor.run("m1,m2")
 
     assert code == 0, said
-    assert "cluster.internode_gbit_s: 0.1" in said
+    assert re.search(r"cluster\.internode_gbit_s: 0\.[12]", said)
     assert "interface between the nodes: eth0" in said
     assert "one node" not in said
 

@@ -173,7 +173,7 @@ def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str)
 )
 def test_of_a_strategy_that_cannot_train_the_model_auto_is_the_way_out(plan: Plan, host: str, said: str) -> None:
     big = BIG.replace("{gpus_per_node: 8, gpu: h200, memory_gb: 1000}", f"{{gpus_per_node: 1, gpu: 4090{host}}}")
-    big = big.replace("strategy: auto", "strategy: ddp").replace("Qwen3-8B", "Qwen3-14B")
+    big = big.replace("strategy: auto", "strategy: ddp").replace("Qwen3-8B", "Qwen3-32B")
 
     refused = plan(config=big.replace("{source: huggingface, name: owner/rows}", "{source: pydoc}"), command="check")
 
