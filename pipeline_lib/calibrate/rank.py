@@ -258,7 +258,7 @@ def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, lis
     for name, group, sent_bytes in links:
         fits = []
         for _ in range(REPETITIONS):
-            measured = collectives(world.device, group, LINK_PATIENCE_S)
+            measured = collectives(world.device, group, LINK_PATIENCE_S, ("all_reduce", "all_gather"))
             fits.append(link_of([(sent_bytes(one), one.seconds) for one in measured]))
         rates[f"{name}_bytes_s"] = [bandwidth for bandwidth, _ in fits]
         rates[f"{name}_latency_s"] = [latency_s for _, latency_s in fits]

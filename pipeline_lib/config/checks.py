@@ -206,7 +206,9 @@ def _data(config: Config) -> Iterator[Problem]:
 def _batch(config: Config) -> Iterator[Problem]:
     key = ("train", "global_batch_tokens")
     block, batch = config.shard.block_tokens, config.train.global_batch_tokens
-    ranks, micro = config.cluster.ranks, config.train.micro_batch_blocks
+    at_once, parts = config.train.blocks_at_once(config.cluster.ranks), config.train.context_ranks
+    if config.cluster.ranks % parts:  # which is a problem by itself
+        at_once = parts = 1
     if config.train.global_batch_samples is not None:
         if batch != _DEFAULT.global_batch_tokens:
             yield (
@@ -216,12 +218,17 @@ def _batch(config: Config) -> Iterator[Problem]:
     elif batch % block:
         text = f"{batch} is not a multiple of shard.block_tokens ({block})"
         yield key, f"{text}; try {max(1, round(batch / block)) * block}"
-    elif (batch // block) % (ranks * micro):
-        text = f"its {batch // block} blocks of {block} tokens are not a multiple of {ranks} ranks x {micro} blocks"
-        yield key, f"{text}; try {math.ceil(batch / block / ranks / micro) * ranks * micro * block}"
-    if config.train.precision == "fp8" and block % FP8_TILE:
-        text = f"{block} is not a multiple of {FP8_TILE}, as train.precision: fp8 requires"
-        yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / FP8_TILE) * FP8_TILE}"
+    elif (batch // block) % at_once:
+        micro = config.train.micro_batch_blocks
+        shares = f"{at_once // micro} {'ranks' if parts == 1 else 'groups of ranks'} x {micro} blocks"
+        text = f"its {batch // block} blocks of {block} tokens are not a multiple of {shares}"
+        yield key, f"{text}; try {math.ceil(batch / block / at_once) * at_once * block}"
+    tile = parts * (FP8_TILE if config.train.precision == "fp8" else 1)
+    if block % tile:
+        keys = {"train.precision: fp8": tile > parts, f"train.context_ranks: {parts}": parts > 1}
+        wanted = " and ".join(key for key, is_given in keys.items() if is_given)
+        text = f"{block} is not a multiple of {tile}, as {wanted} requires"
+        yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / tile) * tile}"
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
@@ -320,6 +327,8 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     elif train.shard_ranks is not None:
         yield ("train", "shard_ranks"), f"works only with train.strategy: hsdp, but that is {strategy}; remove it"
     yield from _left_to_auto(train)
+    if train.context_ranks > 1:
+        yield from _context(train, cluster)
     if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("auto", "fsdp", "hsdp"):
         yield ("train", "unit_layers"), f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
     if train.offload not in OFFLOADS[strategy]:
@@ -339,6 +348,19 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     elif train.deepspeed_json is not None:
         for text in json_problems(Path(train.deepspeed_json), train.offload):
             yield ("train", "deepspeed_json"), text
+
+
+def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
+    """Yield why ranks cannot share blocks."""
+    key, count = ("train", "context_ranks"), train.context_ranks
+    if cluster.ranks % count:
+        legal = tuple(size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0)
+        yield key, f"{count} does not divide the {cluster.ranks} ranks; it may be {_any_of(legal)}"
+    if train.uses_deepspeed:
+        yield key, f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+    if train.local_sgd_steps > 1:
+        text = "does not work with train.local_sgd_steps, with which each rank makes updates alone"
+        yield key, f"{text}; remove one of them"
 
 
 def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:

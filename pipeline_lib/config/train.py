@@ -80,6 +80,12 @@ class Train(Section):
     shard_ranks: Positive | None = Field(
         None, description="ranks that share one copy of the model under `hsdp`; default: all ranks of one node"
     )
+    context_ranks: Positive = Field(
+        1,
+        description="ranks that share each block, which is for long blocks: each has an equal part of the tokens in"
+        " `context_ranks` times as little memory, and all exchange queries, keys and values in every layer (Ulysses);"
+        " with `ddp`, `fsdp` and `hsdp`",
+    )
     unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
     offload: Literal["none", "optimizer", "optimizer+params"] = Field(
         "none",
@@ -254,7 +260,11 @@ class Train(Section):
 
     def accumulation(self, batch_blocks: int, ranks: int) -> int:
         """Return the micro-batches of a rank in a step of `batch_blocks` blocks; in the last, some may be missing."""
-        return math.ceil(batch_blocks / (ranks * self.micro_batch_blocks))
+        return math.ceil(batch_blocks / self.blocks_at_once(ranks))
+
+    def blocks_at_once(self, ranks: int) -> int:
+        """Return the blocks that `ranks` ranks process at the same time."""
+        return ranks // self.context_ranks * self.micro_batch_blocks
 
 
 # What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the file does not give.
@@ -266,6 +276,7 @@ PLACEMENT_KEYS = frozenset(
         *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile", "attention"),
         *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
         *("sample_every_steps", "profile_every_steps", "deterministic", "deepspeed_json", "offload_activations"),
+        "context_ranks",
     }
 )
 

@@ -1,7 +1,7 @@
 """Measurements of several ranks together: within a node, between pairs of nodes, and over all ranks."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,7 +61,7 @@ def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
 
 @dataclass(frozen=True)
 class Collective:
-    """One `all_reduce` or `all_gather` that took `seconds` over `ranks` ranks, each with `size_bytes` at the end."""
+    """A collective of KINDS that took `seconds` over `ranks` ranks, each with `size_bytes` at the end."""
 
     kind: str
     size_bytes: int
@@ -79,20 +79,28 @@ class Collective:
         return self.size_bytes * self.rounds * (self.ranks - 1) / self.ranks
 
 
+KINDS = ("all_reduce", "all_gather", "all_to_all")
+
+
 def collectives(
-    device: torch.device, group: dist.ProcessGroup | None = None, patience_s: float = PATIENCE_S
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    patience_s: float = PATIENCE_S,
+    kinds: Collection[str] = KINDS,
 ) -> list[Collective]:
-    """Measure both collectives at every size for up to `patience_s` each; all ranks of `group` call this together."""
+    """Measure collectives at every size for up to `patience_s` each; all ranks of `group` call this together."""
     ranks, found = dist.get_world_size(group), []
     for size_bytes in SIZES_BYTES[device.type]:
         values = torch.zeros(size_bytes // 4, device=device)
         part = torch.zeros(size_bytes // 4 // ranks, device=device)
         parts = [torch.empty_like(part) for _ in range(ranks)]
+        equal = torch.zeros(ranks * len(part), device=device)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": partial(dist.all_reduce, values, group=group),
             "all_gather": partial(dist.all_gather, parts, part, group=group),
+            "all_to_all": partial(dist.all_to_all_single, torch.empty_like(equal), equal, group=group),
         }
-        for kind, call in calls.items():
+        for kind, call in ((kind, calls[kind]) for kind in kinds):
             found.append(Collective(kind, size_bytes, ranks, duration_s(call, device, group, patience_s)))
     return found
 

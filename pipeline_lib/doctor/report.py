@@ -60,7 +60,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def _with_unit(name: str, value: Any) -> tuple[str, str]:
     if name.endswith("_bytes_per_s"):
         return name.removesuffix("_bytes_per_s"), f"{value / 1e9:.2f} GB/s"
-    if name.startswith(("all_reduce.", "all_gather.")):
+    if name.startswith(("all_reduce.", "all_gather.", "all_to_all.")):
         kind, _, size = name.partition(".")
         return f"{kind.replace('_', '-')} of {_size(int(size))}", f"{value / 1e9:.2f} GB/s on the bus"
     if name.endswith("_bytes"):

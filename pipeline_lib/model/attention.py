@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
 from pipeline_lib.model.gpu import AMPERE
 from pipeline_lib.model.recompute import once
 
@@ -386,6 +387,7 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     takes_cudnn: bool = True,
+    part: Part | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within documents, with the signature that transformers expects.
@@ -393,23 +395,42 @@ def packed_attention(
     `query` is [B, H, T, D], `key` and `value` are [B, G, T, D]; returns the output [B, T, H, D] and None.
     `cu_seq_lens_q`, int32, holds the flat offsets at which documents begin, and ends with one or more B * T.
     `max_length_q` is at least the longest document's length, as a number or as `sized` gives it. Without them, as in
-    generation, each row is one sequence.
+    generation, each row is one sequence. With `part`, the tensors are this rank's part of the tokens, and both of those
+    arguments describe whole blocks.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout)
     longest = max_length_q.shape[0] if isinstance(max_length_q, Tensor) else max_length_q
-    batch, _, length, width = query.shape
     # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the projection's dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    if part is not None:
+        query, key, value = tokens_to_heads(query, key, value, part)
+    output = _within_documents(query, key, value, cu_seq_lens_q, longest, scaling, dropout, takes_cudnn)
+    return output if part is None else heads_to_tokens(output, part), None
+
+
+def _within_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float,
+    takes_cudnn: bool,
+) -> Tensor:
+    """Return the output [B, T, H, D], by the fastest kernel that takes the tensors."""
+    batch, _, length, width = query.shape
     scale = width**-0.5 if scaling is None else scaling
     if takes_cudnn and dropout == 0.0 and is_available(value):
-        return cudnn_attention(query, key, value, cu_seq_lens_q, longest, scale)[0], None
+        output: Tensor = cudnn_attention(query, key, value, ends, longest, scale)[0]
+        return output
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if dropout == 0.0 and has_kernel(value):
-        found = flash_attention(query, key, value, cu_seq_lens_q, longest, scale)[0]
+        found: Tensor = flash_attention(query, key, value, ends, longest, scale)[0]
     else:
-        found = _one_by_one(query, key, value, cu_seq_lens_q, scaling, dropout)
-    return found.view(batch, length, *found.shape[1:]), None
+        found = _one_by_one(query, key, value, ends, scaling, dropout)
+    return found.view(batch, length, *found.shape[1:])
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Batches of packed blocks as tensors, their losses, their prefetching, and the probe for checking an export."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
+from pipeline_lib.model.context import Part
+from pipeline_lib.plan.workload import PROBE_TOKENS
 
 # From packed blocks to tensors and losses. Documents do not attend to each other, and only supervised tokens are
 # predicted.
@@ -27,7 +29,11 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of B blocks of T tokens. `targets[b, t]` is the token to predict at position t, or IGNORED."""
+    """A micro-batch of B blocks of T tokens. `targets[b, t]` is the token to predict at position t, or IGNORED.
+
+    With `part`, tensors [B, T] and numbers of tokens are of that part; `cu_seq_lens` and `max_length` describe the
+    whole blocks.
+    """
 
     tokens: Tensor  # [B, T] int64
     positions: Tensor  # [B, T] int64, starting at 0 in each document
@@ -38,7 +44,8 @@ class Batch:
     max_length: int  # an upper bound on the length of documents
     supervised_tokens: int
     real_tokens: int
-    squared_lengths: int  # sum of the documents' squared lengths: the cost of attention
+    squared_lengths: int  # sum of the documents' squared lengths: the cost of attention; 0 but for the first part
+    part: Part | None = None
 
     def pinned(self) -> "Batch":
         """Return the batch in pinned host memory, which allows asynchronous copies to a GPU."""
@@ -92,6 +99,45 @@ def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]
     )
 
 
+def part_of(batch: Batch, part: Part) -> Batch:
+    """Return the part of each block of `batch`, whose blocks are whole."""
+    targets, documents = part.of(batch.targets), part.of(batch.documents)
+    return replace(
+        batch,
+        tokens=part.of(batch.tokens),
+        positions=part.of(batch.positions),
+        documents=documents,
+        targets=targets,
+        predicted=(targets.flatten() != IGNORED).nonzero().flatten(),
+        supervised_tokens=int((targets != IGNORED).sum()),
+        real_tokens=int((documents >= 0).sum()),
+        squared_lengths=batch.squared_lengths if part.number == 0 else 0,
+        part=part,
+    )
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a rank computes of a set of blocks: those of its group, one of `groups`, and of each block its `part`.
+
+    Without `part`, a rank is a group of its own and has whole blocks.
+    """
+
+    group: int
+    groups: int
+    part: Part | None = None
+
+    def batches(self, reader: BlockReader, block_ids: NDArray[np.int64], micro_batch_blocks: int) -> Iterator[Batch]:
+        """Read this rank's micro-batches of the blocks with these numbers; all ranks get equally many."""
+        costs = reader.costs[block_ids]
+        for micro in order.rank_blocks(block_ids, costs, self.group, self.groups, micro_batch_blocks):
+            yield self.of(read_batch(reader, micro))
+
+    def of(self, batch: Batch) -> Batch:
+        """Return this rank's part of `batch`, whose blocks are whole."""
+        return batch if self.part is None else part_of(batch, self.part)
+
+
 def empty_block(block_tokens: int) -> Block:
     """Return a block of padding, with no document and nothing to predict."""
     return Block(
@@ -108,11 +154,18 @@ def _rounded(least: int) -> int:
 
 
 def logits_at(model: nn.Module, batch: Batch, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Return logits [B, K, V] at the K `positions`; the head is applied to no others.
+    """Return logits [B, K, V] at the K `positions` of whole blocks; the head is applied to no others.
 
-    `hidden` [B, T, H] takes the place of the embedded tokens.
+    `hidden` [B, T, H] takes the place of the embedded tokens. With parts, all ranks of the group return the logits of
+    all positions, without gradients.
     """
-    return model(**_inputs(batch, hidden), logits_to_keep=positions).logits  # type: ignore[no-any-return]
+    if batch.part is None:
+        return model(**_inputs(batch, hidden), logits_to_keep=positions).logits  # type: ignore[no-any-return]
+    length = batch.tokens.shape[1]
+    own = positions - batch.part.number * length
+    logits = model(**_inputs(batch, hidden), logits_to_keep=own.clamp(0, length - 1)).logits
+    is_own = (own >= 0) & (own < length)
+    return batch.part.summed(torch.where(is_own[:, None], logits, 0.0))
 
 
 def hidden_states(base: nn.Module, batch: Batch, hidden: Tensor) -> Tensor:
@@ -164,6 +217,7 @@ def _inputs(batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
         "max_length_q": batch.max_length,
         "max_length_k": batch.max_length,
         "use_cache": False,
+        **({} if batch.part is None else {"part": batch.part}),
     }
 
 
@@ -214,24 +268,31 @@ _POSITIONS = 32  # at most, spread evenly over the real tokens of the block
 
 
 @torch.no_grad()
-def probe_logits(model: nn.Module, block: Block, device: torch.device) -> Tensor:
-    """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU."""
+def probe_logits(model: nn.Module, block: Block, device: torch.device, part: Part | None = None) -> Tensor:
+    """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU.
+
+    With `part`, the ranks of its group compute them together.
+    """
     was_training = model.training
     model.eval()
-    logits = probe_logits_of(model, make_batch([block]).to(device))
+    batch = make_batch([block])
+    positions = probe_positions(batch).to(device)
+    logits = logits_at(model, (batch if part is None else part_of(batch, part)).to(device), positions)[0].float()
     model.train(was_training)
     return logits.cpu()
 
 
-def probe_logits_of(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-    """Return the logits [K, V] at the probe's positions of a batch of one block, in fp32 on the batch's device.
+def probe_block(block: Block, parts: int = 1) -> Block:
+    """Return the beginning of `block` that is the probe: up to PROBE_TOKENS tokens, or a few less for equal parts."""
+    count = min(len(block.tokens), PROBE_TOKENS // parts * parts)
+    return Block(block.tokens[:count], block.supervised[:count], block.documents[:count])
 
-    `hidden` [1, T, H] takes the place of the embedded tokens.
-    """
+
+def probe_positions(batch: Batch) -> Tensor:
+    """Return the probe's positions [K] in a batch of one whole block."""
     last = batch.real_tokens - 1
     count = min(_POSITIONS, last + 1)
-    positions = [round(number * last / max(1, count - 1)) for number in range(count)]
-    return logits_at(model, batch, torch.tensor(positions, device=batch.tokens.device), hidden)[0].float()
+    return torch.tensor([round(number * last / max(1, count - 1)) for number in range(count)])
 
 
 def save_probe(folder: Path, block: Block, logits: Tensor) -> None:

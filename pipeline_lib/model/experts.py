@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, grouped_mm_experts_forward
 
+from pipeline_lib.model.context import Part
+
 GROUPED = "grouped_in_precision"
 _ROUTER_LOGITS = "router_logits"
 
@@ -25,13 +27,16 @@ def register() -> None:
     ExpertsInterface.register(GROUPED, grouped_experts)
 
 
-def router_loss_sum(router_logits: Sequence[Tensor], real: Tensor, experts_per_token: int) -> Tensor:
+def router_loss_sum(
+    router_logits: Sequence[Tensor], real: Tensor, experts_per_token: int, part: Part | None = None
+) -> Tensor:
     """Return the sum over blocks of each block's balance loss times its number of real tokens; a scalar in fp32.
 
     `router_logits` has one tensor [B * T, E] for each layer with experts; `real` [B, T] is False for padding. A block's
     loss is what transformers' `load_balancing_loss_func` gives for its real tokens: E times the sum over experts of the
     share of (layer, token) pairs that use the expert, times the expert's mean probability. It is `experts_per_token`
-    if all experts are used equally.
+    if all experts are used equally. With `part`, the logits are of this rank's part of the tokens, and the sum over the
+    ranks of its group is that of whole blocks.
     """
     blocks, length = real.shape
     experts = router_logits[0].shape[-1]
@@ -42,7 +47,10 @@ def router_loss_sum(router_logits: Sequence[Tensor], real: Tensor, experts_per_t
         chosen = of_layer.detach().topk(experts_per_token, dim=-1).indices
         probabilities = probabilities + (of_layer * mask).sum(dim=1)
         used = used + (torch.zeros_like(of_layer).scatter_(2, chosen, 1.0) * mask).sum(dim=1)
-    tokens = mask.sum(dim=(1, 2)).clamp(min=1.0)  # a block of only padding adds 0
+    tokens = mask.sum(dim=(1, 2))
+    if part is not None:  # the loss is linear in the probabilities, so each rank adds the term of its own
+        used, tokens = part.summed(used), part.summed(tokens)
+    tokens = tokens.clamp(min=1.0)  # a block of only padding adds 0
     return (experts * (used * probabilities).sum(dim=1) / (len(router_logits) ** 2 * tokens)).sum()
 
 

@@ -287,6 +287,24 @@ class Geometry:
         verb, factor = ("raise it to" if self.rope else "set"), math.ceil(tokens / original)
         return f", or {verb} model.rope: {{type: yarn, factor: {factor:.1f}}}"
 
+    def problems(self, train: Train, block_tokens: int) -> Iterator[str]:
+        """Yield what of `train` and of blocks of `block_tokens` tokens does not fit the model."""
+        yield from self.too_long(block_tokens)
+        yield from self._context_problems(train)
+        yield from self.adapter_problems(train)
+
+    def _context_problems(self, train: Train) -> Iterator[str]:
+        """Yield a problem if `train.context_ranks` ranks cannot share the heads equally."""
+        ranks = train.context_ranks
+        if not self._can_share_heads(ranks):
+            legal = [count for count in range(1, self.heads + 1) if self._can_share_heads(count)]
+            text = f"{ranks} ranks cannot share the model's {self.heads} attention heads and {self.kv_heads} KV heads"
+            yield f"train.context_ranks: {text} equally; it may be {', '.join(map(str, legal))}"
+
+    def _can_share_heads(self, ranks: int) -> bool:
+        """Return whether `ranks` ranks can have equally many heads, and equally many KV heads or one."""
+        return self.heads % ranks == 0 and max(ranks, self.kv_heads) % min(ranks, self.kv_heads) == 0
+
     def adapter_problems(self, train: Train) -> Iterator[str]:
         """Yield a problem for targets or a base that do not fit the model, or a rank above a matrix's smaller side."""
         if train.method != "lora":

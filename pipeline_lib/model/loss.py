@@ -36,7 +36,8 @@ def return_losses(model: PreTrainedModel) -> None:
     the sum of -log p in nats over the predicted positions, with gradients; -log p at each position [B, T], 0 where
     nothing is predicted, without gradients; and `router_loss_sum` times the config's `router_aux_loss_coef`, with
     gradients. The last is 0 unless `output_router_logits` is set and gradients are enabled; it needs layers prepared
-    by `prepare_layers` in model/build.py. Raises DataError if the head is not a linear module without bias.
+    by `prepare_layers` in model/build.py. With an argument `part`, all are of this rank's part of the tokens. Raises
+    DataError if the head is not a linear module without bias.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -74,7 +75,7 @@ def return_losses(model: PreTrainedModel) -> None:
             router_logits = take_router_logits(self)
             if not router_logits:
                 raise DataError("no layer has router logits: train.router_aux_loss needs prepared layers with experts")
-            of_routers = router_loss_sum(router_logits, real, self.config.num_experts_per_tok)
+            of_routers = router_loss_sum(router_logits, real, self.config.num_experts_per_tok, kwargs.get("part"))
             of_routers = of_routers * float(self.config.router_aux_loss_coef)
         return total, everywhere.view_as(targets), of_routers
 

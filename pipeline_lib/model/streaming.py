@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
-from pipeline_lib.model.batch import Batch, hidden_states, make_batch, probe_logits_of, token_losses
+from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, probe_positions, token_losses
 from pipeline_lib.model.build import decoder_layers, empty_base
 from pipeline_lib.model.files import Piece
 from pipeline_lib.model.weights import match_tensors
@@ -90,7 +90,12 @@ class StreamedModel:
     def probe_logits(self, block: Block) -> Tensor:
         """Return `probe_logits` of the model: logits [K, V] at the probe's positions of `block`, in fp32 on the CPU."""
         batch = make_batch([block])
-        (logits,) = self._run([batch], self.waiting_room(batch.tokens.numel()), partial(probe_logits_of, self._model))
+        positions = probe_positions(batch).to(self.device)
+
+        def finish(there: Batch, hidden: Tensor) -> Tensor:
+            return logits_at(self._model, there, positions, hidden)[0].float()
+
+        (logits,) = self._run([batch], self.waiting_room(batch.tokens.numel()), finish)
         return logits
 
     @torch.no_grad()

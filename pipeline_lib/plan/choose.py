@@ -325,7 +325,7 @@ def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterato
 def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train]:
     ranks, machine = setting.ranks.total, setting.machine
     is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
-    of_a_rank = math.ceil(setting.batch_blocks / ranks)
+    of_a_rank = math.ceil(setting.batch_blocks * train.context_ranks / ranks)
     values: dict[str, list[Any]] = {
         "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
         "micro_batch_blocks": [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0],
@@ -401,13 +401,13 @@ class Wanted:
 
     def on(self, machine: Machine) -> "Wanted":
         """Return the same training on another machine, with a batch of at least one micro-batch for each rank."""
-        blocks = max(self.setting.batch_blocks, machine.ranks * self.blocks_at_once)
+        blocks = max(self.setting.batch_blocks, self.blocks_at_once(machine.ranks))
         return replace(self, setting=replace(self.setting, machine=machine, batch_blocks=blocks))
 
-    @property
-    def blocks_at_once(self) -> int:
-        """The fewest blocks that a rank can process at once."""
-        return 1 if "micro_batch_blocks" in free_keys(self.train, self.held) else self.train.micro_batch_blocks
+    def blocks_at_once(self, ranks: int) -> int:
+        """Return the fewest blocks that `ranks` ranks can process at once, of which `context_ranks` share each."""
+        is_free = "micro_batch_blocks" in free_keys(self.train, self.held)
+        return max(1, ranks // self.train.context_ranks) * (1 if is_free else self.train.micro_batch_blocks)
 
     @property
     def fits(self) -> bool:
@@ -484,14 +484,14 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
 def what_would_fit(wanted: Wanted) -> list[str]:
     """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
     settings = _freed(wanted) if wanted.train.strategy == "auto" else _remedies(wanted)
-    sentences = [f"this would fit: {text}" for text in (*settings, *_in_4_bits(wanted))]
+    sentences = [f"this would fit: {text}" for text in (*settings, *_in_4_bits(wanted), *_in_parts(wanted))]
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
     if wanted.train.strategy != "auto" and not sentences:
         sentences += _with_another_strategy(wanted)
     return sentences or [
-        f"no number of GPUs would do: the memory of one block of {wanted.setting.workload.block_tokens} tokens is not "
-        "shared between GPUs; lower shard.block_tokens"
+        f"no number of GPUs would do: one block of {wanted.setting.workload.block_tokens} tokens needs more memory "
+        "than a GPU has; lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
     ]
 
 
@@ -548,6 +548,16 @@ def _in_4_bits(wanted: Wanted) -> Iterator[str]:
         yield f"{adapters}train.lora.base: nf4  (keeps the frozen base in 4 bits)"
 
 
+def _in_parts(wanted: Wanted) -> Iterator[str]:
+    """Yield the fewest ranks that fit if they share each block, where these ranks can."""
+    geometry, train, blocks = wanted.setting.geometry, wanted.train, wanted.setting.workload.block_tokens
+    for count in range(2 * train.context_ranks, wanted.setting.machine.ranks + 1, train.context_ranks):
+        shared = train.model_copy(update={"context_ranks": count})
+        if blocks % count == 0 and not any(geometry.problems(shared, blocks)) and replace(wanted, train=shared).fits:
+            yield f"train.context_ranks: {count}  (as many ranks share each block)"
+            return
+
+
 def _more_host_memory(wanted: Wanted) -> str | None:
     """Return the key with the least host memory that suffices on these GPUs; None if no amount does."""
     roomy = wanted.on(replace(wanted.setting.machine, host_memory_bytes=_ANY_BYTES))
@@ -586,7 +596,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
         is_link_known = machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
         more = "" if same.nodes == 1 or is_link_known else " (which needs cluster.internode_gbit_s too)"
         more += _least_on_host(wanted.on(same))
-        blocks, size = same.ranks * wanted.blocks_at_once, same.ranks_per_node
+        blocks, size = wanted.blocks_at_once(same.ranks), same.ranks_per_node
         if blocks > wanted.setting.batch_blocks:
             tokens = blocks * wanted.setting.workload.block_tokens
             more += f" and train.global_batch_tokens {tokens}, which changes the training"
@@ -615,7 +625,7 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
         least = {size: _least_nodes(wanted, size) for size in range(1, now)}
     first = min((size * nodes for size, nodes in least.items()), default=1)
     for total in range(first, MOST_NODES * max(least, default=0) + 1):
-        blocks = total * wanted.blocks_at_once
+        blocks = wanted.blocks_at_once(total)
         if blocks > batch_blocks or batch_blocks % blocks == 0:
             for size in sorted(least, key=lambda size: (size != total, size != now, -size)):
                 if total % size == 0 and least[size] <= total // size <= MOST_NODES:

@@ -113,6 +113,7 @@ class Chosen(Part, extra="allow"):
     compile: bool | str | None = None
     save_async: bool | str | None = None
     offload_activations: bool | str = "auto"  # plans of older code have none, and `auto` counts as off
+    context_ranks: int = 1  # likewise
     save_every_steps: Count = None
     keep_last: Count = None
     timeout_s: Count = None

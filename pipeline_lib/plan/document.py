@@ -98,6 +98,8 @@ def describe(way: Prediction) -> str:
     train = way.train
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
     words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {way.accumulation}")
+    if train.context_ranks > 1:
+        words.append(f"{train.context_ranks} ranks to a block")
     if train.lora.base != "unquantized":
         words.append(f"base in {train.lora.base}")
     if train.recompute != "none":

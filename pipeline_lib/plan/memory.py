@@ -16,6 +16,7 @@ from pipeline_lib.plan.workload import (
     is_sharded,
     keeps_attention,
     keeps_on_host,
+    micro_batch_tokens,
     recompute_of,
     stays_gathered,
 )
@@ -67,7 +68,12 @@ def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recomput
         return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, has_experts)
     q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
     normed = q + k if geometry.normed_heads else 0
-    kept: float = number * (2 * q + 2 * k) + FP32_BYTES * geometry.heads  # attention
+    # Attention: query, output, key and value. If ranks share blocks, each has a head of keys and values at least, and
+    # the exchanged output is kept beside the one that the kernel needs.
+    of_keys = exchanged_kv_heads(geometry, train) * geometry.head_dim
+    kept: float = number * (2 * q + 2 * of_keys) + FP32_BYTES * geometry.heads
+    if train.context_ranks > 1 and (train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)):
+        kept += number * q
     # Of each row that a norm processes, one fp32 number.
     kept += FP32_BYTES * (2 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
     if train.method == "lora":  # between the two factors of each adapter
@@ -85,6 +91,20 @@ def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recomput
         kept += 2 * hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
     kept += _experts(geometry, train, number, 4) if has_experts else 3 * number * geometry.intermediate
     return kept + _inputs_of_linears(geometry, train, arithmetic, has_experts)
+
+
+def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
+    """Return the heads of keys and values that all ranks together attend with, for each token of a block."""
+    return max(geometry.kv_heads, train.context_ranks)
+
+
+def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:
+    """Return the bytes that attention exchanges forward for each token of a rank, if ranks share blocks.
+
+    These are queries, keys, values and outputs (model/context.py), including what stays on the rank.
+    """
+    heads = 2 * geometry.heads + 2 * exchanged_kv_heads(geometry, train)
+    return compute_bytes(train) * heads * geometry.head_dim
 
 
 def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
@@ -271,6 +291,8 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
     number = compute_bytes(train)
     width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
     passing = tokens * (3 * number * width + 3 * FP32_BYTES * geometry.hidden)
+    if train.context_ranks > 1:  # what is sent beside what is received
+        passing += tokens * exchanged_bytes_per_token(geometry, train)
     gathered = _casts(geometry, train, model)
     # The unit in use, the next one, and the buffer into which that is gathered.
     if is_sharded(train) and not stays_gathered(train):
@@ -311,7 +333,7 @@ def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
     plain = kept_per_token(geometry, train, False, recompute) if with_experts < geometry.layers else 0.0
     routed = kept_per_token(geometry, train, True, recompute) if with_experts else 0.0
     kept = plain * (geometry.layers - with_experts) + routed * with_experts
-    if keeps_attention(train, tokens / train.micro_batch_blocks):  # a block may be one document
+    if keeps_attention(train, tokens * train.context_ranks / train.micro_batch_blocks):  # a block may be one document
         kept += geometry.layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
     return round(tokens * kept)
 
@@ -467,7 +489,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     """
     model = Model.of(geometry, train)
     state = _state(model, train, ranks)
-    tokens = train.micro_batch_blocks * block_tokens
+    tokens = micro_batch_tokens(train, block_tokens)
     moments = moments_of_step(geometry, train, model, tokens, ranks, accumulation)
     gradients_early = state.gradients if accumulation > 1 or not is_sharded(train) else 0
     is_derived = bool(geometry.expert_layers) or train.offload != "none" or keeps_on_host(train)

@@ -208,7 +208,7 @@ def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_s
     copied = {end: saves * checkpoint_size / machine.ranks / machine.speeds(end).copy_bytes_s for end in End}
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
     blocks = case.workload.validation_blocks
-    passes = validations * blocks / machine.ranks / train.micro_batch_blocks / case.accumulation
+    passes = validations * blocks / train.blocks_at_once(machine.ranks) / case.accumulation
     return _sum(_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
 
 

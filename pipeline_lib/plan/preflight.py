@@ -121,7 +121,7 @@ def _known(config: Config, store: Store) -> _Known:
         wrong.append(f"{model_key(config.model)}: {error}")
     wrong += [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
     if geometry is not None:
-        wrong += [*geometry.too_long(config.shard.block_tokens), *geometry.adapter_problems(config.train)]
+        wrong += geometry.problems(config.train, config.shard.block_tokens)
         try:
             geometry.trained_parameters(config.train)
         except DataError as error:
@@ -281,10 +281,7 @@ def _answer(path: Path, config: Config, store: Store) -> Answer:
         if question.blocks is None:
             estimated = estimated_steps(config, question.batch(config.train), question.geometry.vocab)
             question = replace(question, estimated=estimated)
-        if problems := [
-            *question.geometry.too_long(config.shard.block_tokens),
-            *question.geometry.adapter_problems(config.train),
-        ]:
+        if problems := list(question.geometry.problems(config.train, config.shard.block_tokens)):
             raise ConfigError(str(path), problems)
         return answer(question)
     except ConfigError as error:

@@ -36,7 +36,14 @@ from pipeline_lib.plan.memory import (
     sharded_over,
 )
 from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
-from pipeline_lib.plan.workload import is_compiled, is_sharded, keeps_on_host, recompute_of, stays_gathered
+from pipeline_lib.plan.workload import (
+    is_compiled,
+    is_sharded,
+    keeps_on_host,
+    micro_batch_tokens,
+    recompute_of,
+    stays_gathered,
+)
 
 # The plan as text of 100 columns: what decides first, then all strategies side by side, then advice.
 #
@@ -369,9 +376,11 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     how = "compiled" if is_compiled(train) else "eager"
     yield f"layers run {how}, activation checkpointing {recompute_of(train)}{gathered}"
     yield f"tokens of a step = {of_step}, {1 - workload.real_fraction:.1%} of them padding"
-    micro = f"{train.micro_batch_blocks} x {workload.block_tokens}"
-    yield f"tokens of a micro-batch t = {micro} = {train.micro_batch_blocks * workload.block_tokens:,}"
-    blocks = f"{setting.batch_blocks} / ({ranks} x {train.micro_batch_blocks})"
+    micro, groups = f"{train.micro_batch_blocks} x {workload.block_tokens}", str(ranks)
+    if train.context_ranks > 1:
+        micro, groups = f"{micro} / {train.context_ranks}", f"{ranks} / {train.context_ranks}"
+    yield f"tokens of a micro-batch on a rank t = {micro} = {micro_batch_tokens(train, workload.block_tokens):,}"
+    blocks = f"{setting.batch_blocks} / ({groups} x {train.micro_batch_blocks})"
     yield f"micro-batches of a rank in a step (accumulation) A = {blocks} = {one.accumulation}"
     yield f"mean document d = sum(n^2) / sum(n) = {workload.document_tokens:,.0f} tokens"
 

@@ -23,7 +23,7 @@ from pipeline_lib.plan.evaluation import (
 )
 from pipeline_lib.plan.machine import End, Figure, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, FP32_BYTES, HALF_BYTES, RANK_BYTES, checkpoint_bytes
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.workload import PROBE_TOKENS, Workload
 
 # All stages but the training get the time of their work at the slow end of usual rates. One process reads and writes
 # 200 MB/s on a network file system. One core hashes 400 MB/s without SHA instructions and 1.8 GB/s with them (openssl,
@@ -151,8 +151,8 @@ def reading_need(stage: str, read_bytes: int) -> Need:
 def merge_need(run: Run, read_bytes: int) -> Need:
     """Return what it takes to merge a base model and trained weights of `read_bytes` bytes together.
 
-    They are verified and read, a model no larger is written and read again, and one block passes through it. The model
-    is read tensor by tensor, and for the proof part by part.
+    They are verified and read, a model no larger is written and read again, and one block passes through it, cut to
+    PROBE_TOKENS. The model is read tensor by tensor, and for the proof part by part.
     """
     cpus = min(_MERGE_CPUS, run.cluster.cpus_per_node)
     work_s = verifying_s(read_bytes) + 2 * read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
@@ -160,7 +160,9 @@ def merge_need(run: Run, read_bytes: int) -> Need:
     if run.geometry is not None:
         largest = largest_part_parameters(run.geometry)
         max_tensor = run.geometry.largest_tensor
-        work_s += pass_s(run.geometry, run.workload.block_tokens, cpus_of(cpus, "bf16").speeds(End.BAD))
+        work_s += pass_s(
+            run.geometry, min(run.workload.block_tokens, PROBE_TOKENS), cpus_of(cpus, "bf16").speeds(End.BAD)
+        )
     proof_bytes = HALF_BYTES * (2 * largest + max_tensor)  # two parts, and a tensor that is read
     host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, proof_bytes)
     return Need("merge", cpus, host_bytes, work_s, disk_bytes=HALF_BYTES * run.parameters)

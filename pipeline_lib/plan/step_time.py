@@ -13,6 +13,7 @@ from pipeline_lib.plan.memory import (
     Arithmetic,
     Model,
     compute_bytes,
+    exchanged_bytes_per_token,
     kept_on_host,
     sharded_over,
 )
@@ -63,6 +64,7 @@ _COMPILED_FROZEN = (_COMPILED[0], _Bytes(24, 6, 10))  # with frozen norm weights
 _COMPILED_RATE = 0.8  # fraction of a long stream's bandwidth that torch's fused kernels achieve
 _AUTOCAST = 1.2  # norms with fp32 weights output fp32, which is cast again for each product
 _ADAPTED = 1.15  # peft's own modules
+_COPIES_OF_EXCHANGED = 4  # reads and writes of two copies, by model/context.py; not measured on a GPU
 _OF_FP32, _COMPILED_OF_FP32 = 1.6, 2.0  # 4-byte instead of 2-byte numbers; eager norms use 4 bytes in any case
 # model/lora.py, for each input and output channel of a linear, forward and backward: the narrow products read the
 # input, its gradient and the output's gradient; the wide ones are accumulated in place.
@@ -245,6 +247,8 @@ def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
         width = geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden)
     head_bytes = kind.by_head if geometry.normed_heads or is_compiled(train) else kind.by_head / 2
     total = kind.by_hidden * geometry.hidden + head_bytes * heads + kind.by_mlp * width
+    if train.context_ranks > 1:  # each part is copied together to be sent, and apart when it has come
+        total += _COPIES_OF_EXCHANGED * exchanged_bytes_per_token(geometry, train)
     if Arithmetic.of(train).by_autocast and train.method == "full":
         total *= _AUTOCAST
     if compute_bytes(train) == FP32_BYTES:
@@ -404,7 +408,7 @@ def step_time(case: Case, end: End) -> StepTime:
     work["update"] = _update(case, speeds, moved["update"])
     costs = [
         (exchange, duration_of(exchange, case.train, ranks, speeds, end, case.machine.is_gpu))
-        for exchange in exchanges_of(case.geometry, case.train, ranks, accumulation)
+        for exchange in exchanges_of(case.geometry, case.train, ranks, accumulation, tokens)
     ]
     phases = {}
     exchanged: list[Exchanged] = []

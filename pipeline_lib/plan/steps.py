@@ -118,13 +118,18 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
             f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {one}; set {nearest}, or "
             f"shard.block_tokens to {fitting:,} or less"
         )
-    at_once = ranks * train.micro_batch_blocks
+    at_once = train.blocks_at_once(ranks)
     places = train.accumulation(blocks, ranks) * at_once
     if places - blocks <= MOST_OFF * places:
         return None
-    shares = f"{ranks} ranks x {train.micro_batch_blocks} blocks" if train.micro_batch_blocks > 1 else f"{ranks} ranks"
+    shares = f"{ranks} ranks"
+    if train.context_ranks > 1:
+        shares += f", {train.context_ranks} to a block,"
+    if train.micro_batch_blocks > 1:
+        shares += f" x {train.micro_batch_blocks} blocks"
     fitting_samples = [round(count * at_once * each) for count in {max(1, blocks // at_once), places // at_once}]
-    fitting_ranks = [count for count in range(1, ranks) if blocks % (count * train.micro_batch_blocks) == 0]
+    fewer = range(train.context_ranks, ranks, train.context_ranks)
+    fitting_ranks = [count for count in fewer if blocks % train.blocks_at_once(count) == 0]
     remedies = [f"set {' or '.join(map(str, sorted(fitting_samples)))}"]
     if fitting_ranks:
         remedies.append(f"{fitting_ranks[-1]} ranks")
@@ -293,7 +298,7 @@ def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
     """Return what would make FEW_STEPS steps of the same data: a smaller batch if the ranks can share it, or epochs."""
     if train.max_steps is not None:
         return f"set train.max_steps to {FEW_STEPS} or more"
-    at_once = ranks * train.micro_batch_blocks
+    at_once = train.blocks_at_once(ranks)
     blocks = batch.global_batch_blocks * steps // FEW_STEPS // at_once * at_once
     epochs = f"train.epochs {math.ceil(train.epochs * FEW_STEPS / steps)}"
     if not blocks:

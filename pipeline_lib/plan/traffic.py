@@ -15,18 +15,30 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.model.geometry import Geometry, frozen_parameters
 from pipeline_lib.plan.machine import End, Ranks, Speeds
-from pipeline_lib.plan.memory import FP32_BYTES, HALF_BYTES, ZERO3_LIVE, ZERO_BUCKET, Model, compute_bytes, sharded_over
-from pipeline_lib.plan.workload import stays_gathered
+from pipeline_lib.plan.memory import (
+    FP32_BYTES,
+    HALF_BYTES,
+    ZERO3_LIVE,
+    ZERO_BUCKET,
+    Model,
+    compute_bytes,
+    exchanged_bytes_per_token,
+    sharded_over,
+)
+from pipeline_lib.plan.workload import recompute_of, stays_gathered
 
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+_FACTORS = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}  # times through each rank
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward", "update"]
-Group = Literal["all", "shard", "replicas"]
+Group = Literal["all", "shard", "replicas", "context"]
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Collectives of one kind: `payload_bytes` in `pieces` collectives, `times` a step.
+
+    The payload is what all ranks of the group have afterwards or before, or in an all-to-all what each of them has.
 
     With `overlaps`, computation continues meanwhile, except for `tail_bytes`, which no computation is left to hide.
     """
@@ -56,6 +68,8 @@ def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
     nodes = ranks.total // ranks.per_node
     if group == "all":
         return Reach(ranks.total, nodes, 1)
+    if group == "context":
+        return _reach_of_parts("shard", train.context_ranks, ranks)
     return _reach_of_parts(group, sharded_over(train, ranks), ranks)
 
 
@@ -72,11 +86,32 @@ def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
     return Reach(len(members[0]), max(map(len, places)), max(leaving.values(), default=1))
 
 
-def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: int) -> list[Exchange]:
-    """Return all exchanges of a step of `accumulation` micro-batches; none on one rank."""
+def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: int, tokens: int) -> list[Exchange]:
+    """Return all exchanges of a step of `accumulation` micro-batches of `tokens` tokens a rank; none on one rank."""
     if ranks.total == 1:
         return []
     model = Model.of(geometry, train)
+    of_state = _of_state(geometry, train, ranks, model, accumulation)
+    return [*of_state, *_of_context(geometry, train, accumulation, tokens)]
+
+
+def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> list[Exchange]:
+    """Return the exchanges around attention of ranks that share blocks: one before and one after it in each layer.
+
+    The backward pass makes them in reverse, and before that again if layers are recomputed. Attention waits for them.
+    """
+    if train.context_ranks == 1:
+        return []
+    of_pass, pieces = float(tokens * geometry.layers * exchanged_bytes_per_token(geometry, train)), 2 * geometry.layers
+    back = 1 if recompute_of(train) == "none" else 2
+    return [
+        Exchange("attention heads", "forward", "all-to-all", "context", of_pass, pieces, times, False),
+        Exchange("attention heads", "backward", "all-to-all", "context", back * of_pass, back * pieces, times, False),
+    ]
+
+
+def _of_state(geometry: Geometry, train: Train, ranks: Ranks, model: Model, accumulation: int) -> list[Exchange]:
+    """Return the exchanges of weights, gradients and updates."""
     if train.strategy in ("fsdp", "hsdp"):
         return _of_fsdp(geometry, train, ranks, model, accumulation)
     if train.strategy == "ddp":
@@ -213,7 +248,7 @@ def duration_of(
     reach = reach_of(exchange.group, train, ranks)
     if reach.ranks == 1:
         return Duration(0.0, 0.0, 0.0, False)
-    factor = 1.0 if exchange.kind == "all-gather" or (exchange.kind == "reduce-scatter" and by_nccl) else 2.0
+    factor = _FACTORS[exchange.kind] if by_nccl or exchange.kind != "reduce-scatter" else _FACTORS["all-reduce"]
     ring = (reach.ranks - 1) / reach.ranks
     crosses = reach.nodes > 1
     share = leaving_share(exchange.kind, reach.ranks, reach.nodes, end)
@@ -232,8 +267,10 @@ def leaving_share(kind: Kind, ranks: int, nodes: int, end: End = End.EXPECTED) -
     Of N ranks on n nodes, a ring through all ranks leaves each node once, which makes (N - 1) / N; the least possible
     is (n - 1) / n, as where switches reduce. NCCL gathers and scatters by rings where a node has several ranks, and has
     trees for all-reduce (src/graph/tuning.cc), so the former are expected to send a ring's share and the latter the
-    least; the band covers both.
+    least; the band covers both. In an all-to-all, the payload is that of one rank, and each sends equal parts to all.
     """
+    if kind == "all-to-all":
+        return ranks / nodes * (nodes - 1) / nodes
     is_by_ring = end == End.BAD or (end == End.EXPECTED and kind != "all-reduce")
     members = ranks if is_by_ring else nodes
     return (members - 1) / members

@@ -84,6 +84,15 @@ def can_keep_on_host(train: Train) -> bool:
     return recompute_of(train) == "full" and not train.uses_deepspeed
 
 
+def micro_batch_tokens(train: Train, block_tokens: int) -> int:
+    """Return the tokens of a micro-batch on a rank, which has a part of each block if ranks share blocks."""
+    return train.micro_batch_blocks * block_tokens // train.context_ranks
+
+
+# The tokens of the block whose logits prove the export, at most: the merge passes them through the model on CPUs.
+PROBE_TOKENS = 16_384
+
+
 def is_sharded(train: Train) -> bool:
     """Return whether the strategy is FSDP2, which gathers the weights."""
     return train.strategy in ("fsdp", "hsdp")
@@ -168,8 +177,8 @@ class Case:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The tokens of a micro-batch, padding included."""
-        return self.train.micro_batch_blocks * self.workload.block_tokens
+        """The tokens of a micro-batch on a rank, padding included."""
+        return micro_batch_tokens(self.train, self.workload.block_tokens)
 
 
 def workload_from(

@@ -22,7 +22,7 @@ from pipeline_lib.core.run_folder import first_valid, newest_valid, sealed_steps
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
-from pipeline_lib.model.batch import Batch, loss_sums, read_batch
+from pipeline_lib.model.batch import Batch, Portion, loss_sums
 from pipeline_lib.plan.memory import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
@@ -211,14 +211,11 @@ class Batches:
     seed: int
     batch_blocks: int
     micro_batch_blocks: int
-    world: World
+    portion: Portion
 
     def of_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global step `step`, from 0."""
-        ids = self.blocks_of_step(step)
-        costs = self.reader.costs[ids]
-        mine = order.rank_blocks(ids, costs, self.world.rank, self.world.size, self.micro_batch_blocks)
-        return [read_batch(self.reader, micro) for micro in mine]
+        return list(self.portion.batches(self.reader, self.blocks_of_step(step), self.micro_batch_blocks))
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of the blocks of the whole global step `step`, from 0."""
@@ -389,7 +386,9 @@ class Loop:
         if not self.ranks_agree:
             strategy.snapshot(())  # averages the models of the ranks
         micro_batch_blocks = self.train.micro_batch_blocks
-        loss = held_out_loss(wrapped, strategy, self.held_out, micro_batch_blocks, self.stepper.world)
+        loss = held_out_loss(
+            wrapped, strategy, self.held_out, micro_batch_blocks, self.batches.portion, self.stepper.world.device
+        )
         return {"validation_loss": finite(loss)}
 
     def must_save(self, result: StepResult) -> bool:

@@ -34,7 +34,8 @@ class Shares:
     """Seconds of a span by activity; the first four add up to it. Each moment counts for the first that went on in it.
 
     `exposed_communication_s` and `exposed_copy_s` are the parts without concurrent computation;
-    `hidden_communication_s` is the rest of the communication, which took place within `compute_s`.
+    `hidden_communication_s` is the rest of the communication, which took place within `compute_s`. `context_s` is the
+    communication of ranks that share a block, exposed or not.
     """
 
     compute_s: float
@@ -42,6 +43,7 @@ class Shares:
     exposed_copy_s: float
     idle_s: float
     hidden_communication_s: float
+    context_s: float
 
 
 def kind_of(kernel: str) -> str:
@@ -52,13 +54,21 @@ def kind_of(kernel: str) -> str:
     return "copy" if lowered.startswith(("memcpy", "memset")) else "compute"
 
 
+def is_of_context(kernel: str) -> bool:
+    """Return whether the kernel exchanges between ranks that share a block: NCCL's all-to-all sends and receives."""
+    return "sendrecv" in kernel.lower()
+
+
 def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares:
     """Return how `span` was used by the named intervals, all in seconds; what lies outside of it does not count."""
     by_kind: dict[str, list[Interval]] = {"compute": [], "communication": [], "copy": []}
+    of_context: list[Interval] = []
     for name, (begin, end) in kernels:
         clipped = max(begin, span[0]), min(end, span[1])
         if clipped[0] < clipped[1]:
             by_kind[kind_of(name)].append(clipped)
+            if is_of_context(name):
+                of_context.append(clipped)
     compute, communication = length(by_kind["compute"]), length(by_kind["communication"])
     used = length(by_kind["compute"] + by_kind["communication"])
     busy = length(chain.from_iterable(by_kind.values()))
@@ -68,6 +78,7 @@ def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares
         exposed_copy_s=busy - used,
         idle_s=span[1] - span[0] - busy,
         hidden_communication_s=communication - (used - compute),
+        context_s=length(of_context),
     )
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,7 @@ from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.model.build import DTYPES, decoder_layers, prepare_layers
 from pipeline_lib.model.weights import without_adapters
 from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
+from pipeline_lib.train.mesh import state_mesh
 from pipeline_lib.train.optimizer import (
     is_8bit,
     make_optimizer,
@@ -441,7 +441,7 @@ class Fsdp(Native):
         offload = OffloadPolicy()
         if self.train.offload != "none":  # without GPUs, shards are in host memory in any case
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-        shard = partial(fully_shard, mesh=self.mesh(), mp_policy=policy, offload_policy=offload)
+        shard = partial(fully_shard, mesh=state_mesh(self.world, self.train), mp_policy=policy, offload_policy=offload)
         layers, at_once = decoder_layers(model), self.train.unit_layers
         for start in range(0, len(layers), at_once):
             shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
@@ -470,10 +470,6 @@ class Fsdp(Native):
         """Restore into the shards, after freeing what a validation left gathered: the root would go on using it."""
         let_go(cast(nn.Module, self._wrapped))
         super().restore(read, updates)
-
-    def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that share one copy of the model: all."""
-        return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
 
 
 def let_go(model: nn.Module) -> None:
@@ -505,9 +501,3 @@ class Hsdp(Fsdp):
         fp32 and their mean in float64, so the mean of equal norms is exactly that norm, for any number of ranks.
         """
         return mean_over_ranks(super().grad_norm())
-
-    def mesh(self) -> DeviceMesh:
-        """Return a mesh of replicas with `shard_ranks` ranks each, by default the ranks of a node."""
-        shard_ranks = self.train.shard_ranks or self.world.local_size
-        shape = (self.world.size // shard_ranks, shard_ranks)
-        return init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -34,6 +34,7 @@ from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
 from pipeline_lib.train.loop import Batches, Loop, Stepper
 from pipeline_lib.train.measure import Meter, instruments
+from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
@@ -107,7 +108,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
     with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
         batch_blocks = train.batch_blocks(reader.block_tokens, reader.samples_per_block())
-        batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, world)
+        portion = portion_of(world, train)
+        batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, portion)
         total_steps = batches.total_steps(train)
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
@@ -132,7 +134,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
         torch.manual_seed(train.seed + world.rank)  # dropout differs between ranks
         stepper = Stepper(wrapped, strategy, world, stop)
-        sampler = Sampler.of(held_out, folder, world, job.run_dir) if train.sample_every_steps else None
+        sampler = Sampler.of(held_out, folder, portion, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
         events.emit(EventName.RUN_START, world_size=world.size, last_step=last_step, **placed, **sizes)
         sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
@@ -170,9 +172,9 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     parts = loop.saver.parts(strategy, (WEIGHTS,))
     trained = ({name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in part.items()} for part in parts)
     checkpoint.save_parts(job.out / WEIGHTS, trained, world)
-    block = loop.held_out[0]
+    block = batch.probe_block(loop.held_out[0], loop.train.context_ranks)
     with strategy.autocast():
-        logits = batch.probe_logits(wrapped, block, world.device)
+        logits = batch.probe_logits(wrapped, block, world.device, loop.batches.portion.part)
     if not world.is_first:
         return
     batch.save_probe(job.out, block, logits)

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
-from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.model.batch import block_losses, empty_block, logits_at, make_batch, read_batch
+from pipeline_lib.model.batch import Portion, block_losses, empty_block, logits_at, make_batch
 from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.native import let_go
 from pipeline_lib.train.strategy import Strategy
@@ -48,21 +47,24 @@ def evaluating(wrapped: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def held_out_loss(
-    wrapped: nn.Module, strategy: Strategy, reader: BlockReader, micro_batch_blocks: int, world: World
+    wrapped: nn.Module,
+    strategy: Strategy,
+    reader: BlockReader,
+    micro_batch_blocks: int,
+    portion: Portion,
+    device: torch.device,
 ) -> float:
     """Return the nats per supervised token of all blocks of `reader`, divided over the ranks; the same on each.
 
     Forward passes are collective, so every rank makes the same number of them; missing blocks are padding.
     """
     ids = np.arange(len(reader), dtype=np.int64)
-    mine = order.rank_blocks(ids, reader.costs[ids], world.rank, world.size, micro_batch_blocks)
     nats, tokens = 0.0, 0
     with evaluating(wrapped, strategy):
-        for micro in mine:
-            batch = read_batch(reader, micro)
-            nats += float(block_losses(wrapped, batch.to(world.device)).sum(dtype=torch.float64))
+        for batch in portion.batches(reader, ids, micro_batch_blocks):
+            nats += float(block_losses(wrapped, batch.to(device)).sum(dtype=torch.float64))
             tokens += batch.supervised_tokens
-    all_nats, all_tokens = sum_over_ranks([nats, float(tokens)], world.device)
+    all_nats, all_tokens = sum_over_ranks([nats, float(tokens)], device)
     return all_nats / max(1.0, all_tokens)
 
 
@@ -125,24 +127,26 @@ class Sampler:
     documents: list[Document]
     tokenizer: Tokenizer
     block_tokens: int
+    portion: Portion
     world: World
     run_dir: Path
 
     @staticmethod
-    def of(held_out: BlockReader, model_folder: Path, world: World, run_dir: Path) -> "Sampler":
+    def of(held_out: BlockReader, model_folder: Path, portion: Portion, world: World, run_dir: Path) -> "Sampler":
         """Take the prompts from `held_out` and the tokenizer from `model_folder`."""
         documents: list[Document] = []
         for block in range(len(held_out)):
             documents += [document for document in documents_of(held_out[block]) if prompt_length(document)]
             if len(documents) >= PROMPTS:
                 break
-        return Sampler(documents[:PROMPTS], load_tokenizer(model_folder), held_out.block_tokens, world, run_dir)
+        tokenizer = load_tokenizer(model_folder)
+        return Sampler(documents[:PROMPTS], tokenizer, held_out.block_tokens, portion, world, run_dir)
 
     def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
         """Answer the prompts, and append the answers as those of the model after `step`. All ranks call it."""
         prompts = [np.array(question(document, self.tokenizer), np.int32) for document in self.documents]
         with evaluating(wrapped, strategy):
-            answers = greedy_answers(wrapped, prompts, self.block_tokens, self.world.device)
+            answers = greedy_answers(wrapped, prompts, self.block_tokens, self.world.device, self.portion)
         rows = [
             {
                 "step": step,
@@ -166,11 +170,15 @@ class Sampler:
 
 
 def greedy_answers(
-    wrapped: nn.Module, prompts: Sequence[NDArray[np.int32]], block_tokens: int, device: torch.device
+    wrapped: nn.Module,
+    prompts: Sequence[NDArray[np.int32]],
+    block_tokens: int,
+    device: torch.device,
+    portion: Portion,
 ) -> list[list[int]]:
     """Return up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
 
-    Every rank makes the same number of forward passes, over whole blocks, without a KV cache.
+    Every rank makes the same number of forward passes, without a KV cache, over the same blocks or its parts of them.
     """
     if not prompts:
         return []
@@ -182,7 +190,8 @@ def greedy_answers(
         blocks.append(replace(block, documents=np.where(np.arange(block_tokens) < end, 0, PADDING_DOCUMENT)))
     for made in range(max(end - len(prompt) for prompt, end in zip(prompts, ends, strict=True))):
         places = [min(len(prompt) + made, block_tokens) for prompt in prompts]
-        logits = logits_at(wrapped, make_batch(blocks).to(device), torch.tensor(places, device=device) - 1)
+        batch = portion.of(make_batch(blocks)).to(device)
+        logits = logits_at(wrapped, batch, torch.tensor(places, device=device) - 1)
         chosen = logits.diagonal(dim1=0, dim2=1).argmax(dim=0)  # [V, prompts]: each at its own place
         dist.broadcast(chosen, src=0)
         for block, place, end, token in zip(blocks, places, ends, chosen.tolist(), strict=True):

@@ -89,6 +89,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "cluster.max_requeues": (3, PLAN),
     "train.strategy": ("fsdp", PLAN),
     "train.shard_ranks": (2, PLAN),
+    "train.context_ranks": (2, PLAN),
     "train.unit_layers": (2, PLAN),
     "train.offload": ("optimizer", PLAN),
     "train.activation_checkpointing": ("full", PLAN),

@@ -51,6 +51,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.offload_activations",
         "works only with train.activation_checkpointing: full, but that is selective; set that, or remove one of them",
     ),
+    ({"context_ranks": 3}, FOUR, "train.context_ranks", "3 does not divide the 4 ranks; it may be 1, 2 or 4"),
+    ({"context_ranks": 2, "strategy": "zero2"}, FOUR, "train.context_ranks", "* zero2; * may be ddp, fsdp or hsdp"),
+    ({"context_ranks": 2, "local_sgd_steps": 4}, FOUR, "train.context_ranks", "* makes updates alone; remove one *"),
     (
         {"offload_activations": True, "strategy": "zero3"},
         {"gpus_per_node": 2},
@@ -189,6 +192,23 @@ def test_thinking_that_is_not_trained_on_leaves_the_default_prompt_alone() -> No
     for key in both:
         alone = {**BASE, "tokenize": {key: both[key]}}
         assert cross_check(Config.model_validate_json(json.dumps(alone))) == []
+
+
+def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them() -> None:
+    given: dict[str, Any] = {
+        "train": {"context_ranks": 4, "global_batch_tokens": 6000},
+        "cluster": {"gpus_per_node": 4},
+    }
+    for tokens, said in ((1000, None), (1500, None), (750, "750 is not a multiple of 4, as train.context_ranks: 4 *")):
+        sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": tokens}}
+        found = cross_check(Config.model_validate_json(json.dumps({**BASE, **given, **sizes})))
+        assert [keys for keys, _ in found] == ([] if said is None else [("shard", "block_tokens")])
+        assert said is None or fnmatchcase(found[0][1], said)
+    given["cluster"]["gpus_per_node"] = 8
+    sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": 2000}}
+    [(keys, text)] = cross_check(Config.model_validate_json(json.dumps({**BASE, **given, **sizes})))
+    assert keys == ("train", "global_batch_tokens")
+    assert text == "its 3 blocks of 2000 tokens are not a multiple of 2 groups of ranks x 1 blocks; try 8000"
 
 
 def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:

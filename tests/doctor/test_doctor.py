@@ -182,3 +182,4 @@ def test_it_examines_this_machine(tmp_path: Path) -> None:
     if "exchange" not in took_too_long and facts["run"]["device"] == "cpu":
         assert facts["exchange"]["all_reduce.1048576"] > 0
         assert facts["exchange"]["all_gather.1048576"] > 0
+        assert facts["exchange"]["all_to_all.1048576"] > 0

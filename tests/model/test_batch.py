@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.model.batch import IGNORED, empty_block, loss_sum, make_batch
+from pipeline_lib.model.batch import IGNORED, empty_block, loss_sum, make_batch, probe_block
 from pipeline_lib.model.build import load_base
 from tests.train.conftest import write_model
 
@@ -62,3 +62,10 @@ def test_an_empty_block_costs_nothing_and_still_has_gradients(tmp_path: Path) ->
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_probe_is_the_beginning_of_a_long_block_in_equal_parts() -> None:
+    assert probe_block(block()).tokens.tolist() == TOKENS
+    long = empty_block(131_072)
+    assert [len(tensor) for tensor in vars(probe_block(long)).values()] == [16_384] * 3
+    assert len(probe_block(long, 5).tokens) == 16_380

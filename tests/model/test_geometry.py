@@ -117,3 +117,20 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, config: dict[str, Any
     write_json(tmp_path / "config.json", config)
     with pytest.raises(DataError, match=said):
         Geometry.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "legal"), [(1, True), (2, True), (4, True), (8, True), (16, True), (32, True), (3, False), (64, False)]
+)
+def test_ranks_share_heads_equally(ranks: int, legal: bool) -> None:
+    """Qwen3-8B has 32 heads and 8 KV heads: with more ranks than these, several have the same."""
+    geometry = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
+    found = list(geometry.problems(Train(context_ranks=ranks), 4096))
+    assert found == (
+        []
+        if legal
+        else [
+            f"train.context_ranks: {ranks} ranks cannot share the model's 32 attention heads and 8 KV heads equally; "
+            "it may be 1, 2, 4, 8, 16, 32"
+        ]
+    )

@@ -25,6 +25,7 @@ from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import World, process_group, sum_over_ranks
 from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.strategies import make_strategy
 from tests.ranks import run_ranks
@@ -144,9 +145,10 @@ def losses_and_norms(
     world = World.from_env(environ, device)
     torch.set_num_threads(1)
     with process_group(world, 60):
-        each = -(-len(USED) // world.size)
-        blocks = [*make_blocks(), *[empty_block(LENGTH)] * (each * world.size - len(USED))]
-        batches = [make_batch([block]) for block in blocks[world.rank :: world.size]]
+        portion = portion_of(world, train)
+        each = -(-len(USED) // portion.groups)
+        blocks = [*make_blocks(), *[empty_block(LENGTH)] * (each * portion.groups - len(USED))]
+        batches = [portion.of(make_batch([block])) for block in blocks[portion.group :: portion.groups]]
         strategy = make_strategy(world, train, len(batches))
         wrapped = strategy.spread(
             build_trainable(folder, train), lambda model: load_weights(model, folder, world.device, train.seed)
@@ -170,10 +172,14 @@ def alone(folder: Path) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 4), ("fsdp", 2), ("zero2", 2)], ids=str)
-def test_every_spread_trains_alike(folder: Path, alone: list[tuple[float, float]], strategy: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "parts"), [("ddp", 4, 1), ("fsdp", 2, 1), ("zero2", 2, 1), ("ddp", 4, 4), ("fsdp", 4, 2)]
+)
+def test_every_spread_trains_alike(
+    folder: Path, alone: list[tuple[float, float]], strategy: str, ranks: int, parts: int
+) -> None:
     """Ranks without a token for an expert, and one with a block of padding only, are among them."""
-    train = TRAIN.model_copy(update={"strategy": strategy})
+    train = TRAIN.model_copy(update={"strategy": strategy, "context_ranks": parts})
     for found in run_ranks(losses_and_norms, ranks, folder, train).values():
         assert np.array(found) == pytest.approx(np.array(alone), rel=1e-5)
 

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import gc
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -18,6 +20,7 @@ from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.model import experts
 from pipeline_lib.model import recompute as recompute_module
 from pipeline_lib.model.build import prepare_layers
+from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
 from pipeline_lib.model.experts import GROUPED
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.lora import fuse_adapters
@@ -87,11 +90,17 @@ def _backward(ctx: Any, of_output: Tensor, _: Tensor) -> tuple[Tensor, ...]:
 kernel.register_autograd(_backward, setup_context=_setup)
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any) -> Any:
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, part: Part | None = None, **kwargs: Any
+) -> Any:
     """As model/attention.py calls the kernel."""
+    query, key, value = (tensor.to(value.dtype) for tensor in (query, key, value))
+    if part is not None:
+        query, key, value = tokens_to_heads(query, key, value, part)
     shape = query.shape
-    query, key, value = (tensor.to(value.dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    return kernel(query, key, value)[0].view(shape[0], shape[2], shape[1], shape[3]), None
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    output = kernel(query, key, value)[0].view(shape[0], shape[2], shape[1], shape[3])
+    return output if part is None else heads_to_tokens(output, part), None
 
 
 AttentionInterface.register("memory_test", attention)
@@ -117,6 +126,21 @@ def layer_of(kind: str, train: Train) -> tuple[nn.Module, Any]:
         if has_fused_adapters(train):
             fuse_adapters(layer)
     return layer.train(), config
+
+
+def _store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+
+
+def shared_with(ranks: int) -> dict[str, Part]:
+    """The argument of a layer of a rank that shares blocks: it exchanges with itself, which keeps as much."""
+    if ranks == 1:
+        return {}
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=_store(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    return {"part": Part(0, ranks, group.group_name)}
 
 
 def saved_bytes(kind: str, train: Train) -> tuple[float, Geometry]:
@@ -149,7 +173,7 @@ def saved_bytes(kind: str, train: Train) -> tuple[float, Geometry]:
     if train.strategy == "ddp" and train.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
-        layer(hidden, position_embeddings=angles, attention_mask=None)
+        layer(hidden, position_embeddings=angles, attention_mask=None, **shared_with(train.context_ranks))
     assert not train.compile or not torch._dynamo.utils.counters["graph_break"]
     return sum(kept.values()) / TOKENS, Geometry.from_config({**config.to_dict(), "model_type": kind})
 
@@ -169,6 +193,24 @@ def test_it_is_what_autograd_saves(kind: str, strategy: Any, precision: Any, com
     saved, geometry = saved_bytes(kind, train)
     near = {"rel": 0.03} if compiled else {"abs": 3}
     assert kept_per_token(geometry, train, False, "none") == pytest.approx(saved, **near)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """No process group is left."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "compiled"),
+    [(2, "full", False), (4, "full", False), (4, "lora", False), (2, "full", True), (4, "lora", True)],
+)
+def test_it_is_what_a_rank_saves_that_shares_blocks(alone: None, ranks: int, method: Any, compiled: bool) -> None:
+    """Four ranks are more than there are heads of keys."""
+    train = Train(strategy="fsdp", method=method, compile=compiled, context_ranks=ranks, lora=Lora(rank=RANK))
+    saved, geometry = saved_bytes("qwen3", train)
+    assert kept_per_token(geometry, train, False, "none") == pytest.approx(saved, rel=0.03)
 
 
 @pytest.mark.parametrize(

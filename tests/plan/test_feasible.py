@@ -119,7 +119,7 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     )
     assert match, said
     nodes, per_node = int(match[1] or 1), int(match[2])
-    machine, at_once, blocks = asked.setting.machine, asked.blocks_at_once, asked.setting.batch_blocks
+    machine, at_once, blocks = asked.setting.machine, asked.blocks_at_once(1), asked.setting.batch_blocks
     assert ("train.global_batch_tokens" in (said or "")) == (nodes * per_node * at_once > blocks)
     assert asked.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
     now, total = machine.ranks_per_node, nodes * per_node
@@ -190,7 +190,19 @@ def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
     asked = wanted("qwen3-8b", "a10", 8, strategy="ddp", recompute="full", method="lora", micro_batch_blocks=1)
     longest = replace(asked.setting, workload=replace(BLOCKS, block_tokens=2**20))
     [said] = what_would_fit(replace(asked, setting=longest))
-    assert said.startswith("no number of GPUs would do: the memory of one block of 1048576 tokens is not shared")
+    assert said.startswith("no number of GPUs would do: one block of 1048576 tokens needs more memory than a GPU has")
+    assert said.endswith("or raise train.context_ranks, so that more GPUs share a block")
+
+
+def test_where_a_block_is_too_long_for_a_gpu_ranks_that_share_it_are_offered() -> None:
+    asked = wanted("qwen3-8b", "a10", 8, 200, method="lora", batch_blocks=8, offload_activations=False)
+    longest = replace(asked, setting=replace(asked.setting, workload=replace(BLOCKS, block_tokens=40960)))
+    assert not longest.fits
+    assert "this would fit: train.context_ranks: 4  (as many ranks share each block)" in what_would_fit(longest)
+    shared = replace(longest, train=longest.train.model_copy(update={"context_ranks": 4}))
+    assert shared.fits
+    odd = replace(longest, setting=replace(longest.setting, workload=replace(BLOCKS, block_tokens=40959)))
+    assert not any("context_ranks" in said for said in what_would_fit(odd))
 
 
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:

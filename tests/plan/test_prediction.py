@@ -105,7 +105,7 @@ def test_larger_micro_batches_need_more_memory_and_launch_less(way: dict[str, An
 def volumes(strategy: str, accumulation: int = 3, ranks: Ranks = TWO_NODES, **way: Any) -> dict[str, float]:
     """Bytes of a step by name, for each parameter."""
     train = Train.model_validate({"strategy": strategy, **way})
-    found = exchanges_of(QWEN3_8B, train, ranks, accumulation)
+    found = exchanges_of(QWEN3_8B, train, ranks, accumulation, 4096)
     return {one.name: one.payload_bytes * one.times / QWEN3_8B.parameters for one in found}
 
 

@@ -39,6 +39,9 @@ REQUIRED = {  # file name: nodes, GPUs of a node, words of the GPU's name, model
     "lora-32b-8xa100.yaml": (1, 8, "A100 80GB", "Qwen/Qwen3-32B", "lora"),
     "full-32b-2nodes-8xa100.yaml": (2, 8, "A100 80GB", "Qwen/Qwen3-32B", "full"),
     "full-30b-a3b-8xh200.yaml": (1, 8, "H200", "Qwen/Qwen3-30B-A3B", "full"),
+    "lora-8b-128k-1xh200.yaml": (1, 1, "H200", "Qwen/Qwen3-8B", "lora"),
+    "full-8b-128k-8xh100.yaml": (1, 8, "H100", "Qwen/Qwen3-8B", "full"),
+    "lora-32b-128k-8xh100.yaml": (1, 8, "H100", "Qwen/Qwen3-32B", "lora"),
 }
 
 

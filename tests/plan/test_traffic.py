@@ -38,6 +38,15 @@ def test_of_nodes_with_one_gpu_a_ring_sends_the_least(kind: Kind, end: End) -> N
     assert sent_share(kind, end, Ranks(4, 1)) == pytest.approx((2 if kind == "all-reduce" else 1) * 3 / 4)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "shared", "share"), [(Ranks(16, 8), 8, 0.0), (Ranks(16, 8), 16, 8 / 2), (Ranks(4, 1), 4, 3 / 4)], ids=str
+)
+def test_ranks_that_share_blocks_send_equal_parts_to_all(ranks: Ranks, shared: int, share: float) -> None:
+    """Of 16 ranks on two nodes, the 8 of a node send half of what each has to the other node."""
+    found = sent_share("all-to-all", End.EXPECTED, ranks, "context", context_ranks=shared)
+    assert found == pytest.approx(share)
+
+
 def test_gloo_reduces_and_scatters_by_a_ring_that_goes_round_twice() -> None:
     assert sent_share("reduce-scatter", End.EXPECTED, Ranks(4, 2), by_nccl=False) == pytest.approx(2 * 3 / 4)
 

@@ -18,6 +18,7 @@ from pipeline_lib.train.checkpoint import load_tensors, save_tensors
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.loop import Batches, Stepper, learning_rate
+from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.strategies import make_strategy
 from pipeline_lib.train.strategy import Strategy
 
@@ -49,13 +50,13 @@ def do_runs(environ: Mapping[str, str], *runs: Run) -> list[dict[str, Any]]:
 
 def _do(world: World, run: Run) -> dict[str, Any]:
     train, reader = run.train, BlockReader(run.blocks)
-    strategy = make_strategy(world, train, BATCH_BLOCKS // world.size)
+    strategy = make_strategy(world, train, train.accumulation(BATCH_BLOCKS, world.size))
     model = build_trainable(run.model, train)
     wrapped = strategy.spread(model, lambda empty: load_weights(empty, run.model, world.device, train.seed))
     wrapped.train()
     frozen = frozen_bits(model)
     stepper = Stepper(wrapped, strategy, world, StopRequest())
-    batches = Batches(reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, world)
+    batches = Batches(reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, portion_of(world, train))
     stepper.warm_up(batches.of_step(run.first)[0])
     if run.load is not None:
         folder = run.load

@@ -4,13 +4,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.order import Group
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.train.dist import World
+from pipeline_lib.model.batch import Portion
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import BLOCK_TOKENS, make_documents
 
@@ -26,7 +25,7 @@ def reader(tmp_path: Path) -> BlockReader:
 
 
 def batches_of(reader: BlockReader, ranks: int, micro: int) -> list[Batches]:
-    return [Batches(reader, 7, 8, micro, World(rank, rank, ranks, torch.device("cpu"))) for rank in range(ranks)]
+    return [Batches(reader, 7, 8, micro, Portion(rank, ranks)) for rank in range(ranks)]
 
 
 def rows_of(batches: list[Batches], step: int) -> Rows:

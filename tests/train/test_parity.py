@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test wait
 STEPS, BLOCKS, LORA_STEPS = 20, 22, 8  # the last batch of each pass over the blocks is short
 STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 WORLDS = (1, 2, 4)
-CASES = [(strategy, ranks) for strategy in STRATEGIES for ranks in WORLDS if strategy != "hsdp" or ranks == 4]
+# Strategy, ranks, and how many of them share a block; four ranks are more than the model has KV heads.
+CASES = [(strategy, ranks, 1) for strategy in STRATEGIES for ranks in WORLDS if strategy != "hsdp" or ranks == 4]
+CASES += [("ddp", 2, 2), ("fsdp", 2, 2), ("ddp", 4, 4), ("fsdp", 4, 2), ("fsdp", 4, 4), ("hsdp", 4, 2)]
+Key = tuple[str, int, int, str]
 SETTINGS: dict[str, Any] = {
     "precision": "fp32",
     "lr": 3e-3,
@@ -61,24 +64,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
+def found(root: Path) -> dict[Key, dict[str, Any]]:
     """What the runs of each strategy, number of ranks and kind of data or method found."""
-    results: dict[tuple[str, int, str], dict[str, Any]] = {}
+    results: dict[Key, dict[str, Any]] = {}
     for ranks in WORLDS:
         runs = dict(runs_of(root, ranks))
         results.update(zip(runs, run_ranks(do_runs, ranks, *runs.values(), timeout_s=800.0)[0], strict=True))
     return results
 
 
-def runs_of(root: Path, ranks: int) -> Iterator[tuple[tuple[str, int, str], Run]]:
-    for strategy in (strategy for strategy, on_ranks in CASES if on_ranks == ranks):
-        shard_ranks = 2 if strategy == "hsdp" else None
-        train = Train.model_validate({**SETTINGS, "strategy": strategy, "shard_ranks": shard_ranks})
+def runs_of(root: Path, ranks: int) -> Iterator[tuple[Key, Run]]:
+    for strategy, parts in ((strategy, parts) for strategy, on_ranks, parts in CASES if on_ranks == ranks):
+        placement = {"strategy": strategy, "shard_ranks": 2 if strategy == "hsdp" else None, "context_ranks": parts}
+        train = Train.model_validate({**SETTINGS, **placement})
         for data in ("packed", "unpacked"):
-            save = root / f"{strategy}-{ranks}-{data}"
-            yield (strategy, ranks, data), Run(root / "model", root / data, train, STEPS, save=save)
+            save = root / f"{strategy}-{ranks}-{parts}-{data}"
+            yield (strategy, ranks, parts, data), Run(root / "model", root / data, train, STEPS, save=save)
         lora = train.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
-        yield (strategy, ranks, "lora"), Run(root / "model", root / "packed", lora, LORA_STEPS)
+        yield (strategy, ranks, parts, "lora"), Run(root / "model", root / "packed", lora, LORA_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -142,42 +145,42 @@ def samples_of(reader: BlockReader, step: int) -> list[tuple[Tensor, Tensor, Ten
 
 
 @pytest.mark.parametrize("data", ["packed", "unpacked"])
-@pytest.mark.parametrize(("strategy", "ranks"), CASES)
+@pytest.mark.parametrize(("strategy", "ranks", "parts"), CASES)
 def test_the_curve_is_that_of_a_plain_loop_over_transformers(
-    found: dict[Any, Any], reference: dict[str, Any], strategy: str, ranks: int, data: str
+    found: dict[Any, Any], reference: dict[str, Any], strategy: str, ranks: int, parts: int, data: str
 ) -> None:
     curve, _ = reference[data]
-    assert found[strategy, ranks, data]["losses"] == pytest.approx(curve, rel=CURVE)
+    assert found[strategy, ranks, parts, data]["losses"] == pytest.approx(curve, rel=CURVE)
     assert curve[-1] < curve[0]
 
 
 @pytest.mark.parametrize("data", ["packed", "unpacked"])
-@pytest.mark.parametrize(("strategy", "ranks"), CASES)
-def test_the_curve_is_that_of_one_rank(found: dict[Any, Any], strategy: str, ranks: int, data: str) -> None:
-    expected = found["ddp", 1, data]
-    assert found[strategy, ranks, data]["losses"] == pytest.approx(expected["losses"], rel=CURVE)
-    assert found[strategy, ranks, data]["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+@pytest.mark.parametrize(("strategy", "ranks", "parts"), CASES)
+def test_the_curve_is_that_of_one_rank(found: dict[Any, Any], strategy: str, ranks: int, parts: int, data: str) -> None:
+    expected = found["ddp", 1, 1, data]
+    assert found[strategy, ranks, parts, data]["losses"] == pytest.approx(expected["losses"], rel=CURVE)
+    assert found[strategy, ranks, parts, data]["norms"] == pytest.approx(expected["norms"], rel=1e-3)
 
 
 @pytest.mark.parametrize("data", ["packed", "unpacked"])
-@pytest.mark.parametrize(("strategy", "ranks"), CASES)
+@pytest.mark.parametrize(("strategy", "ranks", "parts"), CASES)
 def test_the_trained_weights_are_those_of_a_plain_loop(
-    found: dict[Any, Any], reference: dict[str, Any], root: Path, strategy: str, ranks: int, data: str
+    found: dict[Any, Any], reference: dict[str, Any], root: Path, strategy: str, ranks: int, parts: int, data: str
 ) -> None:
-    assert found[strategy, ranks, data]
+    assert found[strategy, ranks, parts, data]
     _, expected = reference[data]
     trained = {f"weights.{name}": torch.empty_like(tensor) for name, tensor in expected.items()}
-    load_tensors(root / f"{strategy}-{ranks}-{data}", trained)
+    load_tensors(root / f"{strategy}-{ranks}-{parts}-{data}", trained)
     first = dict(AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32).named_parameters())
     for name, tensor in expected.items():
         change = (tensor - first[name].detach()).norm()
         assert (trained[f"weights.{name}"] - tensor).norm() < WEIGHTS_CHANGE * change, name
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), CASES)
-def test_lora_trains_adapters_alone_and_alike(found: dict[Any, Any], strategy: str, ranks: int) -> None:
+@pytest.mark.parametrize(("strategy", "ranks", "parts"), CASES)
+def test_lora_trains_adapters_alone_and_alike(found: dict[Any, Any], strategy: str, ranks: int, parts: int) -> None:
     """That no bit of the base changed is seen by each rank of the run itself."""
-    run, expected = found[strategy, ranks, "lora"], found["ddp", 2, "lora"]
+    run, expected = found[strategy, ranks, parts, "lora"], found["ddp", 2, 1, "lora"]
     assert run["losses"] == pytest.approx(expected["losses"], rel=CURVE)
     assert run["losses"][-1] != run["losses"][0]
     assert run["names"]

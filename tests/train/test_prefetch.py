@@ -9,8 +9,7 @@ import torch
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.data.blocks import BlockReader
-from pipeline_lib.model.batch import Batch, Prefetcher
-from pipeline_lib.train.dist import World
+from pipeline_lib.model.batch import Batch, Portion, Prefetcher
 from pipeline_lib.train.loop import Batches
 from tests.train.conftest import Arena
 
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 def batches_of(arena: Arena) -> Batches:
     reader = BlockReader(arena.store.sealed(arena.shard) / "train")
-    return Batches(reader, 0, 8, 2, World(0, 0, 2, CPU))
+    return Batches(reader, 0, 8, 2, Portion(0, 2))
 
 
 def equal(one: list[Batch], other: list[Batch]) -> bool:

@@ -7,6 +7,7 @@ from pytest import approx, mark
 from pipeline_lib.train.measure import Interval, describe, kind_of, length, row_fields, shares_of
 
 NAMES = ("gemm_kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "Memcpy HtoD (Pinned)")
+ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 intervals = st.tuples(st.integers(-5, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 kernels = st.lists(st.tuples(st.sampled_from(NAMES), intervals), max_size=12)
 
@@ -41,6 +42,7 @@ def test_the_length_of_a_union_is_that_of_its_points(found: list[Interval]) -> N
     [
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float", "communication"),
+        (ALL_TO_ALL, "communication"),
         ("Memcpy DtoH (Device -> Pageable)", "copy"),
         ("Memset (Device)", "copy"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "compute"),
@@ -58,6 +60,7 @@ def test_the_event_has_seconds_and_fractions_that_add_up() -> None:
         **{"step_s": 4.0, "compute_s": 1.0, "exposed_communication_s": 0.5, "exposed_copy_s": 0.5, "idle_s": 2.0},
         **{"hidden_communication_s": 0.5, "compute_fraction": 0.25, "exposed_communication_fraction": 0.125},
         **{"exposed_copy_fraction": 0.125, "idle_fraction": 0.5, "hidden_communication_fraction": 0.125},
+        **{"context_s": 0.0, "context_fraction": 0.0},
     }
     shares = [fields[f"{name}_fraction"] for name in ("compute", "exposed_communication", "exposed_copy", "idle")]
     assert sum(shares) == approx(1.0)
@@ -65,6 +68,12 @@ def test_the_event_has_seconds_and_fractions_that_add_up() -> None:
         **{"profile_compute_s": 1.0, "profile_exposed_communication_s": 0.5},
         **{"profile_exposed_copy_s": 0.5, "profile_idle_s": 2.0},
     }
+
+
+def test_communication_of_ranks_that_share_blocks_is_told_apart() -> None:
+    found = shares_of([(NAMES[0], (0.0, 2.0)), (NAMES[1], (2.0, 3.0)), (ALL_TO_ALL, (1.0, 2.5))], (0.0, 4.0))
+    assert found.context_s == 1.5
+    assert found.exposed_communication_s + found.hidden_communication_s == 2.0
 
 
 def test_a_profiler_that_sees_no_kernel_says_so() -> None:

@@ -1,0 +1,37 @@
+"""The axes along which ranks share the work of a run, and their process groups.
+
+`replicate` are the copies of the trained state, `shard` the ranks that share a copy, and `context` the ranks that share
+a block. Consecutive ranks share a block, and consecutive groups of them a copy. Each rank of a block has its own shard,
+so `shard` counts them too.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipeline_lib.config.train import Train
+from pipeline_lib.model.batch import Portion
+from pipeline_lib.model.context import Part
+from pipeline_lib.train.dist import World
+
+
+def state_mesh(world: World, train: Train) -> DeviceMesh:
+    """Return the ranks over which FSDP2 shards the state: all, or with `hsdp` those of each copy, by default a node."""
+    if train.strategy == "fsdp":
+        return _mesh(world, shard=world.size)
+    shard = train.shard_ranks or world.local_size
+    return _mesh(world, replicate=world.size // shard, shard=shard)
+
+
+def portion_of(world: World, train: Train) -> Portion:
+    """Return what this rank computes of a step's blocks. All ranks of `world` have to call it."""
+    parts = train.context_ranks
+    groups = world.size // parts
+    if parts == 1:
+        return Portion(world.rank, groups)
+    mesh = _mesh(world, block=groups, context=parts)
+    number, process_group = mesh.get_local_rank("context"), mesh.get_group("context")
+    return Portion(mesh.get_local_rank("block"), groups, Part(number, parts, process_group.group_name))
+
+
+def _mesh(world: World, **axes: int) -> DeviceMesh:
+    """Arrange all ranks along `axes`, of the given sizes; along the last, ranks are consecutive."""
+    return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
