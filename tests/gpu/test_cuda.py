@@ -61,3 +61,17 @@ def test_a_run_moves_from_two_gpus_with_fsdp_to_one_with_ddp(
     run_ranks(train, 1, arena.job(1, tmp_path / "moved", strategy="ddp", **settings))
     expected = losses(whole(2, device="cuda", strategy="fsdp", epochs=2))
     assert losses(tmp_path / "moved") == pytest.approx(expected, rel=1e-3)
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "bf16", "recompute": "full", "compile": True}], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gpus_that_share_blocks_have_the_curve_of_whole_ones(
+    whole: Callable[..., Path], strategy: str, settings: dict[str, Any]
+) -> None:
+    placement: dict[str, Any] = {"device": "cuda", "strategy": strategy, "epochs": 2, **settings}
+    expected = losses(whole(2, **placement))
+    tolerance = 3e-2 if settings else 1e-4
+    assert losses(whole(2, context_ranks=2, **placement)) == pytest.approx(expected, rel=tolerance)
