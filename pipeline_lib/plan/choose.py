@@ -229,8 +229,6 @@ class Setting:
         Activations are kept on the host if only that fits. Layers are compiled if the run saves more than COMPILE_S by
         it, if its length is unknown, or if only that fits.
         """
-        if train.save_async == AUTO:
-            return self.predict(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
         if train.offload_activations == AUTO:
             kept, away = (train.model_copy(update={"offload_activations": value}) for value in (False, True))
             here = self.predict(kept)
@@ -238,6 +236,8 @@ class Setting:
                 return here
             there = self.predict(away)
             return there if there.fits else here
+        if train.save_async == AUTO:
+            return self.predict(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
         if train.compile != AUTO:
             return predict_step(self.case(train))
         plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
@@ -252,10 +252,11 @@ class Setting:
 
     def _has_room_for_copies(self, train: Train) -> bool:
         """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
-        if train.offload != "none" or self.machine.host_memory_bytes is None:
+        limit = self.machine.host_limit_bytes
+        if train.offload != "none" or limit is None:
             return train.offload == "none"
         case = self.case(train.model_copy(update={"save_async": True}))
-        return not lacks_host_memory(memory_of(case), self.machine)
+        return host_bytes_of_node(memory_of(case), self.machine) <= limit
 
     def step_s(self, way: Prediction) -> float:
         """Return the seconds of a step, with its share of the compilation."""
@@ -356,17 +357,13 @@ def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[P
 
 
 def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:
-    """Return the simplest of those as fast as the fastest: strategy first, then offload, recompute, reshard, memory.
+    """Return the simplest of those as fast as the fastest: strategy first, then what is offloaded, and so on."""
 
-    If the host's memory is unknown, prefer ways without offloading.
-    """
-    if setting.machine.host_memory_bytes is None:
-        fitting = [way for way in fitting if not way.memory.host_bytes] or fitting
-
-    def complexity(way: Prediction) -> tuple[int, int, int, bool, float]:
+    def complexity(way: Prediction) -> tuple[int, int, bool, int, bool, float]:
         train = way.train
-        places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), RECOMPUTE.index(train.recompute))
-        return (*places, train.reshard is not False, way.needed_memory_bytes.value)
+        places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), keeps_on_host(train))
+        again = (RECOMPUTE.index(train.recompute), train.reshard is not False)
+        return (*places, *again, way.needed_memory_bytes.value)
 
     limit_s = min(map(setting.step_s, fitting)) * (1 + AS_GOOD)
     return min((way for way in fitting if setting.step_s(way) <= limit_s), key=complexity)
@@ -571,11 +568,21 @@ def host_memory(needed_bytes: int) -> str:
     return f"cluster.memory_gb: {math.ceil(needed_bytes / from_gigabytes(1))}, if the nodes have as much"
 
 
+def host_limit_in_words(machine: Machine) -> str:
+    """Return how much host memory a node has, and where that is known from."""
+    limit = gigabytes(machine.host_limit_bytes or 0)
+    return (
+        f"{limit} are assumed, as cluster.memory_gb is not set"
+        if machine.is_host_assumed
+        else f"cluster.memory_gb gives {limit}"
+    )
+
+
 def _on_host(memory: Memory, machine: Machine) -> str:
-    """Return the host memory that a node needs, if its size is unknown and something is offloaded to it, else ''."""
-    is_unknown = machine.host_memory_bytes is None and machine.is_gpu and memory.host_bytes > 0
+    """Return the host memory that a node needs, if its size is assumed and something is offloaded to it, else ''."""
+    is_assumed = machine.is_host_assumed and memory.host_bytes > 0
     needed_bytes = host_bytes_of_node(memory, machine)
-    return f", with {gigabytes(needed_bytes)} of host memory on each node" if is_unknown else ""
+    return f", with {gigabytes(needed_bytes)} of host memory on each node" if is_assumed else ""
 
 
 def _least_on_host(wanted: Wanted) -> str:
@@ -605,7 +612,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
     more_memory = [gpu for gpu in kinds if gpu.memory_bytes > (machine.gpu_memory_bytes or 0)]
     for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
-        larger = wanted.on(replace(machine, gpu_memory_bytes=gpu.memory_bytes))
+        larger = wanted.on(replace(machine, name=gpu.name, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
             sentences.append(f"the same number of {gpu.name} with {gib(gpu.memory_bytes)}{_least_on_host(larger)}")
             break

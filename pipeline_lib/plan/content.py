@@ -177,6 +177,7 @@ class Machine(Part):
     ranks_per_node: Count = None
     gpu_memory_bytes: Count = None
     host_memory_bytes: Count = None
+    assumed_host_memory_bytes: Count = None
     measured_parts: Count = None
     other_parts: Count = None
     rates: dict[str, Rate] = {}

@@ -10,7 +10,17 @@ from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.choose import Choice, Setting, Wanted, choose, host_memory, leanest, predictions, what_would_fit
+from pipeline_lib.plan.choose import (
+    Choice,
+    Setting,
+    Wanted,
+    choose,
+    host_limit_in_words,
+    host_memory,
+    leanest,
+    predictions,
+    what_would_fit,
+)
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.content import PART_NAMES
 from pipeline_lib.plan.known import Blocks
@@ -46,13 +56,12 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     tried = f"{choice.fitting} of {choice.considered} ways to train"
     if is_auto:
         how = f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
-        if setting.machine.host_memory_bytes is None and not way.memory.host_bytes:
-            offloading = [one for one in choice.best.values() if one.fits and one.memory.host_bytes]
-            if any(setting.step_s(one) < setting.step_s(way) for one in offloading):
-                how += " without offload; offload is not considered, because cluster.memory_gb is not set"
     else:
         how = "set in the config" + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
     text = f"{describe(way)}: {how}. {_bound_by(way)}"
+    if way.fits and way.memory.host_bytes and setting.machine.is_host_assumed:
+        needed = gigabytes(host_bytes_of_node(way.memory, setting.machine))
+        text += f" Each node needs {needed} of host memory; {host_limit_in_words(setting.machine)}."
     if not way.fits:
         text += f" It does not fit: {_too_large(way, setting)}."
     return text
@@ -158,8 +167,8 @@ def _why_not(way: Prediction, chosen: Prediction, setting: Setting) -> str:
 def _too_large(way: Prediction, setting: Setting) -> str:
     machine, memory = setting.machine, way.memory
     if lacks_host_memory(memory, machine):
-        has, host = gigabytes(machine.host_memory_bytes or 0), host_bytes_of_node(memory, machine)
-        return f"a node needs {gigabytes(host)} of host memory, and cluster.memory_gb gives {has}"
+        host = gigabytes(host_bytes_of_node(memory, machine))
+        return f"a node needs {host} of host memory, and {host_limit_in_words(machine)}"
     kept, has = max(MARGIN, memory.error), gib(machine.gpu_memory_bytes or 0)
     sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"), reverse=True)
     largest = ", ".join(f"{PART_NAMES.get(part, part)} {gib(size)}" for size, part in sizes[:_NAMED_PARTS])
@@ -381,10 +390,8 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     else:
         too_large += f", {gib(needed - has)} more than the {of_gpu}"
     if lacks_host_memory(memory, machine):
-        host, gives = host_need_of_node(memory, machine), gigabytes(machine.host_memory_bytes or 0)
-        on_host = (
-            f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and cluster.memory_gb gives {gives}"
-        )
+        host, has_host = host_need_of_node(memory, machine), host_limit_in_words(machine)
+        on_host = f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and {has_host}"
         if not fits_on_gpu(memory, machine):
             return f"{too_large}, and {on_host}"
         key = "strategy" if train.offload == "none" else "offload"

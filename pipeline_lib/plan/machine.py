@@ -317,11 +317,17 @@ class Ranks:
         return Ranks(machine.ranks, machine.ranks_per_node, machine.has_triton)
 
 
+# Host memory that is assumed of a node where cluster.memory_gb does not give it: for cards of desktops, known by their
+# names, that of a usual desktop; for all others so much for each GPU, and at most that of a usual server.
+_CONSUMER_WORDS = frozenset({"geforce", "rtx"})
+_CONSUMER_HOST_GB, _HOST_GB_OF_A_GPU, _MOST_HOST_GB = 64, 192, 2000
+
+
 @dataclass(frozen=True)
 class Machine:
     """Nodes of equal GPUs, or of CPU ranks.
 
-    `gpu_memory_bytes` is None if unknown, and on CPUs. `host_memory_bytes` is that of a node, or None if unknown.
+    `gpu_memory_bytes` is None if unknown, and on CPUs. `host_memory_bytes` is that of a node, or None if not given.
     """
 
     name: str
@@ -348,6 +354,20 @@ class Machine:
         known = find_gpu(self.name)
         return self.is_gpu and (known is None or known.computes_in("bf16"))
 
+    @property
+    def is_host_assumed(self) -> bool:
+        """True if the host memory of a node is assumed, because it is not given; on CPUs nothing is assumed."""
+        return self.is_gpu and self.host_memory_bytes is None
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """The host memory of a node, given or assumed, in bytes; None if unknown, on CPUs."""
+        if not self.is_host_assumed:
+            return self.host_memory_bytes
+        if name_words(self.name) & _CONSUMER_WORDS:
+            return from_gigabytes(_CONSUMER_HOST_GB)
+        return from_gigabytes(min(_HOST_GB_OF_A_GPU * self.ranks_per_node, _MOST_HOST_GB))
+
     def speeds(self, end: End = End.EXPECTED) -> Speeds:
         """Return all rates at one end of their bands."""
         return self._speeds[end]
@@ -372,6 +392,7 @@ class Machine:
             "gpu_memory_bytes": self.gpu_memory_bytes,
             "peak_flop_s": self.peak_flop_s,
             "host_memory_bytes": self.host_memory_bytes,
+            "assumed_host_memory_bytes": self.host_limit_bytes if self.is_host_assumed else None,
             "rates": {name: asdict(rate) for name, rate in self.rates.items()},
         }
 

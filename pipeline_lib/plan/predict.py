@@ -169,8 +169,13 @@ def host_bytes_of_node(memory: Memory, machine: Machine) -> int:
 
 
 def lacks_host_memory(memory: Memory, machine: Machine) -> bool:
-    """Return whether a node needs more than its host is known to have."""
-    limit = machine.host_memory_bytes
+    """Return whether a node needs more than its host has.
+
+    An assumed limit is only for what is offloaded: it refuses no run that merely has to start.
+    """
+    if machine.is_host_assumed and not memory.host_bytes:
+        return False
+    limit = machine.host_limit_bytes
     return limit is not None and host_bytes_of_node(memory, machine) > limit
 
 

@@ -223,8 +223,10 @@ def _memory(plan: PlanDocument) -> list[Row]:
     needed = _needed(plan, memory, plan.prediction)
     rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}; peak {memory.moment}")]
     rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
-    limit = plan.machine.host_memory_bytes
+    limit, assumed = plan.machine.host_memory_bytes, plan.machine.assumed_host_memory_bytes
     has = f"of {gigabytes(limit)}" if limit else "not checked, because cluster.memory_gb is not set"
+    if assumed:
+        has = f"of {gigabytes(assumed)}, which is assumed, because cluster.memory_gb is not set"
     return [*rows, ("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
 
 

@@ -167,8 +167,8 @@ def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str)
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("", "this would fit: train.strategy: auto, with "),
-        (", memory_gb: 64", "with train.strategy: auto, the smallest cluster that would do: "),
+        (", memory_gb: 900", "this would fit: train.strategy: auto\n"),
+        ("", "with train.strategy: auto, the smallest cluster that would do: "),
     ],
 )
 def test_of_a_strategy_that_cannot_train_the_model_auto_is_the_way_out(plan: Plan, host: str, said: str) -> None:
@@ -194,16 +194,29 @@ def test_a_missing_model_folder_is_named_with_all_else(plan: Plan) -> None:
     assert "data.train[0].path: no file matches 'nowhere.jsonl' here" in refused.stderr
 
 
-def test_the_reason_of_the_choice_says_that_offload_needs_the_size_of_the_host_memory(plan: Plan) -> None:
+def test_what_is_offloaded_competes_and_the_host_memory_that_is_assumed_is_said(plan: Plan) -> None:
     lora = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a10")
     lora = lora.replace("strategy: auto", "strategy: auto, method: lora").replace(": 4096", ": 1024")
 
-    unknown, known = plan(config=lora), plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
+    assumed, given = plan(config=lora), plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
 
-    said = "without offload; offload is not considered, because cluster.memory_gb is not set"
-    assert said in " ".join(unknown.stdout.split())
-    assert "not considered" not in known.stdout
-    assert "offloaded" in known.stdout.partition("step time")[0]
+    said = "of host memory; 192.00 GB are assumed, as cluster.memory_gb is not set."
+    assert said in " ".join(assumed.stdout.split())
+    assert "assumed, as" not in given.stdout
+    for done in (assumed, given):
+        assert "offloaded" in done.stdout.partition("step time")[0]
+
+
+def test_more_host_memory_than_is_assumed_is_refused_and_the_key_that_says_otherwise_is_named(plan: Plan) -> None:
+    """All weights of 235B on one A10 want terabytes."""
+    huge = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a10")
+    huge = huge.replace("Qwen3-8B", "Qwen3-235B-A22B")
+
+    done = plan(config=huge)
+
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert re.search(r"and 192.00 GB are assumed, as cluster.memory_gb is not set; set cluster.memory_gb: 4\d{3}", said)
 
 
 def test_explain_adds_the_formulas(plan: Plan) -> None:

@@ -473,19 +473,36 @@ def test_a_save_copies_a_checkpoint_to_the_hosts_of_all_nodes(strategy: str, sav
         assert lacks_host_memory(found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes - 1))
 
 
-def test_nothing_is_offloaded_to_a_host_of_unknown_memory_if_anything_fits_without() -> None:
+def test_offloading_competes_within_the_host_memory_that_is_assumed() -> None:
     """Offloading makes room for larger micro-batches, which may be faster: here they are, where there is memory."""
     known = machine(1, 2, memory_gib=96)
-    unknown = replace(known, host_memory_bytes=None)
     auto, eager = Train(strategy="auto", compile=False), ("compile",)
-    settings = [Setting(QWEN3_8B, fleet, workload(), 512, None) for fleet in (known, unknown)]
-    offloads = [choose(setting, auto, eager, True).chosen.train.offload for setting in settings]
-    assert offloads == ["optimizer", "none"]
-    held = auto.model_copy(update={"offload": "optimizer"})
-    assert choose(settings[1], held, ("offload", *eager), True).chosen.fits
-    small = replace(unknown, gpu_memory_bytes=44 * 2**30)
-    last_resort = choose(replace(settings[1], machine=small), auto, eager, True).chosen
-    assert last_resort.train.offload != "none"
+    chosen = []
+    for name, own in (("test GPU", known.host_memory_bytes), ("test GPU", None), ("RTX 4090", None)):
+        fleet = replace(known, name=name, host_memory_bytes=own)
+        setting = Setting(QWEN3_8B, fleet, workload(), 512, None)
+        choice = choose(setting, auto, eager, True)
+        assert ("GB are assumed, as cluster" in why_chosen(choice, setting, True)) == (
+            own is None and choice.chosen.memory.host_bytes > 0
+        )
+        chosen.append(choice.chosen.train.offload)
+    assert chosen == ["optimizer", "optimizer", "none"]
+
+
+def test_the_host_memory_of_a_node_is_assumed_by_its_gpus_where_it_is_not_given() -> None:
+    """A run that offloads nothing is not refused by a limit that is only assumed."""
+    fleet = replace(machine(2, 8), host_memory_bytes=None)
+    assert [fleet.is_host_assumed, fleet.host_limit_bytes] == [True, 8 * 192 * 10**9]
+    assert replace(fleet, ranks_per_node=16).host_limit_bytes == 2000 * 10**9
+    for name in ("RTX 4090", "NVIDIA GeForce GTX 1080 Ti", "rtx4090"):
+        assert replace(fleet, name=name).host_limit_bytes == 64 * 10**9
+    assert replace(fleet, is_gpu=False).host_limit_bytes is None
+    given = machine(1, 8, host_memory_gb=5)
+    assert [given.is_host_assumed, given.host_limit_bytes] == [False, 5 * 10**9]
+    desktop = replace(machine(1, 12), name="RTX 4090", host_memory_bytes=None)
+    away, here = (of(QWEN3_8B, {"strategy": "fsdp", "offload": value}, desktop) for value in ("optimizer", "none"))
+    assert host_need_of_node(here.memory, desktop).total_bytes > 64 * 10**9
+    assert [lacks_host_memory(way.memory, desktop) for way in (away, here)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
         (
             "offload",
             None,
-            r"host memory [\d.]+ GB on each node, not checked, because cluster.memory_gb is not set",
+            r"host memory [\d.]+ GB on each node, of 1536.00 GB, which is assumed, because cluster.memory_gb",
         ),
         ("demo", None, r"host memory [\d.]+ GB on each node, not checked, because cluster.memory_gb is not set"),
     ],
@@ -148,6 +148,8 @@ def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, sa
     assert need.total_bytes > ranks.total * memory["host_bytes" if is_gpu else "allocated_bytes"]
     assert f"host memory {gigabytes(need.total_bytes)} on" in " ".join(render(found).split())
     assert found["machine"]["host_memory_bytes"] == (memory_gb and memory_gb * 10**9)
+    assumed = 8 * 192 * 10**9 if is_gpu and memory_gb is None else None
+    assert found["machine"]["assumed_host_memory_bytes"] == assumed
 
 
 @pytest.mark.parametrize("memory_gb", [60, 400])

@@ -1,0 +1,70 @@
+"""`auto` takes a way that is as fast as the fastest that the table calls fitting, on any machine and for any model."""
+
+import re
+from itertools import product
+
+import pytest
+
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.plan.choose import AS_GOOD, Choice, Setting, choose
+from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.document import why_chosen
+from pipeline_lib.plan.workload import Workload
+
+MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")
+CLUSTERS = (
+    *((gpu, 1, ranks) for gpu in ("rtx 4090", "rtx 3090", "a10") for ranks in (1, 4, 8)),
+    *((gpu, 1, ranks) for gpu in ("a100 40gb", "a100 80gb", "h100", "h200", "b200") for ranks in (1, 4, 8)),
+    *((gpu, 2, 8) for gpu in ("rtx 4090", "a100 80gb", "h100")),
+)
+METHODS = ("full", "lora")
+CASES = list(product(MODELS, CLUSTERS, METHODS))
+# Where offloading was dropped without cluster.memory_gb, and every 31st of all, a number prime to all three lists.
+SAMPLED = [("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora"), ("Qwen3-32B", ("h100", 1, 8), "full"), *CASES[::31]]
+
+
+def chosen(model: str, cluster: tuple[str, int, int], method: str) -> tuple[Choice, Setting] | None:
+    """None if nothing fits."""
+    gpu, nodes, per_node = cluster
+    config = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None)
+    machine = machine_of(config, "bf16", None)
+    assert machine is not None
+    setting = Setting(Geometry.from_config(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
+    train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096})
+    try:
+        return choose(setting, train, (), has_deepspeed=True), setting
+    except DataError as error:
+        assert "to train fits" in str(error)
+        return None
+
+
+BLOCKS = Workload(4096, 0.98, 0.5, 1024.0, None, None, is_assumed=True)
+
+
+def check(model: str, cluster: tuple[str, int, int], method: str) -> bool:
+    """Compare the choice with every row of its own table; return whether anything fits."""
+    found = chosen(model, cluster, method)
+    if found is None:
+        return False
+    choice, setting = found
+    fitting_s = [way.step_s.value for way in choice.best.values() if way.fits]
+    assert choice.chosen.fits
+    assert choice.chosen.step_s.value <= (1 + AS_GOOD) * min(fitting_s)
+    said = why_chosen(choice, setting, is_auto=True)
+    assert re.search(rf"{choice.fitting} of {choice.considered} ways to train fit.* simplest one within 2%", said)
+    return True
+
+
+@pytest.mark.parametrize(("model", "cluster", "method"), SAMPLED)
+def test_no_fitting_way_is_faster_than_the_choice(model: str, cluster: tuple[str, int, int], method: str) -> None:
+    check(model, cluster, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_no_fitting_way_is_faster_than_the_choice_of_any(model: str) -> None:
+    cases = [case for case in CASES if case[0] == model]
+    assert any([check(*case) for case in cases])
