@@ -15,6 +15,7 @@ from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, STRATEGIES, Memory, predict
+from pipeline_lib.plan.near import NearMiss, near_miss
 from pipeline_lib.plan.predict import (
     Prediction,
     fits,
@@ -189,7 +190,7 @@ class Choice:
     """The chosen way to train, and the best way of every strategy beside it, whether it fits or not.
 
     `considered` counts the candidates and `fitting` those that fit. `left_out` maps each strategy that was not
-    considered to the reason.
+    considered to the reason. `near` is the fastest that lacks little and would be faster than the chosen one.
     """
 
     chosen: Prediction
@@ -197,6 +198,7 @@ class Choice:
     considered: int
     left_out: Mapping[str, str]
     fitting: int = 0
+    near: NearMiss | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         chosen, beside = _fastest(setting, own), _by_strategy(setting, other, kept)
         best = {name: _fastest(setting, found) for name, found in beside.items() if name not in left_out}
         fitting = sum(way.fits for way in own)
-        return Choice(chosen, {**best, train.strategy: chosen}, len(own), left_out, fitting)
+        near = near_miss(_with_kept(setting, own), setting.machine, chosen, AS_GOOD)
+        return Choice(chosen, {**best, train.strategy: chosen}, len(own), left_out, fitting, near)
     found = {name: all_of for name, all_of in _by_strategy(setting, train, held).items() if name not in left_out}
     everything = [way for all_of in found.values() for way in all_of]
     fitting_ways = [way for way in everything if way.fits]
@@ -291,7 +294,16 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         raise DataError(f"none of {len(everything)} ways to train fits {machine.ranks} x {machine.name}{limit}")
     best = {name: _fastest(setting, all_of) for name, all_of in found.items()}
     chosen = _simplest(setting, _of_simplest_strategy(setting, fitting_ways))
-    return Choice(chosen, best, len(everything), left_out, len(fitting_ways))
+    near = near_miss(_with_kept(setting, everything), setting.machine, chosen, AS_GOOD)
+    return Choice(chosen, best, len(everything), left_out, len(fitting_ways), near)
+
+
+def _with_kept(setting: Setting, ways: Iterable[Prediction]) -> Iterator[Prediction]:
+    """Yield the ways, and those whose activations only fit on the host also with activations on the GPU."""
+    for way in ways:
+        yield way
+        if keeps_on_host(way.train):
+            yield setting.predict(way.train.model_copy(update={"offload_activations": False}))
 
 
 def predictions(setting: Setting, train: Train, held: Collection[str]) -> list[Prediction]:

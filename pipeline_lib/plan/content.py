@@ -283,10 +283,26 @@ class Prediction(Part):
     fits: bool | None = None
 
 
+class Lacks(Part):
+    """The bytes that a GPU, with the margin, and the host of a node lack; `is_margin` if it is only the margin."""
+
+    gpu_bytes: Count = None
+    host_bytes: Count = None
+    is_margin: bool = False
+
+
+class NearMiss(Part):
+    """The fastest way that lacks little to fit and would be faster than the chosen one, and what it lacks."""
+
+    lacks: Lacks = Lacks()
+    prediction: Prediction = Prediction()
+
+
 class Words(Part):
     """The plan's texts for people."""
 
     chosen: Text = None
+    near_miss: Text = None
     others: list[str] = []
     advice: list[str] = []
     warnings: list[str] = []
@@ -311,6 +327,7 @@ class PlanDocument(Part):
     stages: list[Need] = []
     prediction: Prediction = Prediction()
     others: dict[str, Prediction] = {}
+    near_miss: NearMiss = NearMiss()
     words: Words = Words()
 
     @property

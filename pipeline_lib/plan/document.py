@@ -26,6 +26,7 @@ from pipeline_lib.plan.content import PART_NAMES
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, host_need, predict_all
+from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_bytes_of_node, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.stages import Run, needs_of
 from pipeline_lib.plan.step_time import shape_of
@@ -65,6 +66,11 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     if not way.fits:
         text += f" It does not fit: {_too_large(way, setting)}."
     return text
+
+
+def _near_miss(choice: Choice, near: NearMiss, machine: Machine) -> str:
+    in_words = near.in_words(machine, choice.chosen.step_s.value, host_limit_in_words(machine))
+    return f"{describe(near.way)}: {in_words}"
 
 
 def why_not_others(choice: Choice, setting: Setting) -> list[str]:
@@ -324,8 +330,9 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     """
     machine = question.machine
     if machine is None:
-        words = {"chosen": f"{question.train.strategy}: set in the config", "others": [], "advice": [_NAME_IT]}
-        return Answer(_content(question, None, None, words), None, None, None)
+        set_there = f"{question.train.strategy}: set in the config"
+        unnamed = {"chosen": set_there, "others": [], "advice": [_NAME_IT]}
+        return Answer(_content(question, None, None, unnamed), None, None, None)
     batch = question.batch(question.train)
     setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
     wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
@@ -333,11 +340,13 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     if not is_explained:
         return Answer(_content(question, machine, choice, {}), wanted, choice, refusal)
     is_auto = question.train.strategy == "auto"
-    words = {
+    words: dict[str, Any] = {
         "chosen": why_chosen(choice, wanted.setting, is_auto),
         "others": why_not_others(choice, wanted.setting),
         "advice": advice(choice, wanted.setting, question.has_deepspeed),
     }
+    if choice.near is not None:
+        words["near_miss"] = _near_miss(choice, choice.near, machine)
     if refusal is not None and is_auto:
         words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
     elif not choice.chosen.fits:
@@ -471,5 +480,6 @@ def _content(
         "stages": _stages(question, train, memories[train.strategy]),
         "prediction": choice.chosen.as_json() if choice else None,
         "others": others,
+        "near_miss": choice.near.as_json() if choice and choice.near else None,
         "words": {**words, **_about_data(question, train, batch)},
     }

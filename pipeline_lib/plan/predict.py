@@ -154,7 +154,12 @@ def fits(memory: Memory, machine: Machine) -> bool:
 def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
     """Return whether GPU memory alone suffices; on CPUs this is true, because the host's memory counts there."""
     limit = machine.gpu_memory_bytes
-    return limit is None or memory.total_bytes <= limit * min(1 - MARGIN, 1 / (1 + memory.error))
+    return limit is None or memory.total_bytes <= limit * usable_fraction(memory)
+
+
+def usable_fraction(memory: Memory) -> float:
+    """Return the fraction of a GPU's memory that may be predicted to be in use: what the error and MARGIN leave."""
+    return min(1 - MARGIN, 1 / (1 + memory.error))
 
 
 def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:

@@ -60,7 +60,9 @@ Row = tuple[str, str]
 def render(content: Mapping[str, Any]) -> str:
     """Return the whole plan, the content of a plan.json, as text."""
     plan = PlanDocument.model_validate(content)
-    head = _text(_pairs([*_what(plan), ("why", plan.words.chosen or ""), *_time(plan), *_memory(plan), *_disk(plan)]))
+    why = [("why", plan.words.chosen or "")]
+    why += [("near miss", plan.words.near_miss)] if plan.words.near_miss else []
+    head = _text(_pairs([*_what(plan), *why, *_time(plan), *_memory(plan), *_disk(plan)]))
     stages = ["", "what each stage needs", _text(_stages(plan))] if plan.stages else []
     stages += [_text(_pairs([(need.stage, need.note)])) for need in plan.stages if need.note]
     return "\n".join([f"plan of {plan.experiment}", "", head, *stages, *_below(plan)])

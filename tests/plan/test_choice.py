@@ -1,6 +1,8 @@
 """`auto` takes a way that is as fast as the fastest that the table calls fitting, on any machine and for any model."""
 
+import math
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,6 +14,7 @@ from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import AS_GOOD, Choice, Setting, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.document import why_chosen
+from pipeline_lib.plan.predict import host_bytes_of_node, predict_step
 from pipeline_lib.plan.workload import Workload
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")
@@ -26,14 +29,14 @@ CASES = list(product(MODELS, CLUSTERS, METHODS))
 SAMPLED = [("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora"), ("Qwen3-32B", ("h100", 1, 8), "full"), *CASES[::31]]
 
 
-def chosen(model: str, cluster: tuple[str, int, int], method: str) -> tuple[Choice, Setting] | None:
+def chosen(model: str, cluster: tuple[str, int, int], method: str, **keys: object) -> tuple[Choice, Setting] | None:
     """None if nothing fits."""
     gpu, nodes, per_node = cluster
     config = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None)
     machine = machine_of(config, "bf16", None)
     assert machine is not None
     setting = Setting(Geometry.from_config(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
-    train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096})
+    train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096, **keys})
     try:
         return choose(setting, train, (), has_deepspeed=True), setting
     except DataError as error:
@@ -61,6 +64,33 @@ def check(model: str, cluster: tuple[str, int, int], method: str) -> bool:
 @pytest.mark.parametrize(("model", "cluster", "method"), SAMPLED)
 def test_no_fitting_way_is_faster_than_the_choice(model: str, cluster: tuple[str, int, int], method: str) -> None:
     check(model, cluster, method)
+
+
+def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
+    """On the cards the host's memory is assumed, which may be wrong; on H100 only the margin."""
+    found = chosen("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora")
+    assert found is not None and found[0].near is not None
+    (choice, setting), near = found, found[0].near
+    assert near.way.step_s.value * 2 < choice.chosen.step_s.value
+    assert (near.gpu_bytes, near.is_margin) == (0, False)
+    assert near.host_bytes == host_bytes_of_node(near.way.memory, setting.machine) - 64 * 10**9
+    enough = replace(setting.machine, host_memory_bytes=near.host_bytes + 64 * 10**9)
+    assert replace(setting, machine=enough).predict(near.way.train).fits
+
+    kept = {"strategy": "fsdp", "offload": "none", "offload_activations": False}
+    found = chosen("Qwen3-32B", ("h100", 1, 8), "lora", **kept)
+    assert found is not None and found[0].near is not None
+    (choice, setting), near = found, found[0].near
+    assert choice.chosen.fits and not near.way.fits
+    limit = setting.machine.gpu_memory_bytes or 0
+    assert near.is_margin and near.way.memory.total_bytes <= limit
+    assert near.gpu_bytes == near.way.memory.total_bytes - math.floor(limit * 0.94)
+    said = near.in_words(setting.machine, choice.chosen.step_s.value, "")
+    assert re.search(r"only the margin lacks: a GPU needs [\d.]+ GiB of 79.1 GiB, and 6% are kept free", said)
+    assert predict_step(setting.case(near.way.train)).step_s.value * 1.02 < choice.chosen.step_s.value
+
+    found = chosen("Qwen3-0.6B", ("h100", 1, 8), "full")
+    assert found is not None and found[0].near is None
 
 
 @pytest.mark.slow

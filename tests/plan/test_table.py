@@ -17,7 +17,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import brief, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import leanest
-from pipeline_lib.plan.content import PART_NAMES, Figure
+from pipeline_lib.plan.content import PART_NAMES, Figure, PlanDocument
 from pipeline_lib.plan.document import Answer, answer, lacking
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.machine import Ranks
@@ -342,3 +342,25 @@ def test_every_stage_has_a_line_with_what_it_needs() -> None:
     assert re.match(r"\d\d\.\d GiB a GPU, 478.69 GB", rows[5][2])
     text = " ".join(" ".join(lines[start:]).split())
     assert "layer by layer; 6 answers of up to 96 tokens from each model on 7 GPUs" in text
+
+
+def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
+    """Where it lacks only the memory of a host that is assumed; no near miss is null."""
+    cluster = {"gpus_per_node": 4, "gpu": "rtx 4090"}
+    settings = {"strategy": "auto", "method": "lora", "global_batch_tokens": 64 * 4096}
+    near = planned("Qwen/Qwen3-30B-A3B", 4096, cluster, **settings).content
+    text = " ".join(render(near).split())
+    assert re.search(
+        r"near miss .* times as fast; a node needs [\d.]+ GB of host memory, and 64.00 GB are assumed", text
+    )
+    assert text.index("why ") < text.index("near miss ") < text.index("step time ")
+    assert near["near_miss"]["lacks"]["host_bytes"] > 0
+    assert near["near_miss"]["prediction"]["fits"] is False
+    faster_s = near["near_miss"]["prediction"]["step_s"]["value"]
+    assert faster_s < near["prediction"]["step_s"]["value"]
+    shown = PlanDocument.model_validate(near).near_miss
+    assert shown.prediction.step_s.value == faster_s
+
+    none = planned("Qwen/Qwen3-30B-A3B", 4096, {**cluster, "memory_gb": 500}, **settings).content
+    assert none["near_miss"] is None
+    assert "near miss" not in render(none)

@@ -1,0 +1,82 @@
+"""The near miss: the fastest way to train that lacks little to fit, and what it lacks."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline_lib.core.units import brief, from_gigabytes, gib, gigabytes
+from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host_memory, usable_fraction
+
+# A way is near if it needs at most so much more than a GPU, or the host, has. More is allowed where the host's memory
+# is assumed, since users may know better.
+_NEAR, _NEAR_ASSUMED = 0.1, 3.0
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A way that does not fit, and the bytes that a GPU and the host of a node lack for it; 0 where they have enough.
+
+    What a GPU lacks includes the margin that predictions keep free: `is_margin` if it lacks no more than that.
+    """
+
+    way: Prediction
+    gpu_bytes: int
+    host_bytes: int
+    is_margin: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its entry in plan.json."""
+        entry = self.way.as_json()
+        del entry["segments"]
+        lacks = {"gpu_bytes": self.gpu_bytes, "host_bytes": self.host_bytes, "is_margin": self.is_margin}
+        return {"lacks": lacks, "prediction": entry}
+
+    def in_words(self, machine: Machine, chosen_s: float, limit_in_words: str) -> str:
+        """Return its time beside that of the chosen way, and what it lacks; `limit_in_words` is what a host has."""
+        memory, step_s = self.way.memory, self.way.step_s.value
+        said = [f"{brief(step_s)} a step, {chosen_s / step_s:.2f} times as fast"]
+        if self.gpu_bytes:
+            has, usable = gib(machine.gpu_memory_bytes or 0), usable_fraction(memory)
+            margin = "only the margin lacks: " if self.is_margin else ""
+            needs = f"a GPU needs {gib(memory.total_bytes)} of {has}"
+            kept = f"{1 - usable:.0%} are kept free, as the prediction may be {memory.error:.0%} off"
+            said.append(f"{margin}{needs}, and {kept}: {gib(self.gpu_bytes)} too much")
+        if self.host_bytes:
+            needed = host_bytes_of_node(memory, machine)
+            at_least = math.ceil(needed / from_gigabytes(1))
+            has = f"{limit_in_words}: set cluster.memory_gb: {at_least}, if the nodes have as much"
+            said.append(f"a node needs {gigabytes(needed)} of host memory, and {has}")
+        return "; ".join(said)
+
+
+def near_miss(ways: Iterable[Prediction], machine: Machine, chosen: Prediction, as_good: float) -> NearMiss | None:
+    """Return the fastest of `ways` that lacks little and is faster than `chosen` by more than `as_good`, or None.
+
+    Of those as fast as that one it is the one that lacks least.
+    """
+    limit_s = chosen.step_s.value / (1 + as_good)
+    near = [way for way in ways if not way.fits and way.step_s.value < limit_s and _is_near(way, machine)]
+    if not near or not chosen.fits:
+        return None
+    limit_s = min(way.step_s.value for way in near) * (1 + as_good)
+    found = [_missed(way, machine) for way in near if way.step_s.value <= limit_s]
+    return min(found, key=lambda miss: (miss.host_bytes, miss.gpu_bytes))
+
+
+def _missed(way: Prediction, machine: Machine) -> NearMiss:
+    has, needs = machine.gpu_memory_bytes or 0, way.memory.total_bytes
+    too_much = needs - math.floor(has * usable_fraction(way.memory))
+    host = host_bytes_of_node(way.memory, machine) - (machine.host_limit_bytes or 0)
+    lacks_host = lacks_host_memory(way.memory, machine)
+    return NearMiss(way, max(0, too_much), host if lacks_host else 0, too_much > 0 and needs <= has)
+
+
+def _is_near(way: Prediction, machine: Machine) -> bool:
+    most_gpu, most_host = machine.gpu_memory_bytes, machine.host_limit_bytes
+    if most_gpu is None or way.memory.total_bytes > most_gpu * (1 + _NEAR):
+        return False
+    more = _NEAR_ASSUMED if machine.is_host_assumed else _NEAR
+    needs_host = lacks_host_memory(way.memory, machine)
+    return not needs_host or most_host is None or host_bytes_of_node(way.memory, machine) <= most_host * (1 + more)
