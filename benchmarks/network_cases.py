@@ -11,9 +11,9 @@ from pipeline_lib.calibrate.run import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.machine import Machine, Rate
 from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import shape_of
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady

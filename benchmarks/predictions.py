@@ -29,10 +29,11 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.choose import Setting, choose
+from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.workload import Workload
 

@@ -18,8 +18,8 @@ from benchmarks.train.ours import batches_of
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.units import GIB
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.search import Setting
 
 STEPS = 3  # whose documents are looked at
 COLUMNS = ("case", "GPUs", "step s, predicted (band)", "measured", "error", "peak GiB, predicted", "measured", "error")

@@ -2,20 +2,19 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from pipeline_lib.config.checks import OFFLOADS, train_problems
-from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.checks import OFFLOADS
 from pipeline_lib.config.train import Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
-from pipeline_lib.plan.memory import MARGIN, STRATEGIES, Memory, predict
-from pipeline_lib.plan.near import NearMiss, near_miss
+from pipeline_lib.plan.memory import MARGIN, Memory, predict
+from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import (
     Prediction,
     fits,
@@ -23,19 +22,21 @@ from pipeline_lib.plan.predict import (
     host_bytes_of_node,
     lacks_host_memory,
     memory_of,
-    predict_step,
 )
-from pipeline_lib.plan.step_time import COMPILE_S
+from pipeline_lib.plan.search import (
+    Group,
+    Setting,
+    fastest_near_miss,
+    groups,
+    is_legal,
+    least_memory,
+    simplest_of_fastest,
+)
 from pipeline_lib.plan.workload import (
     AUTO,
-    Case,
-    Workload,
-    can_compile,
     can_keep_on_host,
     eager_under_deepspeed,
     free_keys,
-    is_compiled,
-    is_sharded,
     keeps_on_host,
     recompute_of,
     settled,
@@ -160,12 +161,6 @@ def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
             yield changes
 
 
-def is_legal(train: Train, ranks: Ranks) -> bool:
-    """Return whether the config's checks allow these ranks to train this way."""
-    cluster = Cluster.model_construct(nodes=ranks.total // ranks.per_node, gpus_per_node=ranks.per_node)
-    return not train_problems(train, cluster)
-
-
 def _cost(train: Train, changes: dict[str, Any]) -> float:
     cost = 0.0
     for key, costs in _COSTS.items():
@@ -178,11 +173,7 @@ def _cost(train: Train, changes: dict[str, Any]) -> float:
 
 # The choice: the fastest way to train that fits, of all that the config leaves open.
 
-# Predictions cannot separate ways to train whose step times differ by less than this fraction; the simplest of them is
-# taken. The band is wider on CPUs: what separates strategies (casts, launches, overlap) was measured on GPUs.
-AS_GOOD, _AS_GOOD_ON_CPUS = 0.02, 0.25
-RECOMPUTE = ("none", "selective", "full")
-OFFLOAD = ("none", "optimizer", "optimizer+params")
+_OF_DEEPSPEED = ("zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -201,184 +192,81 @@ class Choice:
     near: NearMiss | None = None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The model, machine, data and batch of all candidates; `steps` is None while the run's length is unknown."""
-
-    geometry: Geometry
-    machine: Machine
-    workload: Workload
-    batch_blocks: int
-    steps: int | None
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks of the machine."""
-        return Ranks.of(self.machine)
-
-    @property
-    def as_good(self) -> float:
-        """The fraction by which a strategy may be slower than the fastest and still count as equally fast."""
-        return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
-
-    def case(self, train: Train) -> Case:
-        """Return the case of one way to train."""
-        return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
-
-    def predict(self, train: Train) -> Prediction:
-        """Predict one way to train, and resolve `save_async: auto`, `offload_activations: auto` and `compile: auto`.
-
-        Activations are kept on the host if only that fits. Layers are compiled if the run saves more than COMPILE_S by
-        it, if its length is unknown, or if only that fits.
-        """
-        if train.offload_activations == AUTO:
-            kept, away = (train.model_copy(update={"offload_activations": value}) for value in (False, True))
-            here = self.predict(kept)
-            if here.fits or not (self.machine.is_gpu and can_keep_on_host(train)):
-                return here
-            there = self.predict(away)
-            return there if there.fits else here
-        if train.save_async == AUTO:
-            return self.predict(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
-        if train.compile != AUTO:
-            return predict_step(self.case(train))
-        plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
-        if not can_compile(train, self.machine.has_triton):
-            return self.predict(plain)
-        then = self.predict(compiled)
-        if self.steps is None:
-            return then
-        now = self.predict(plain)
-        saved_s = self.steps * (now.step_s.value - then.step_s.value)
-        return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
-
-    def _has_room_for_copies(self, train: Train) -> bool:
-        """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
-        limit = self.machine.host_limit_bytes
-        if train.offload != "none" or limit is None:
-            return train.offload == "none"
-        case = self.case(train.model_copy(update={"save_async": True}))
-        return host_bytes_of_node(memory_of(case), self.machine) <= limit
-
-    def step_s(self, way: Prediction) -> float:
-        """Return the seconds of a step, with its share of the compilation."""
-        return way.step_s.value + (COMPILE_S / self.steps if self.steps and is_compiled(way.train) else 0.0)
-
-
 def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Choice:
     """Choose how to train, over all keys that `free_keys` leaves open.
 
     If `train` names a strategy, the others are only for comparison, and the way that needs least memory is chosen if
     nothing fits. With `strategy: auto`, raise DataError if nothing fits.
     """
-    left_out = {} if has_deepspeed else dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeed is not installed here")
+    left_out = {} if has_deepspeed else dict.fromkeys(_OF_DEEPSPEED, "DeepSpeed is not installed here")
     if train.strategy != AUTO:
-        own = predictions(setting, train, held)
+        own = groups(setting, train, held)
         # Other strategies are compared without the keys that belong to the named one.
         other = train.model_copy(update={"strategy": AUTO, "shard_ranks": None, "reshard": AUTO})
         kept = [key for key in ("micro_batch_blocks", "recompute", "offload", "compile") if getattr(train, key) != AUTO]
-        chosen, beside = _fastest(setting, own), _by_strategy(setting, other, kept)
-        best = {name: _fastest(setting, found) for name, found in beside.items() if name not in left_out}
-        fitting = sum(way.fits for way in own)
-        near = near_miss(_with_kept(setting, own), setting.machine, chosen, AS_GOOD)
-        return Choice(chosen, {**best, train.strategy: chosen}, len(own), left_out, fitting, near)
-    found = {name: all_of for name, all_of in _by_strategy(setting, train, held).items() if name not in left_out}
-    everything = [way for all_of in found.values() for way in all_of]
-    fitting_ways = [way for way in everything if way.fits]
+        chosen, beside = _best_of(setting, own), _by_strategy(groups(setting, other, kept))
+        best = {name: _best_of(setting, found) for name, found in beside.items() if name not in left_out}
+        return _choice(setting, chosen, {**best, train.strategy: chosen}, own, left_out)
+    found = _by_strategy(_considered(setting, train, held, has_deepspeed))
+    everything = [group for of_strategy in found.values() for group in of_strategy]
     if not everything:
         text = "train.strategy: auto finds no way to train that the other keys of `train` allow; leave some of them out"
         raise DataError(text)
-    if not fitting_ways:
-        machine = setting.machine
+    simplest = simplest_of_fastest(setting, everything)
+    if simplest is None:
+        machine, number = setting.machine, sum(len(group.sizes) for group in everything)
         limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
-        raise DataError(f"none of {len(everything)} ways to train fits {machine.ranks} x {machine.name}{limit}")
-    best = {name: _fastest(setting, all_of) for name, all_of in found.items()}
-    chosen = _simplest(setting, _of_simplest_strategy(setting, fitting_ways))
-    near = near_miss(_with_kept(setting, everything), setting.machine, chosen, AS_GOOD)
-    return Choice(chosen, best, len(everything), left_out, len(fitting_ways), near)
+        raise DataError(f"none of {number} ways to train fits {machine.ranks} x {machine.name}{limit}")
+    best = {name: _best_of(setting, of_strategy) for name, of_strategy in found.items()}
+    return _choice(setting, simplest.predict(), best, everything, left_out)
 
 
-def _with_kept(setting: Setting, ways: Iterable[Prediction]) -> Iterator[Prediction]:
-    """Yield the ways, and those whose activations only fit on the host also with activations on the GPU."""
-    for way in ways:
-        yield way
-        if keeps_on_host(way.train):
-            yield setting.predict(way.train.model_copy(update={"offload_activations": False}))
+def _choice(
+    setting: Setting,
+    chosen: Prediction,
+    best: Mapping[str, Prediction],
+    found: Sequence[Group],
+    left_out: Mapping[str, str],
+) -> Choice:
+    considered, fitting = (
+        sum(counts) for counts in zip(*((len(one.sizes), one.fitting) for one in found), strict=True)
+    )
+    near = fastest_near_miss(setting, found, chosen) if chosen.fits else None
+    return Choice(chosen, best, considered, left_out, fitting, near)
 
 
-def predictions(setting: Setting, train: Train, held: Collection[str]) -> list[Prediction]:
-    """Return the prediction for each of `candidates`."""
-    return [setting.predict(candidate) for candidate in candidates(setting, train, held)]
+def fastest(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Prediction | None:
+    """Return what `choose` chooses with `strategy: auto`, without looking at anything else; None if nothing fits."""
+    found = simplest_of_fastest(setting, _considered(setting, train, held, has_deepspeed))
+    return None if found is None else found.predict()
 
 
-def _by_strategy(setting: Setting, train: Train, held: Collection[str]) -> dict[str, list[Prediction]]:
-    found: dict[str, list[Prediction]] = {}
-    for way in predictions(setting, train, held):
-        found.setdefault(way.train.strategy, []).append(way)
-    return found
+def leanest_of_all(setting: Setting, train: Train, held: Collection[str]) -> tuple[dict[str, Prediction], int]:
+    """Return the way of each strategy that needs least memory, those that need less last, and how many ways there are.
+
+    Strategies that are not installed are included.
+    """
+    found = groups(setting, train, held)
+    ways = [least_memory(of_strategy) for of_strategy in _by_strategy(found).values()]
+    ways.sort(key=lambda way: -way.memory.total_bytes)
+    return {way.train.strategy: way.predict() for way in ways}, sum(len(group.sizes) for group in found)
 
 
-def candidates(setting: Setting, train: Train, held: Collection[str]) -> Iterator[Train]:
-    """Yield every legal way to train on the same global batch that keeps the `held` keys; `compile` may stay `auto`."""
-    free = free_keys(train, held)
-    if train.strategy != AUTO:
-        yield from _ways(setting, train, free)
-        return
-    is_hsdp = "shard_ranks" not in free and train.shard_ranks is not None
-    for strategy in ("hsdp",) if is_hsdp else STRATEGIES:
-        update: dict[str, Any] = {"strategy": strategy}
-        if strategy != "hsdp":
-            update["shard_ranks"] = None
-        own = free if strategy == "hsdp" else free - {"shard_ranks"}
-        for candidate in _ways(setting, train.model_copy(update=update), own):
-            if is_legal(candidate, setting.ranks):
-                yield candidate
+def _considered(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> list[Group]:
+    found = groups(setting, train, held)
+    return found if has_deepspeed else [group for group in found if group.train.strategy not in _OF_DEEPSPEED]
 
 
-def _ways(setting: Setting, train: Train, free: Iterable[str]) -> Iterator[Train]:
-    ranks, machine = setting.ranks.total, setting.machine
-    is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
-    of_a_rank = math.ceil(setting.batch_blocks * train.context_ranks / ranks)
-    values: dict[str, list[Any]] = {
-        "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
-        "micro_batch_blocks": [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0],
-        "recompute": list(RECOMPUTE),
-        # Without GPUs the state lies in host memory anyway.
-        "offload": list(OFFLOAD) if machine.is_gpu else ["none"],
-        "reshard": [False, True] if is_sharded(train) and is_memory_known else [True],
-        "compile": [AUTO],
-    }
-    own = {key: choices for key, choices in values.items() if key in free}
-    for chosen in product(*own.values()):
-        yield train.model_copy(update=dict(zip(own, chosen, strict=True)))
+def _by_strategy(found: Iterable[Group]) -> dict[str, list[Group]]:
+    by_name: dict[str, list[Group]] = {}
+    for group in found:
+        by_name.setdefault(group.train.strategy, []).append(group)
+    return by_name
 
 
-def _fastest(setting: Setting, found: list[Prediction]) -> Prediction:
-    fitting = [way for way in found if way.fits]
-    return _simplest(setting, fitting) if fitting else min(found, key=lambda way: way.needed_memory_bytes.value)
-
-
-def _of_simplest_strategy(setting: Setting, fitting: list[Prediction]) -> list[Prediction]:
-    """On CPUs, return the ways of the simplest strategy that is as fast as the fastest; on GPUs, return all."""
-    if setting.machine.is_gpu:
-        return fitting
-    limit_s = min(map(setting.step_s, fitting)) * (1 + setting.as_good)
-    fast = {way.train.strategy for way in fitting if setting.step_s(way) <= limit_s}
-    first = min(fast, key=STRATEGIES.index)
-    return [way for way in fitting if way.train.strategy == first]
-
-
-def _simplest(setting: Setting, fitting: list[Prediction]) -> Prediction:
-    """Return the simplest of those as fast as the fastest: strategy first, then what is offloaded, and so on."""
-
-    def complexity(way: Prediction) -> tuple[int, int, bool, int, bool, float]:
-        train = way.train
-        places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), keeps_on_host(train))
-        again = (RECOMPUTE.index(train.recompute), train.reshard is not False)
-        return (*places, *again, way.needed_memory_bytes.value)
-
-    limit_s = min(map(setting.step_s, fitting)) * (1 + AS_GOOD)
-    return min((way for way in fitting if setting.step_s(way) <= limit_s), key=complexity)
+def _best_of(setting: Setting, found: Sequence[Group]) -> Prediction:
+    """Return the simplest of the fastest that fit, or if none does the way that needs least memory."""
+    return (simplest_of_fastest(setting, found) or least_memory(found)).predict()
 
 
 # Whether a run fits at all, and what has to change if it does not: settings, or a larger cluster.

@@ -12,13 +12,13 @@ from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import (
     Choice,
-    Setting,
     Wanted,
     choose,
+    fastest,
     host_limit_in_words,
     host_memory,
     leanest,
-    predictions,
+    leanest_of_all,
     what_would_fit,
 )
 from pipeline_lib.plan.cluster import machine_of, read_measured
@@ -28,6 +28,7 @@ from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, host_need, predict_all
 from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_bytes_of_node, host_need_of_node, lacks_host_memory
+from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
@@ -252,10 +253,7 @@ def _on_one_node(setting: Setting) -> Setting:
 
 def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
     train = now.train.model_copy(update={"strategy": "auto", "shard_ranks": None})
-    try:
-        return choose(setting, train, (), has_deepspeed).chosen
-    except DataError:
-        return None
+    return fastest(setting, train, (), has_deepspeed)
 
 
 # plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
@@ -364,15 +362,14 @@ def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
     try:
         return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), None
     except DataError as error:
-        found, ways = predictions(setting, wanted.train, wanted.held), leanest(wanted)
-        if not found or not ways:
+        ways = leanest(wanted)
+        best, number = leanest_of_all(setting, wanted.train, wanted.held)
+        if not number or not ways:
             raise
         train, memory = ways[0]
         least = lacking(train, memory, setting.machine).removeprefix("train.strategy: ")
-        found.sort(key=lambda way: way.needed_memory_bytes.value, reverse=True)
-        best: dict[str, Prediction] = {way.train.strategy: way for way in found}
         refusal = in_lines([f"{error}: even {least}", *what_would_fit(wanted)])
-        return Choice(setting.predict(train), best, len(found), {}), refusal
+        return Choice(setting.predict(train), best, number, {}), refusal
 
 
 def in_lines(sentences: list[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline_lib.core.units import brief, from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.memory import Memory
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host_memory, usable_fraction
 
 # A way is near if it needs at most so much more than a GPU, or the host, has. More is allowed where the host's memory
@@ -57,7 +58,7 @@ def near_miss(ways: Iterable[Prediction], machine: Machine, chosen: Prediction, 
     Of those as fast as that one it is the one that lacks least.
     """
     limit_s = chosen.step_s.value / (1 + as_good)
-    near = [way for way in ways if not way.fits and way.step_s.value < limit_s and _is_near(way, machine)]
+    near = [way for way in ways if not way.fits and way.step_s.value < limit_s and is_near(way.memory, machine)]
     if not near or not chosen.fits:
         return None
     limit_s = min(way.step_s.value for way in near) * (1 + as_good)
@@ -73,10 +74,11 @@ def _missed(way: Prediction, machine: Machine) -> NearMiss:
     return NearMiss(way, max(0, too_much), host if lacks_host else 0, too_much > 0 and needs <= has)
 
 
-def _is_near(way: Prediction, machine: Machine) -> bool:
+def is_near(memory: Memory, machine: Machine) -> bool:
+    """Return whether that memory is at most a little more than what GPUs and hosts have."""
     most_gpu, most_host = machine.gpu_memory_bytes, machine.host_limit_bytes
-    if most_gpu is None or way.memory.total_bytes > most_gpu * (1 + _NEAR):
+    if most_gpu is None or memory.total_bytes > most_gpu * (1 + _NEAR):
         return False
     more = _NEAR_ASSUMED if machine.is_host_assumed else _NEAR
-    needs_host = lacks_host_memory(way.memory, machine)
-    return not needs_host or most_host is None or host_bytes_of_node(way.memory, machine) <= most_host * (1 + more)
+    needs_host = lacks_host_memory(memory, machine)
+    return not needs_host or most_host is None or host_bytes_of_node(memory, machine) <= most_host * (1 + more)

@@ -30,7 +30,7 @@ from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.choose import Setting, Wanted, leanest, no_way, what_would_fit
+from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
 from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
 from pipeline_lib.plan.evaluation import evaluation_warnings
@@ -45,6 +45,7 @@ from pipeline_lib.plan.known import (
 )
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import lacks_host_memory
+from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.show import explain, render, render_what_if
 from pipeline_lib.plan.stages import Run, later_problems, local_data_bytes, stored_bytes
 from pipeline_lib.plan.steps import Steps, estimated_steps, plan_batches, step_warnings

@@ -10,7 +10,6 @@ from rich.table import Table
 from pipeline_lib.core.units import brief, count, gbit_per_s, gib, gigabytes, gpu_hours
 from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
-from pipeline_lib.plan.choose import Setting
 from pipeline_lib.plan.content import (
     PART_NAMES,
     Batch,
@@ -35,6 +34,7 @@ from pipeline_lib.plan.memory import (
     host_need_of_plan,
     sharded_over,
 )
+from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import (
     is_compiled,

@@ -2,19 +2,21 @@
 
 import math
 import re
+import time
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.geometry import Geometry, published
-from pipeline_lib.plan.choose import AS_GOOD, Choice, Setting, choose
+from pipeline_lib.plan.choose import Choice, choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.document import why_chosen
+from pipeline_lib.plan.document import Question, answer, why_chosen
 from pipeline_lib.plan.predict import host_bytes_of_node, predict_step
+from pipeline_lib.plan.search import AS_GOOD, Setting, groups, simplest_of_fastest
 from pipeline_lib.plan.workload import Workload
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")
@@ -24,27 +26,29 @@ CLUSTERS = (
     *((gpu, 2, 8) for gpu in ("rtx 4090", "a100 80gb", "h100")),
 )
 METHODS = ("full", "lora")
+BLOCKS = Workload(4096, 0.98, 0.5, 1024.0, None, None, is_assumed=True)
 CASES = list(product(MODELS, CLUSTERS, METHODS))
 # Where offloading was dropped without cluster.memory_gb, and every 31st of all, a number prime to all three lists.
 SAMPLED = [("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora"), ("Qwen3-32B", ("h100", 1, 8), "full"), *CASES[::31]]
 
 
-def chosen(model: str, cluster: tuple[str, int, int], method: str, **keys: object) -> tuple[Choice, Setting] | None:
-    """None if nothing fits."""
+def setting_of(model: str, cluster: tuple[str, int, int]) -> Setting:
     gpu, nodes, per_node = cluster
     config = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None)
     machine = machine_of(config, "bf16", None)
     assert machine is not None
-    setting = Setting(Geometry.from_config(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
+    return Setting(Geometry.from_config(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
+
+
+def chosen(model: str, cluster: tuple[str, int, int], method: str, **keys: object) -> tuple[Choice, Setting] | None:
+    """None if nothing fits."""
+    setting = setting_of(model, cluster)
     train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096, **keys})
     try:
         return choose(setting, train, (), has_deepspeed=True), setting
     except DataError as error:
         assert "to train fits" in str(error)
         return None
-
-
-BLOCKS = Workload(4096, 0.98, 0.5, 1024.0, None, None, is_assumed=True)
 
 
 def check(model: str, cluster: tuple[str, int, int], method: str) -> bool:
@@ -91,6 +95,70 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
 
     found = chosen("Qwen3-0.6B", ("h100", 1, 8), "full")
     assert found is not None and found[0].near is None
+
+
+def search_is_exact(model: str, cluster: tuple[str, int, int], method: str, steps: int | None) -> None:
+    """Compare the search of groups with an estimate of every way; the batch has many divisors."""
+    setting = replace(setting_of(model, cluster), batch_blocks=960, steps=steps)
+    train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 960 * 4096})
+    found = groups(setting, train, ())
+    estimates = [group.at(place) for group in found for place in range(len(group.sizes))]
+    fitting = [way for way in estimates if way.fits]
+    assert sum(group.fitting for group in found) == len(fitting)
+    chosen = simplest_of_fastest(setting, found)
+    if chosen is None:
+        assert not fitting
+        return
+    limit_s = min(way.cost_s for way in fitting) * (1 + AS_GOOD)
+    simplest = min((way for way in fitting if way.cost_s <= limit_s), key=lambda way: way.complexity)
+    assert chosen.train == simplest.train
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "method", "steps"),
+    [
+        ("Qwen3-30B-A3B", ("h100", 1, 8), "full", None),
+        ("Qwen3-8B", ("a100 40gb", 1, 4), "full", 40),
+        ("Qwen3-14B", ("rtx 4090", 2, 8), "lora", None),
+    ],
+)
+def test_what_is_not_predicted_would_not_have_been_chosen(
+    model: str, cluster: tuple[str, int, int], method: str, steps: int | None
+) -> None:
+    search_is_exact(model, cluster, method, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cluster", "method"), CASES[::23])
+def test_what_is_not_predicted_would_not_have_been_chosen_of_any(
+    model: str, cluster: tuple[str, int, int], method: str
+) -> None:
+    for steps in (None, 300):
+        search_is_exact(model, cluster, method, steps)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "block_tokens", "blocks"), [("Qwen3-0.6B", 15, 512, 28_800), ("Qwen3-235B-A22B", 64, 4096, 4096)]
+)
+def test_a_plan_of_many_nodes_takes_seconds(model: str, nodes: int, block_tokens: int, blocks: int) -> None:
+    """Thousands of ways, and the searches of the advice: 55 and 10 s when each was predicted. A plan may take 3 s."""
+    cluster = Cluster(nodes=nodes, gpus_per_node=8, gpu="h200", internode_gbit_s=400)
+    question = Question(
+        experiment="large",
+        geometry=Geometry.from_config(published(f"Qwen/{model}") or {}),
+        train=Train(strategy="auto", global_batch_tokens=blocks * block_tokens),
+        cluster=cluster,
+        tracking=Tracking(),
+        workload=replace(BLOCKS, block_tokens=block_tokens, document_tokens=block_tokens / 4),
+        blocks=None,
+        held=(),
+        measured=None,
+        has_deepspeed=True,
+    )
+    begun_s = time.process_time()
+    found = answer(question)
+    assert time.process_time() - begun_s < 3
+    assert found.refusal is None
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import (
-    Setting,
     Wanted,
-    candidates,
     choose,
     leanest,
     no_way,
@@ -24,6 +22,7 @@ from pipeline_lib.plan.choose import (
 )
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import Machine, find_gpu
+from pipeline_lib.plan.search import Setting, groups
 from pipeline_lib.plan.workload import Workload
 
 BLOCKS = Workload(2048, 0.98, 0.5, 512.0, None, None, is_assumed=True)
@@ -47,6 +46,11 @@ def wanted(
     return Wanted(setting, settings, held, deepspeed)
 
 
+def ways(setting: Setting, train: Train, held: Collection[str]) -> list[Train]:
+    """All of them, one by one."""
+    return [group.way(place) for group in groups(setting, train, held) for place in range(len(group.sizes))]
+
+
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"])
 @pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("a10", 4), ("a100 80gb", 2), ("h200", 8)])
 @pytest.mark.parametrize("held", [(), ("offload",), ("recompute", "micro_batch_blocks")])
@@ -66,7 +70,7 @@ def test_it_fits_if_any_of_all_ways_does(
 @pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("h200", 8)])
 def test_the_leanest_way_is_the_leanest_of_all(gpu: str, per_node: int) -> None:
     asked = wanted("qwen3-1.7b", gpu, per_node, memory_gb=2000)
-    found = [asked.setting.predict(train).memory.total_bytes for train in candidates(asked.setting, asked.train, ())]
+    found = [asked.setting.predict(train).memory.total_bytes for train in ways(asked.setting, asked.train, ())]
     assert leanest(asked)[0][1].total_bytes == min(found)
 
 
@@ -74,7 +78,7 @@ def can_train(asked: Wanted, machine: Machine) -> bool:
     """By the whole search, on another machine."""
     blocks = max(64, machine.ranks)
     setting = replace(asked.setting, machine=machine, batch_blocks=blocks)
-    return any(setting.predict(train).fits for train in candidates(setting, asked.train, asked.held))
+    return any(setting.predict(train).fits for train in ways(setting, asked.train, asked.held))
 
 
 def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
@@ -235,7 +239,7 @@ def test_without_gpus_nothing_is_offloaded() -> None:
     asked = wanted("qwen3-8b", "h200", 8, 600)
     cpus = replace(asked.setting.machine, is_gpu=False, gpu_memory_bytes=None)
     assert {train.offload for train, _ in leanest(asked.on(cpus))} == {"none"}
-    assert {train.offload for train in candidates(asked.on(cpus).setting, asked.train, ())} == {"none"}
+    assert {train.offload for train in ways(asked.on(cpus).setting, asked.train, ())} == {"none"}
     assert {train.offload for train, _ in leanest(asked)} > {"none"}
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.plan.choose import AT_MOST, is_legal, least, remedies
+from pipeline_lib.plan.choose import AT_MOST, least, remedies
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
+from pipeline_lib.plan.search import is_legal
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 H200 = 139 * 2**30

@@ -3,8 +3,9 @@
 import pytest
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.plan.choose import Setting, choose
+from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.machine import End, Ranks
+from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.traffic import Exchange, Group, Kind, duration_of
 from tests.plan.fleet import QWEN3_8B, machine, workload
 

@@ -1,0 +1,329 @@
+"""Search all ways to train for the fastest that fit, without predicting each of them.
+
+Ways that differ in their micro-batch alone form a group: a larger micro-batch needs more memory, and is never slower as
+long as activations stay where they are. So how many of a group fit is found by bisection, and its fastest is the
+largest that fits. The largest micro-batch of all, with which there is no accumulation and no gradient is kept
+meanwhile, is a group of its own. A test compares the result with an estimate of every way.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from pipeline_lib.config.checks import train_problems
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.machine import End, Machine, Ranks
+from pipeline_lib.plan.memory import STRATEGIES, Memory
+from pipeline_lib.plan.near import NearMiss, is_near, near_miss
+from pipeline_lib.plan.predict import Prediction, fits, host_bytes_of_node, memory_of, predict_step
+from pipeline_lib.plan.step_time import COMPILE_S, step_time
+from pipeline_lib.plan.workload import (
+    AUTO,
+    Case,
+    Workload,
+    can_compile,
+    can_keep_on_host,
+    free_keys,
+    is_compiled,
+    is_sharded,
+    keeps_on_host,
+)
+
+# Predictions cannot separate ways to train whose step times differ by less than this fraction; the simplest of them is
+# taken. The band is wider on CPUs: what separates strategies (casts, launches, overlap) was measured on GPUs.
+AS_GOOD, _AS_GOOD_ON_CPUS = 0.02, 0.25
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "optimizer+params")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way to train: its memory and its expected step time, each computed when it is asked for."""
+
+    case: Case
+
+    @property
+    def train(self) -> Train:
+        """The settings; no key is `auto`."""
+        return self.case.train
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of a rank."""
+        return memory_of(self.case)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether GPUs and hosts have the memory."""
+        return fits(self.memory, self.case.machine)
+
+    @cached_property
+    def step_s(self) -> float:
+        """The expected seconds of a step."""
+        return step_time(self.case, End.EXPECTED).total_s
+
+    @property
+    def cost_s(self) -> float:
+        """The seconds of a step, with its share of the compilation."""
+        steps = self.case.steps
+        return self.step_s + (COMPILE_S / steps if steps and is_compiled(self.train) else 0.0)
+
+    @property
+    def complexity(self) -> tuple[int, int, bool, int, bool, int]:
+        """The order among ways that are equally fast: strategy first, then what is offloaded, and so on."""
+        train = self.train
+        places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), keeps_on_host(train))
+        again = (RECOMPUTE.index(train.recompute), train.reshard is not False)
+        return (*places, *again, self.memory.total_bytes)
+
+    def predict(self) -> Prediction:
+        """Return the whole prediction."""
+        return predict_step(self.case)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The model, machine, data and batch of all candidates; `steps` is None while the run's length is unknown."""
+
+    geometry: Geometry
+    machine: Machine
+    workload: Workload
+    batch_blocks: int
+    steps: int | None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the machine."""
+        return Ranks.of(self.machine)
+
+    @property
+    def as_good(self) -> float:
+        """The fraction by which a strategy may be slower than the fastest and still count as equally fast."""
+        return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
+
+    def case(self, train: Train) -> Case:
+        """Return the case of one way to train."""
+        return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
+
+    def predict(self, train: Train) -> Prediction:
+        """Predict one way to train, with `auto` resolved as by `estimate`."""
+        return self.estimate(train).predict()
+
+    def estimate(self, train: Train) -> Estimate:
+        """Return a way to train, with `save_async: auto`, `offload_activations: auto` and `compile: auto` resolved.
+
+        Activations are kept on the host if only that fits. Layers are compiled if the run saves more than COMPILE_S by
+        it, if its length is unknown, or if only that fits.
+        """
+        if train.offload_activations == AUTO:
+            kept, away = (train.model_copy(update={"offload_activations": value}) for value in (False, True))
+            if not (self.machine.is_gpu and can_keep_on_host(train)):
+                return self.estimate(kept)
+            here = self.estimate(kept)
+            if here.fits:
+                return here
+            there = self.estimate(away)
+            return there if there.fits else here
+        if train.save_async == AUTO:
+            return self.estimate(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
+        if train.compile != AUTO:
+            return Estimate(self.case(train))
+        plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
+        if not can_compile(train, self.machine.has_triton):
+            return self.estimate(plain)
+        then = self.estimate(compiled)
+        if self.steps is None:
+            return then
+        now = self.estimate(plain)
+        saved_s = self.steps * (now.step_s - then.step_s)
+        return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
+
+    def _has_room_for_copies(self, train: Train) -> bool:
+        """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
+        limit = self.machine.host_limit_bytes
+        if train.offload != "none" or limit is None:
+            return train.offload == "none"
+        case = self.case(train.model_copy(update={"save_async": True}))
+        return host_bytes_of_node(memory_of(case), self.machine) <= limit
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ways that differ in their micro-batch alone: `train` with each of `sizes`, in blocks, the smallest first."""
+
+    setting: Setting
+    train: Train
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _made(self) -> dict[int, Estimate]:
+        return {}
+
+    def way(self, place: int) -> Train:
+        """Return the way with the micro-batch at `place`; some of its keys may be `auto`."""
+        return self.train.model_copy(update={"micro_batch_blocks": self.sizes[place]})
+
+    def at(self, place: int) -> Estimate:
+        """Return the same with no key `auto`."""
+        if place not in self._made:
+            self._made[place] = self.setting.estimate(self.way(place))
+        return self._made[place]
+
+    @cached_property
+    def fitting(self) -> int:
+        """The number of sizes that fit, which are the smallest ones."""
+        return _count(len(self.sizes), lambda place: self.at(place).fits)
+
+    @cached_property
+    def plain(self) -> int:
+        """The number of sizes that fit with activations on the device."""
+        return _count(self.fitting, lambda place: not keeps_on_host(self.at(place).train))
+
+    @cached_property
+    def near(self) -> int:
+        """The number of sizes that fit or lack little."""
+        return _count(len(self.sizes), lambda place: is_near(self.at(place).memory, self.setting.machine))
+
+    @property
+    def fastest(self) -> Estimate:
+        """The fastest that fits, of which there has to be one: the largest, or the largest with activations here."""
+        largest = self.at(self.fitting - 1)
+        if self.plain in (0, self.fitting):
+            return largest
+        return min(largest, self.at(self.plain - 1), key=lambda way: way.cost_s)
+
+    def simplest_within(self, limit_s: float) -> Estimate:
+        """Return the simplest that fits and costs at most `limit_s`, as the fastest does."""
+        is_plain = self.plain > 0 and self.at(self.plain - 1).cost_s <= limit_s
+        place, first = (self.plain - 1, 0) if is_plain else (self.fitting - 1, self.plain)
+        while place > first and self.at(place - 1).cost_s <= limit_s:
+            place -= 1
+        return self.at(place)
+
+    @property
+    def complexity(self) -> tuple[int, int, bool]:
+        """The places of what is offloaded, recomputed and resharded; each takes time and saves memory."""
+        train = self.train
+        return (OFFLOAD.index(train.offload), RECOMPUTE.index(train.recompute), train.reshard is not False)
+
+
+def _count(most: int, holds: Callable[[int], bool]) -> int:
+    """Return for how many of the places below `most` `holds` is true: for the first ones, or for none."""
+    if most and holds(most - 1):
+        return most
+    return bisect_left(range(most), True, key=lambda place: not holds(place))
+
+
+def is_legal(train: Train, ranks: Ranks) -> bool:
+    """Return whether the config's checks allow these ranks to train this way."""
+    cluster = Cluster.model_construct(nodes=ranks.total // ranks.per_node, gpus_per_node=ranks.per_node)
+    return not train_problems(train, cluster)
+
+
+def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]:
+    """Return all legal ways to train on the same global batch that keep the `held` keys."""
+    free = free_keys(train, held)
+    if train.strategy != AUTO:
+        return list(_groups(setting, train, free))
+    found: list[Group] = []
+    is_hsdp = "shard_ranks" not in free and train.shard_ranks is not None
+    for strategy in ("hsdp",) if is_hsdp else STRATEGIES:
+        update: dict[str, Any] = {"strategy": strategy}
+        if strategy != "hsdp":
+            update["shard_ranks"] = None
+        own = free if strategy == "hsdp" else free - {"shard_ranks"}
+        of_strategy = _groups(setting, train.model_copy(update=update), own)
+        found += [group for group in of_strategy if is_legal(group.train, setting.ranks)]
+    return found
+
+
+def _groups(setting: Setting, train: Train, free: Collection[str]) -> Iterator[Group]:
+    ranks, machine = setting.ranks.total, setting.machine
+    is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
+    of_a_rank = math.ceil(setting.batch_blocks / ranks)
+    sizes = [train.micro_batch_blocks]
+    if "micro_batch_blocks" in free:
+        sizes = [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0]
+    values: dict[str, list[Any]] = {
+        "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
+        # Without GPUs the state lies in host memory anyway.
+        "offload": list(OFFLOAD) if machine.is_gpu else ["none"],
+        "recompute": list(RECOMPUTE),
+        "reshard": [False, True] if is_sharded(train) and is_memory_known else [True],
+        "compile": [AUTO],
+    }
+    own = {key: choices for key, choices in values.items() if key in free}
+    parts = [part for part in (sizes[:-1], sizes[-1:]) if part]
+    for chosen in product(*own.values()):
+        changed = train.model_copy(update=dict(zip(own, chosen, strict=True)))
+        yield from (Group(setting, changed, tuple(part)) for part in parts)
+
+
+def simplest_of_fastest(setting: Setting, found: Iterable[Group]) -> Estimate | None:
+    """Return the simplest of the ways as fast as the fastest; None if nothing fits.
+
+    On CPUs it is of the simplest strategy that is as fast as the fastest.
+    """
+    useful = _undominated(found)
+    if not useful:
+        return None
+    if not setting.machine.is_gpu:
+        limit_s = min(group.fastest.cost_s for group in useful) * (1 + setting.as_good)
+        fast = {group.train.strategy for group in useful if group.fastest.cost_s <= limit_s}
+        first = min(fast, key=STRATEGIES.index)
+        useful = [group for group in useful if group.train.strategy == first]
+    limit_s = min(group.fastest.cost_s for group in useful) * (1 + AS_GOOD)
+    near = [group.simplest_within(limit_s) for group in useful if group.fastest.cost_s <= limit_s]
+    return min(near, key=lambda way: way.complexity)
+
+
+def _undominated(found: Iterable[Group]) -> list[Group]:
+    """Return the groups of which something fits, without those that have a simpler and faster one for all that fits.
+
+    That is one of the same strategy and sizes that offloads, recomputes and reshards no more, and of which as large a
+    micro-batch fits.
+    """
+    kept: dict[tuple[str, int | None, tuple[int, ...]], list[Group]] = {}
+    for group in sorted(found, key=lambda group: group.complexity):
+        before = kept.setdefault((group.train.strategy, group.train.shard_ranks, group.sizes), [])
+        places = group.complexity
+        simpler = [one for one in before if all(mine <= its for mine, its in zip(one.complexity, places, strict=True))]
+        most = max((one.plain for one in simpler), default=0)
+        if most < len(group.sizes) and group.at(most).fits:
+            before.append(group)
+    return [group for of_strategy in kept.values() for group in of_strategy]
+
+
+def least_memory(found: Sequence[Group]) -> Estimate:
+    """Return the way that needs least memory, whether it fits or not; there has to be a group."""
+    return min((group.at(0) for group in found), key=lambda way: way.memory.total_bytes)
+
+
+def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Prediction) -> NearMiss | None:
+    """Return the fastest way that lacks little and is faster than the chosen one, with activations on the device."""
+    machine = setting.machine
+    limit_s = chosen.step_s.value / (1 + AS_GOOD)
+    missed: list[tuple[Group, int, int]] = []
+    for group in found:
+        if group.plain == len(group.sizes):
+            continue
+        here = group.train
+        if here.offload_activations == AUTO:
+            here = here.model_copy(update={"offload_activations": False})
+        kept = Group(setting, here, group.sizes)
+        first, end = kept.fitting, kept.near
+        if first < end and kept.at(end - 1).step_s < limit_s:
+            missed.append((kept, first, end))
+    if not missed:
+        return None
+    limit_s = min(limit_s, min(kept.at(end - 1).step_s for kept, _, end in missed) * (1 + AS_GOOD))
+    ways = [
+        kept.at(place) for kept, first, end in missed for place in range(first, end) if kept.at(place).step_s <= limit_s
+    ]
+    return near_miss([way.predict() for way in ways], machine, chosen, AS_GOOD)
