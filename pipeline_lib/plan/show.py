@@ -201,7 +201,9 @@ def _figures(plan: PlanDocument) -> list[Row]:
     a_rank = "a GPU" if is_gpu else "a rank"
     speed = f"{banded(found.tokens_per_s_per_rank, lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
     if found.mfu.value is not None:
-        speed += f"; MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f} %')}"
+        # Others count all of the attention's products, or fp8 against its own peak, which is twice that of bf16.
+        of_peak = " of bf16's peak" if (plan.train or {}).get("precision") == "fp8" else ""
+        speed += f"; causal MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f} %')}{of_peak}"
     duration = "not known before the data is packed"
     if found.run_s.value is not None:
         duration = banded(found.run_s, brief)
@@ -493,7 +495,12 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     )
     if one.mfu is not None and setting.machine.peak_flop_s is not None:
         peak = f"{ranks} ranks of {setting.machine.peak_flop_s:.4g} FLOP/s"
-        yield f"MFU = FLOPs of the step / (step x {peak}) = {one.mfu.value:.2%}"
+        of_bf16 = (
+            ", of bf16, as attention, head and norms are, so it may exceed 100 %"
+            if one.train.precision == "fp8"
+            else ""
+        )
+        yield f"causal MFU = FLOPs of the step / (step x {peak}) = {one.mfu.value:.2%}{of_bf16}"
     trained = setting.geometry.trained_parameters(one.train)
     formula = f"({FP32_BYTES} + {MOMENTS_BYTES}) x {trained:,}"
     yield f"checkpoint = {formula} = {one.checkpoint_bytes:,} B = {gigabytes(one.checkpoint_bytes)}"

@@ -364,3 +364,13 @@ def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
     none = planned("Qwen/Qwen3-30B-A3B", 4096, {**cluster, "memory_gb": 500}, **settings).content
     assert none["near_miss"] is None
     assert "near miss" not in render(none)
+
+
+@pytest.mark.parametrize(("precision", "of"), [("bf16", ""), ("fp8", " of bf16's peak")])
+def test_mfu_says_how_it_counts(precision: str, of: str) -> None:
+    found = planned("Qwen/Qwen3-8B", 4096, H200, strategy="auto", precision=precision, global_batch_tokens=2**19)
+    text = " ".join(render(found.content).split())
+    assert re.search(rf"; causal MFU [\d.]+ % \([\d.]+ to [\d.]+\){of} run ", text)
+    assert found.choice is not None and found.wanted is not None
+    said = explain(found.choice.chosen, found.wanted.setting)
+    assert ("may exceed 100 %" in said) == (precision == "fp8")
