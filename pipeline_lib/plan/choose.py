@@ -181,7 +181,8 @@ class Choice:
     """The chosen way to train, and the best way of every strategy beside it, whether it fits or not.
 
     `considered` counts the candidates and `fitting` those that fit. `left_out` maps each strategy that was not
-    considered to the reason. `near` is the fastest that lacks little and would be faster than the chosen one.
+    considered to the reason. `near` is the fastest that lacks little, if it is faster than the chosen one or that does
+    not fit.
     """
 
     chosen: Prediction
@@ -231,7 +232,7 @@ def _choice(
     considered, fitting = (
         sum(counts) for counts in zip(*((len(one.sizes), one.fitting) for one in found), strict=True)
     )
-    near = fastest_near_miss(setting, found, chosen) if chosen.fits else None
+    near = fastest_near_miss(setting, found, chosen if chosen.fits else None)
     return Choice(chosen, best, considered, left_out, fitting, near)
 
 
@@ -241,15 +242,18 @@ def fastest(setting: Setting, train: Train, held: Collection[str], has_deepspeed
     return None if found is None else found.predict()
 
 
-def leanest_of_all(setting: Setting, train: Train, held: Collection[str]) -> tuple[dict[str, Prediction], int]:
-    """Return the way of each strategy that needs least memory, those that need less last, and how many ways there are.
+def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen: Train) -> Choice | None:
+    """Return the choice of `chosen` where nothing fits, beside the way of each strategy that needs least memory.
 
-    Strategies that are not installed are included.
+    None if there is no way at all. Strategies that are not installed are included.
     """
     found = groups(setting, train, held)
+    if not found:
+        return None
     ways = [least_memory(of_strategy) for of_strategy in _by_strategy(found).values()]
     ways.sort(key=lambda way: -way.memory.total_bytes)
-    return {way.train.strategy: way.predict() for way in ways}, sum(len(group.sizes) for group in found)
+    best = {way.train.strategy: way.predict() for way in ways}
+    return _choice(setting, setting.predict(chosen), best, found, {})
 
 
 def _considered(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> list[Group]:

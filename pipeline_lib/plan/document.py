@@ -18,7 +18,7 @@ from pipeline_lib.plan.choose import (
     host_limit_in_words,
     host_memory,
     leanest,
-    leanest_of_all,
+    leanest_choice,
     what_would_fit,
 )
 from pipeline_lib.plan.cluster import machine_of, read_measured
@@ -70,7 +70,7 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
 
 
 def _near_miss(choice: Choice, near: NearMiss, machine: Machine) -> str:
-    in_words = near.in_words(machine, choice.chosen.step_s.value, host_limit_in_words(machine))
+    in_words = near.in_words(machine, choice.chosen, host_limit_in_words(machine))
     return f"{describe(near.way)}: {in_words}"
 
 
@@ -363,13 +363,11 @@ def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
         return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), None
     except DataError as error:
         ways = leanest(wanted)
-        best, number = leanest_of_all(setting, wanted.train, wanted.held)
-        if not number or not ways:
+        choice = leanest_choice(setting, wanted.train, wanted.held, ways[0][0]) if ways else None
+        if choice is None:
             raise
-        train, memory = ways[0]
-        least = lacking(train, memory, setting.machine).removeprefix("train.strategy: ")
-        refusal = in_lines([f"{error}: even {least}", *what_would_fit(wanted)])
-        return Choice(setting.predict(train), best, number, {}), refusal
+        least = lacking(*ways[0], setting.machine).removeprefix("train.strategy: ")
+        return choice, in_lines([f"{error}: even {least}", *what_would_fit(wanted)])
 
 
 def in_lines(sentences: list[str]) -> str:

@@ -515,10 +515,11 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
 def _error_of(geometry: Geometry, train: Train) -> float:
     """Return the relative error of the prediction: the largest against peaks measured on GPUs, else an assumed one.
 
-    Measured (benchmarks/RESULTS.md): without experts within 5 % under every strategy but hsdp; experts under fsdp, all
-    weights or adapters, eight runs on one and two GPUs, from -0.5 to +8.3 % (tests/plan/test_peak.py repeats them).
-    Those runs were without activation checkpointing, whose parts are measured without experts. Assumed: hsdp, which
-    does what fsdp does and exchanges more; experts under other strategies; and all offloading.
+    Measured (benchmarks/RESULTS.md): without experts under every strategy but hsdp from -1 to +5 %, since ddp lays its
+    buckets once, with adapters up to +6 %, and with these on a base in 4 bits +11 %; experts under fsdp, all weights or
+    adapters, eight runs on one and two GPUs, from -0.5 to +8.3 % (tests/plan/test_peak.py repeats them). Those runs
+    were without activation checkpointing, whose parts are measured without experts. Assumed: hsdp, which does what fsdp
+    does and exchanges more; experts under other strategies; and all offloading.
     """
     if train.offload != "none" or keeps_on_host(train):
         return _DERIVED_ERROR

@@ -34,10 +34,14 @@ class NearMiss:
         lacks = {"gpu_bytes": self.gpu_bytes, "host_bytes": self.host_bytes, "is_margin": self.is_margin}
         return {"lacks": lacks, "prediction": entry}
 
-    def in_words(self, machine: Machine, chosen_s: float, limit_in_words: str) -> str:
-        """Return its time beside that of the chosen way, and what it lacks; `limit_in_words` is what a host has."""
+    def in_words(self, machine: Machine, chosen: Prediction, limit_in_words: str) -> str:
+        """Return its time, beside that of the chosen way if that fits, and what it lacks.
+
+        `limit_in_words` is the memory that a host has.
+        """
         memory, step_s = self.way.memory, self.way.step_s.value
-        said = [f"{brief(step_s)} a step, {chosen_s / step_s:.2f} times as fast"]
+        faster = f", {chosen.step_s.value / step_s:.2f} times as fast" if chosen.fits else ""
+        said = [f"{brief(step_s)} a step{faster}"]
         if self.gpu_bytes:
             has, usable = gib(machine.gpu_memory_bytes or 0), usable_fraction(memory)
             margin = "only the margin lacks: " if self.is_margin else ""
@@ -52,14 +56,13 @@ class NearMiss:
         return "; ".join(said)
 
 
-def near_miss(ways: Iterable[Prediction], machine: Machine, chosen: Prediction, as_good: float) -> NearMiss | None:
-    """Return the fastest of `ways` that lacks little and is faster than `chosen` by more than `as_good`, or None.
+def near_miss(ways: Iterable[Prediction], machine: Machine, as_good: float) -> NearMiss | None:
+    """Return the fastest of `ways` that do not fit and lack little, or None.
 
     Of those as fast as that one it is the one that lacks least.
     """
-    limit_s = chosen.step_s.value / (1 + as_good)
-    near = [way for way in ways if not way.fits and way.step_s.value < limit_s and is_near(way.memory, machine)]
-    if not near or not chosen.fits:
+    near = [way for way in ways if not way.fits and is_near(way.memory, machine)]
+    if not near:
         return None
     limit_s = min(way.step_s.value for way in near) * (1 + as_good)
     found = [_missed(way, machine) for way in near if way.step_s.value <= limit_s]

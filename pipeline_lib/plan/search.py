@@ -305,10 +305,13 @@ def least_memory(found: Sequence[Group]) -> Estimate:
     return min((group.at(0) for group in found), key=lambda way: way.memory.total_bytes)
 
 
-def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Prediction) -> NearMiss | None:
-    """Return the fastest way that lacks little and is faster than the chosen one, with activations on the device."""
+def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Prediction | None) -> NearMiss | None:
+    """Return the fastest way that lacks little, with activations on the device; None if there is none.
+
+    It has to be faster than the chosen one, which is None if nothing fits.
+    """
     machine = setting.machine
-    limit_s = chosen.step_s.value / (1 + AS_GOOD)
+    limit_s = math.inf if chosen is None else chosen.step_s.value / (1 + AS_GOOD)
     missed: list[tuple[Group, int, int]] = []
     for group in found:
         if group.plain == len(group.sizes):
@@ -326,4 +329,4 @@ def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Predicti
     ways = [
         kept.at(place) for kept, first, end in missed for place in range(first, end) if kept.at(place).step_s <= limit_s
     ]
-    return near_miss([way.predict() for way in ways], machine, chosen, AS_GOOD)
+    return near_miss([way.predict() for way in ways], machine, AS_GOOD)

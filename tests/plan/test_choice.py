@@ -89,7 +89,7 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     limit = setting.machine.gpu_memory_bytes or 0
     assert near.is_margin and near.way.memory.total_bytes <= limit
     assert near.gpu_bytes == near.way.memory.total_bytes - math.floor(limit * 0.94)
-    said = near.in_words(setting.machine, choice.chosen.step_s.value, "")
+    said = near.in_words(setting.machine, choice.chosen, "")
     assert re.search(r"only the margin lacks: a GPU needs [\d.]+ GiB of 79.1 GiB, and 6% are kept free", said)
     assert predict_step(setting.case(near.way.train)).step_s.value * 1.02 < choice.chosen.step_s.value
 

@@ -366,6 +366,20 @@ def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
     assert "near miss" not in render(none)
 
 
+def test_where_nothing_fits_the_fastest_that_lacks_little_is_told_too() -> None:
+    """All weights of 14B on one H200, of which a host of 192 GB is assumed."""
+    settings = {"strategy": "auto", "global_batch_tokens": 64 * 4096}
+    found = planned("Qwen/Qwen3-14B", 4096, {"gpus_per_node": 1, "gpu": "h200"}, **settings)
+    assert found.refusal is not None
+    lacks = found.content["near_miss"]["lacks"]
+    assert lacks["host_bytes"] > 0
+    near = found.content["words"]["near_miss"]
+    assert re.search(r" a step; a node needs [\d.]+ GB of host memory, and 192.00 GB are assumed", near)
+    hopeless = planned("Qwen/Qwen3-235B-A22B", 4096, {"gpus_per_node": 1, "gpu": "a10"}, **settings)
+    assert hopeless.refusal is not None
+    assert hopeless.content["near_miss"] is None
+
+
 @pytest.mark.parametrize(("precision", "of"), [("bf16", ""), ("fp8", " of bf16's peak")])
 def test_mfu_says_how_it_counts(precision: str, of: str) -> None:
     found = planned("Qwen/Qwen3-8B", 4096, H200, strategy="auto", precision=precision, global_batch_tokens=2**19)
