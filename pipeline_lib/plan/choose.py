@@ -252,7 +252,7 @@ def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen
         return None
     ways = [least_memory(of_strategy) for of_strategy in _by_strategy(found).values()]
     ways.sort(key=lambda way: -way.memory.total_bytes)
-    best = {way.train.strategy: way.predict() for way in ways}
+    best: dict[str, Prediction] = {way.train.strategy: way.predict() for way in ways}
     return _choice(setting, setting.predict(chosen), best, found, {})
 
 
