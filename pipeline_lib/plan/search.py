@@ -246,7 +246,7 @@ def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]
 def _groups(setting: Setting, train: Train, free: Collection[str]) -> Iterator[Group]:
     ranks, machine = setting.ranks.total, setting.machine
     is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
-    of_a_rank = math.ceil(setting.batch_blocks / ranks)
+    of_a_rank = math.ceil(setting.batch_blocks * train.context_ranks / ranks)
     sizes = [train.micro_batch_blocks]
     if "micro_batch_blocks" in free:
         sizes = [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0]
