@@ -22,6 +22,7 @@ from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model import attention, experts
 from pipeline_lib.model.attention import PACKED, PACKED_FLASH, sized
+from pipeline_lib.model.chunks import attended, fed_forward, in_chunks
 from pipeline_lib.model.experts import (
     GROUPED,
     has_router,
@@ -37,7 +38,7 @@ from pipeline_lib.model.offload import HostMemory
 from pipeline_lib.model.recompute import fully_recomputed, selectively_recomputed
 from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import base_parameters
-from pipeline_lib.plan.workload import has_fused_adapters, keeps_on_host
+from pipeline_lib.plan.workload import can_feed_in_chunks, has_fused_adapters, keeps_on_host
 
 # fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and gradients are each
 # scaled per tensor (torchao's recipe). Norms, attention, the head and the fp32 master weights are as under
@@ -95,7 +96,7 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     The model may be on the meta device: compilation happens at the first run, and equal layers share the result. Only
     passes with gradients are compiled, since generation and validation have other shapes.
     """
-    prepared: dict[tuple[type, bool, bool], Callable[..., Any]] = {}
+    prepared: dict[tuple[type, bool, bool, bool], Callable[..., Any]] = {}
     host = HostMemory() if keeps_on_host(train) else None
     for layer in decoder_layers(model):
         if train.precision == "fp8":
@@ -104,13 +105,14 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
             getattr(module, "attention_dropout", 0.0) > 0.0 or (isinstance(module, nn.Dropout) and module.p > 0.0)
             for module in layer.modules()
         )
-        keeps_logits = has_router(layer) and train.router_aux_loss > 0
+        is_dense = not has_router(layer)
+        keeps_logits = not is_dense and train.router_aux_loss > 0
         if keeps_logits:
             tell_router_logits(layer)
         plain = type(layer).forward
-        kind = type(layer), has_random, keeps_logits
+        kind = type(layer), is_dense, has_random, keeps_logits
         if kind not in prepared:
-            prepared[kind] = _prepared(plain, train, has_random, keeps_logits, host)
+            prepared[kind] = _prepared(plain, train, is_dense, has_random, keeps_logits, host)
         if prepared[kind] is not plain:
             layer.forward = MethodType(prepared[kind], layer)
 
@@ -118,6 +120,7 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
 def _prepared(
     plain: Callable[..., Any],
     train: Train,
+    is_dense: bool,
     has_random: bool,
     keeps_router_logits: bool,
     host: HostMemory | None,
@@ -127,13 +130,16 @@ def _prepared(
     `host` is for what full checkpointing keeps, if that is to be kept on the host.
     """
     if keeps_router_logits:  # outside of the checkpointed part
-        return keeping_router_logits(_prepared(with_router_logits(plain), train, has_random, False, host))
+        return keeping_router_logits(_prepared(with_router_logits(plain), train, is_dense, has_random, False, host))
     forward = plain
     if train.recompute == "selective":
         forward = selectively_recomputed(forward, has_random)
+    attend, feed = attended, fed_forward
     if train.compile is True:
         torch._dynamo.config.optimize_ddp = False  # DDP's hooks are outside of layers, so no graph breaks are needed
-        forward = _compiled(forward, plain)
+        forward, attend, feed = _compiled(forward, plain), _compiled(attended, plain), torch.compile(fed_forward)
+    if is_dense and can_feed_in_chunks(train):
+        forward = in_chunks(forward, attend, feed, has_random)
     # Full checkpointing goes outside of the compiled part, which would keep more than the layer's input.
     return fully_recomputed(forward, has_random, host) if train.recompute == "full" else forward
 

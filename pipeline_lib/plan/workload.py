@@ -93,6 +93,26 @@ def micro_batch_tokens(train: Train, block_tokens: int) -> int:
 PROBE_TOKENS = 16_384
 
 
+# Tokens of a micro-batch from which on full checkpointing feeds them forward in chunks of at most so many
+# (model/chunks.py). Qwen3-8B's intermediate tensors and their gradients then take 2.25 GiB, however long the block is.
+FED_AT_ONCE = 16_384
+
+
+def can_feed_in_chunks(train: Train) -> bool:
+    """Return whether dense layers feed long micro-batches forward in chunks; layers with experts never do.
+
+    DeepSpeed counts on gradients that its own hooks see, and fp8 scales the tokens of a product together.
+    """
+    return recompute_of(train) == "full" and not train.uses_deepspeed and train.precision != "fp8"
+
+
+def tokens_at_once(tokens: int) -> int:
+    """Return the tokens of a chunk of `tokens`: equal chunks if that takes less than twice the fewest."""
+    fewest = -(-tokens // FED_AT_ONCE)
+    chunks = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
+    return -(-tokens // chunks)
+
+
 def is_sharded(train: Train) -> bool:
     """Return whether the strategy is FSDP2, which gathers the weights."""
     return train.strategy in ("fsdp", "hsdp")
