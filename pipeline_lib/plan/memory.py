@@ -1,6 +1,7 @@
 """Predict the memory that a rank needs on its device, part by part, for every strategy; and its node's host memory."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.workload import (
     eager_under_deepspeed,
+    feeds_in_chunks,
     has_fused_adapters,
     is_compiled,
     is_sharded,
@@ -19,6 +21,7 @@ from pipeline_lib.plan.workload import (
     micro_batch_tokens,
     recompute_of,
     stays_gathered,
+    tokens_at_once,
 )
 
 # Activations: the bytes that a decoder layer keeps for its backward pass, tensor by tensor.
@@ -33,6 +36,7 @@ FP32_BYTES = 4
 HALF_BYTES = 2
 _CHOICE_BYTES = 40  # for each expert of a token: index, weight, and its positions in the order by experts
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FED = ("gate_proj", "up_proj", "down_proj")
 
 
 def compute_bytes(train: Train) -> int:
@@ -62,10 +66,17 @@ class Arithmetic:
 
 def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recompute: str) -> float:
     """Return the bytes per token, padding included, that a layer keeps from the forward to the backward pass."""
-    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
-    stream, number = arithmetic.stream_bytes(train) * hidden, arithmetic.number_bytes
+    arithmetic = Arithmetic.of(train)
+    stream = arithmetic.stream_bytes(train) * geometry.hidden
     if recompute != "none":
         return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, has_experts)
+    return attended_per_token(geometry, train) + fed_per_token(geometry, train, has_experts)
+
+
+def attended_per_token(geometry: Geometry, train: Train) -> float:
+    """Return the bytes per token that the first half of a layer keeps: its norm, the attention and its projections."""
+    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
+    number = arithmetic.number_bytes
     q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
     normed = q + k if geometry.normed_heads else 0
     # Attention: query, output, key and value. If ranks share blocks, each has a head of keys and values at least, and
@@ -75,22 +86,19 @@ def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recomput
     if train.context_ranks > 1 and (train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)):
         kept += number * q
     # Of each row that a norm processes, one fp32 number.
-    kept += FP32_BYTES * (2 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
+    kept += FP32_BYTES * (1 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
+    names = [name for name in geometry.linears if name not in _FED]
     if train.method == "lora":  # between the two factors of each adapter
-        kept += number * train.lora.rank * len(geometry.adapted_linears(train.lora))
-        if has_experts:
-            kept += number * train.lora.rank * geometry.experts_per_token * len(geometry.adapted_experts(train.lora))
+        kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
     if is_compiled(train):
         # Inputs and results of products and of attention, and the layer's input. o_proj's result is kept instead of its
-        # sum with the layer's input. down_proj's result is not needed again; those of experts are: they are weighted.
-        kept += stream + number * (hidden + normed)
-        kept += _experts(geometry, train, number, 3) if has_experts else 2 * number * geometry.intermediate
-        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), has_experts)
-    kept += FP32_BYTES * (2 * hidden + normed)  # inputs of norms
+        # sum with the layer's input.
+        kept += arithmetic.stream_bytes(train) * hidden + number * (hidden + normed)
+        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
+    kept += FP32_BYTES * (hidden + normed)  # inputs of norms
     if train.method == "full":  # the normalized values that a norm multiplies by its weight
-        kept += 2 * hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
-    kept += _experts(geometry, train, number, 4) if has_experts else 3 * number * geometry.intermediate
-    return kept + _inputs_of_linears(geometry, train, arithmetic, has_experts)
+        kept += hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
+    return kept + _inputs_of_linears(geometry, train, arithmetic, names)
 
 
 def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
@@ -107,13 +115,48 @@ def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:
     return compute_bytes(train) * heads * geometry.head_dim
 
 
-def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    """Return the bytes of inputs of linears that train weights or have adapters; attention keeps its output itself."""
-    widths = {name: inputs for name, (inputs, _) in geometry.linears.items()}
+def before_chunks(geometry: Geometry, train: Train) -> float:
+    """Return what the first half keeps per token where the second runs in chunks: the tensor between them too.
+
+    Where layers are compiled, that takes the place of o_proj's result.
+    """
+    arithmetic = Arithmetic.of(train)
+    instead = arithmetic.number_bytes if is_compiled(train) else 0
+    return attended_per_token(geometry, train) + geometry.hidden * (arithmetic.stream_bytes(train) - instead)
+
+
+def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
+    """Return the bytes per token that the second half of a layer keeps: its norm, and the MLP or the experts."""
+    arithmetic, compiled = Arithmetic.of(train), is_compiled(train)
+    number = arithmetic.number_bytes
+    names = [] if has_experts else [name for name in geometry.linears if name in _FED]
+    kept: float = FP32_BYTES  # of the norm
+    if train.method == "lora":
+        adapters: float = sum(name in names for name in geometry.adapted_linears(train.lora))
+        if has_experts:
+            adapters = geometry.experts_per_token * len(geometry.adapted_experts(train.lora))
+        kept += number * train.lora.rank * adapters
+    if not compiled:
+        kept += FP32_BYTES * geometry.hidden
+        if train.method == "full":
+            kept += geometry.hidden * (FP32_BYTES if arithmetic.by_autocast else number)
+    # Compiled, down_proj's result is not needed again; those of experts are: they are weighted.
     if has_experts:
-        widths = {name: width for name, width in widths.items() if name not in ("gate_proj", "up_proj", "down_proj")}
+        kept += _experts(geometry, train, number, 3 if compiled else 4)
+    else:
+        kept += (2 if compiled else 3) * number * geometry.intermediate
+    by_autocast = arithmetic.by_autocast and not compiled
+    return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=by_autocast), names)
+
+
+def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, names: Collection[str]) -> float:
+    """Return the bytes of inputs of the linears called `names` that train weights or have adapters.
+
+    Attention keeps its output itself.
+    """
+    widths = {name: inputs for name, (inputs, _) in geometry.linears.items() if name in names}
     if train.method == "full":
-        widths.pop("o_proj")
+        widths.pop("o_proj", None)
     elif train.lora.targets != "all-linear":
         widths = {name: width for name, width in widths.items() if name in train.lora.targets}
     if train.method == "lora" and train.lora.dropout > 0:  # each adapter keeps its dropped-out input, and a mask byte
@@ -289,10 +332,6 @@ def _loss(train: Train, model: Model, logits: int, has_triton: bool) -> int:
 def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
     """Return the memory in the last layer's backward pass: activations, the head's gradient, and one unit's."""
     number = compute_bytes(train)
-    width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
-    passing = tokens * (3 * number * width + 3 * FP32_BYTES * geometry.hidden)
-    if train.context_ranks > 1:  # what is sent beside what is received
-        passing += tokens * exchanged_bytes_per_token(geometry, train)
     gathered = _casts(geometry, train, model)
     # The unit in use, the next one, and the buffer into which that is gathered.
     if is_sharded(train) and not stays_gathered(train):
@@ -305,10 +344,42 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
         has_own_head = is_sharded(train) and not geometry.tied
         exchanged = (FP32_BYTES if has_own_head else number) * model.matrix + (number + FP32_BYTES) * at_once
         gathered -= number * model.matrix if has_own_head and not stays_gathered(train) else 0
-    activations = _kept_on_device(geometry, train, tokens) + passing
-    if recompute_of(train) != "none":  # one whole layer
-        activations += round(tokens * kept_per_token(geometry, train, bool(geometry.expert_layers), "none"))
+    activations = _kept_on_device(geometry, train, tokens) + round(_in_a_layer(geometry, train, tokens))
     return Moment("in the backward pass", gathered, exchanged, activations, 0)
+
+
+def _in_a_layer(geometry: Geometry, train: Train, tokens: int) -> float:
+    """Return the bytes of one layer's backward pass beside what all layers keep: what passes, and is computed again."""
+    if feeds_in_chunks(train, bool(geometry.expert_layers), tokens):
+        return _in_a_layer_in_chunks(geometry, train, tokens)
+    width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
+    of_token: float = 3 * compute_bytes(train) * width + 3 * FP32_BYTES * geometry.hidden + _sent(geometry, train)
+    if recompute_of(train) != "none":
+        of_token += kept_per_token(geometry, train, bool(geometry.expert_layers), "none")
+    return tokens * of_token
+
+
+def _sent(geometry: Geometry, train: Train) -> int:
+    """Return the bytes per token that are sent beside what is received, if ranks share blocks."""
+    return exchanged_bytes_per_token(geometry, train) if train.context_ranks > 1 else 0
+
+
+def _in_a_layer_in_chunks(geometry: Geometry, train: Train, tokens: int) -> float:
+    """Return `_in_a_layer` where the second half of a layer runs in chunks: the first half, and the larger of two.
+
+    In the second half that is the gradients of its result and its input, and a chunk in work. In the first it is the
+    gradient of its result, and attention's: of its result, queries, keys and values. Flash kernels add up those of
+    queries in fp32, and compute those of keys and values for each head of the queries.
+    """
+    arithmetic = Arithmetic.of(train)
+    number, stream = arithmetic.number_bytes, arithmetic.stream_bytes(train) * geometry.hidden
+    q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
+    of_chunk = fed_per_token(geometry, train, False) + 3 * number * geometry.intermediate
+    chunk = tokens_at_once(tokens) * (of_chunk + 3 * FP32_BYTES * geometry.hidden)
+    if train.method == "full":  # gradients of weights, in fp32, of a chunk and added up
+        chunk += 2 * FP32_BYTES * sum(math.prod(geometry.linears[name]) for name in _FED)
+    attention = stream + number * (2 * q + 2 * k) + (FP32_BYTES + 2 * number) * q + _sent(geometry, train)
+    return tokens * before_chunks(geometry, train) + max(tokens * 2 * stream + chunk, tokens * attention)
 
 
 def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:

@@ -106,6 +106,11 @@ def can_feed_in_chunks(train: Train) -> bool:
     return recompute_of(train) == "full" and not train.uses_deepspeed and train.precision != "fp8"
 
 
+def feeds_in_chunks(train: Train, has_experts: bool, tokens: int) -> bool:
+    """Return whether micro-batches of so many tokens are fed forward in chunks."""
+    return can_feed_in_chunks(train) and not has_experts and tokens > FED_AT_ONCE
+
+
 def tokens_at_once(tokens: int) -> int:
     """Return the tokens of a chunk of `tokens`: equal chunks if that takes less than twice the fewest."""
     fewest = -(-tokens // FED_AT_ONCE)

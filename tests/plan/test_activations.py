@@ -11,20 +11,22 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from pipeline_lib.config.train import Lora, Train
-from pipeline_lib.model import experts
+from pipeline_lib.model import build, chunks, experts
 from pipeline_lib.model import recompute as recompute_module
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
 from pipeline_lib.model.experts import GROUPED
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.lora import fuse_adapters
-from pipeline_lib.plan.memory import kept_per_token
+from pipeline_lib.plan import workload
+from pipeline_lib.plan.memory import FP32_BYTES, Arithmetic, before_chunks, fed_per_token, kept_per_token
 from pipeline_lib.plan.workload import has_fused_adapters
 
 TOKENS = 100  # no size of a weight
@@ -252,6 +254,34 @@ def test_copies_of_the_hidden_state(name: str, compiled: bool, copies: float) ->
     geometry = Geometry(151936, sizes[0], sizes[1], sizes[2], 32, 8, 128, name == "4B", 40960)
     kept = kept_per_token(geometry, Train(strategy="fsdp", compile=compiled), False, "none")
     assert kept / (2 * geometry.hidden) == pytest.approx(copies, abs=0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_in_chunks_the_halves_keep_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, compiled: bool
+) -> None:
+    """The first half with its result, for all tokens; the second half for one chunk, whose input is a view of that."""
+    chunk, kept = TOKENS // 4, {}
+    monkeypatch.setattr(workload, "FED_AT_ONCE", chunk)
+    monkeypatch.setattr(build, "fully_recomputed", lambda forward, *_: forward)  # which would keep the input alone
+
+    def pack(tensor: Tensor) -> Tensor:
+        if chunk in tensor.shape and tensor.untyped_storage().nbytes() != stream_bytes * TOKENS:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    monkeypatch.setattr(chunks, "_keeping_for_itself", lambda: saved_tensors_hooks(pack, lambda tensor: tensor))
+    way = {"strategy": strategy, "method": method, "compile": compiled, "recompute": "full", "lora": {"rank": RANK}}
+    train = Train.model_validate(way)
+    stream_bytes = Arithmetic.of(train).stream_bytes(train) * HIDDEN
+    near = {"rel": 0.03} if compiled else {"abs": 4}
+    saved, geometry = saved_bytes("qwen3", train)
+    assert before_chunks(geometry, train) == pytest.approx(saved, **near)
+    of_chunks = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / TOKENS  # all are alive
+    view = stream_bytes if stream_bytes == FP32_BYTES * HIDDEN and not compiled else 0
+    assert fed_per_token(geometry, train, False) - view == pytest.approx(of_chunks, abs=1)
 
 
 class Model(nn.Module):
