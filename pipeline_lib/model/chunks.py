@@ -1,14 +1,14 @@
-"""The feed-forward half of a decoder layer in chunks of its tokens: the intermediate tensors of one chunk exist at once.
+"""The second half of a decoder layer, its MLP, in chunks of the tokens: one chunk's intermediate tensors exist at once.
 
 It stands inside full checkpointing, which keeps the layer's input. The forward pass keeps nothing of the chunks. The
-backward pass needs the attention's half of the layer again, which checkpointing computes when the tensor between the
-halves is asked for; that tensor is the last one kept, so the repetition ends there. Then each chunk is computed again,
-followed by its own backward pass. So each half is computed twice, as without chunks.
+backward pass needs the first half of the layer again, which checkpointing computes once the tensor between the halves
+is asked for; that tensor is the last one kept, so the repetition ends there. Then each chunk is computed again, and its
+own backward pass follows. So each half is computed twice, as without chunks.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pipeline_lib.plan.workload import tokens_at_once
 
 def attended(layer: Any, hidden: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
     """Return the first half of a dense decoder layer of transformers: `hidden` [B, T, H] plus its attention."""
-    result, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **kwargs)
+    result: Tensor = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **kwargs)[0]
     return hidden + result
 
 
@@ -35,7 +35,7 @@ def fed_forward(layer: Any, hidden: Tensor) -> Tensor:
 def in_chunks(
     whole: Callable[..., Any], attend: Callable[..., Tensor], feed: Callable[..., Tensor], has_random: bool
 ) -> Callable[..., Any]:
-    """Return `whole`, the forward of a layer, such that more than FED_AT_ONCE tokens are fed forward in chunks.
+    """Return `whole`, the forward of a layer, such that with gradients more than FED_AT_ONCE tokens run in chunks.
 
     `attend` and `feed` are `attended` and `fed_forward`, as they are or compiled. `has_random` makes the backward pass
     repeat random numbers.
@@ -100,19 +100,22 @@ class _FedForward(torch.autograd.Function):
             for part in _parts(len(rows)):
                 chunk = rows[part].detach().requires_grad_(wants_rows)
                 sources = [chunk, *parameters] if wants_rows else parameters
-                found = list(
-                    torch.autograd.grad(ctx.feed(ctx.layer, chunk), sources, of_output[part], allow_unused=True)
-                )
+                result = ctx.feed(ctx.layer, chunk)
+                found = [*torch.autograd.grad(result, sources, of_output[part], allow_unused=True)]
                 if of_rows is not None:
                     of_rows[part] = found.pop(0)
-                for number, one in enumerate(found):
-                    if one is not None:
-                        before = sums[number]
-                        sums[number] = one.float() if before is None else before.add_(one)
+                sums = [_added(*pair) for pair in zip(sums, found, strict=True)]
+                del result, found  # before the next chunk's are computed
         of_parameters = [
             None if one is None else one.to(parameter.dtype) for one, parameter in zip(sums, parameters, strict=True)
         ]
         return None, None, None, None, None if of_rows is None else of_rows.view_as(between), *of_parameters
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None or total is None:
+        return total if gradient is None else gradient.float()
+    return total.add_(gradient)
 
 
 def _parts(rows: int) -> Iterator[slice]:
@@ -121,8 +124,11 @@ def _parts(rows: int) -> Iterator[slice]:
 
 
 def _keeping_for_itself() -> AbstractContextManager[Any]:
-    """Let autograd keep tensors as it does by itself: the checkpoint around it shall not see those of a chunk."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    """Let autograd keep tensors as it does by itself: the checkpoint around it shall not see those of a chunk.
+
+    They are kept as aliases: an operator's own result would keep its graph alive.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 class _Again:

@@ -263,7 +263,8 @@ def test_in_chunks_the_halves_keep_what_they_need(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, compiled: bool
 ) -> None:
     """The first half with its result, for all tokens; the second half for one chunk, whose input is a view of that."""
-    chunk, kept = TOKENS // 4, {}
+    chunk = TOKENS // 4
+    kept: dict[int, Tensor] = {}
     monkeypatch.setattr(workload, "FED_AT_ONCE", chunk)
     monkeypatch.setattr(build, "fully_recomputed", lambda forward, *_: forward)  # which would keep the input alone
 

@@ -1,16 +1,22 @@
 """The predicted peak of whole steps, against a count of every tensor that is alive in real ones on a CPU."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.model import build, loss, recompute
 from pipeline_lib.model.geometry import Geometry, published
-from pipeline_lib.plan import memory
+from pipeline_lib.model.lora import add_adapters, fuse_adapters
+from pipeline_lib.plan import memory, workload
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from tests.plan.test_activations import attention
@@ -100,3 +106,72 @@ def test_peaks_of_experts_that_were_measured_are_within_the_error(
     found = predict(Geometry.from_config(widths), train, Ranks(ranks, ranks, has_triton=True), 16_384, accumulation=1)
     assert measured_gib * 2**30 == pytest.approx(found.allocated_bytes, rel=found.error)
     assert found.error < 0.15
+
+
+# With chunks, the tracker's hooks on modules would keep the graphs of chunks alive.
+
+LONG: dict[str, Any] = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 320, "head_dim": 16}
+LONG_TOKENS = 2048
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that operators return, while they are alive, but for those that exist already."""
+
+    def __init__(self, there: list[Tensor]) -> None:
+        """Count nothing of `there`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in there}
+        self.most: int = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and count."""
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+
+def working_bytes(model: nn.Module, precision: str) -> int:
+    """The most that a micro-batch uses beside weights and gradients, which exist."""
+    ids, places = torch.randint(0, 256, (1, LONG_TOKENS)), torch.arange(LONG_TOKENS)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            total = model(ids, position_ids=places[None], targets=ids, predicted=places, use_cache=False)[0]
+        total.backward()
+
+    run()
+    gc.collect()
+    parameters = list(model.parameters())
+    with Alive([*parameters, *(one.grad for one in parameters if one.grad is not None), ids, places]) as alive:
+        run()
+    return int(alive.most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, method: str, precision: str) -> None:
+    """Against one chunk; what flash kernels need for the gradients of attention, this attention does not."""
+    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
+    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
+    AttentionInterface.register("memory_test", attention)
+    train = Train.model_validate({"method": method, "precision": precision, "recompute": "full", "lora": {"rank": 2}})
+    config: Any = Qwen3Config(**LONG, tie_word_embeddings=False)
+    config._attn_implementation = "memory_test"
+    model: Any = Qwen3ForCausalLM(config).train()
+    loss.return_losses(model)
+    if method == "lora":
+        model = add_adapters(model.to(build.DTYPES[precision]), train.lora, 0)
+        fuse_adapters(model)
+    build.prepare_layers(model, train)
+    geometry, found = Geometry.from_config(config.to_dict()), []
+    for at_once in (LONG_TOKENS, LONG_TOKENS // 4):
+        monkeypatch.setattr(workload, "FED_AT_ONCE", at_once)
+        predicted = predict(geometry, train, Ranks(1, 1), LONG_TOKENS)
+        found.append(working_bytes(model, precision))
+        assert 0.84 < found[-1] / (predicted.allocated_bytes - predicted.state_bytes) < 1
+    assert found[1] < 0.7 * found[0]
