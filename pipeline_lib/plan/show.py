@@ -37,12 +37,14 @@ from pipeline_lib.plan.memory import (
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import (
+    feeds_in_chunks,
     is_compiled,
     is_sharded,
     keeps_on_host,
     micro_batch_tokens,
     recompute_of,
     stays_gathered,
+    tokens_at_once,
 )
 
 # The plan as text of 100 columns: what decides first, then all strategies side by side, then advice.
@@ -385,7 +387,11 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     micro, groups = f"{train.micro_batch_blocks} x {workload.block_tokens}", str(ranks)
     if train.context_ranks > 1:
         micro, groups = f"{micro} / {train.context_ranks}", f"{ranks} / {train.context_ranks}"
-    yield f"tokens of a micro-batch on a rank t = {micro} = {micro_batch_tokens(train, workload.block_tokens):,}"
+    tokens = micro_batch_tokens(train, workload.block_tokens)
+    chunks = ""
+    if feeds_in_chunks(train, bool(geometry.expert_layers), tokens):
+        chunks = f"; the MLP of a layer takes {tokens_at_once(tokens):,} at a time"
+    yield f"tokens of a micro-batch on a rank t = {micro} = {tokens:,}{chunks}"
     blocks = f"{setting.batch_blocks} / ({groups} x {train.micro_batch_blocks})"
     yield f"micro-batches of a rank in a step (accumulation) A = {blocks} = {one.accumulation}"
     yield f"mean document d = sum(n^2) / sum(n) = {workload.document_tokens:,.0f} tokens"

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.loss import LOGITS_AT_ONCE
-from pipeline_lib.plan import memory
+from pipeline_lib.plan import memory, workload
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
+from pipeline_lib.plan.workload import feeds_in_chunks, tokens_at_once
 from pipeline_lib.train.deepspeed import BUCKET_ELEMENTS
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
@@ -159,6 +161,35 @@ def test_activations_on_the_host_leave_three_layers_on_the_device() -> None:
     assert here.allocated_bytes - away.allocated_bytes == kept * 33 // 36
     unused = Train.model_validate({**way, "recompute": "none", "offload_activations": True})
     assert predict(QWEN3_8B, unused, NODE, 16384).host_bytes == 0
+
+
+@pytest.mark.parametrize(("tokens", "gigabytes"), [(131_072, 48), (262_144, 80)])
+def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: int, gigabytes: int) -> None:
+    """LoRA of Qwen3-8B. The MLP's chunks have a constant size, so that memory grows with the rest of a layer."""
+    way = {"method": "lora", "strategy": "ddp", "recompute": "full", "compile": True, "offload_activations": True}
+    train = Train.model_validate(way)
+    needed = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
+    assert needed.total_bytes < from_gigabytes(gigabytes)
+    assert needed.error == 0.15
+    monkeypatch.setattr(workload, "FED_AT_ONCE", tokens)
+    whole = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
+    of_mlp = tokens * QWEN3_8B.intermediate * 2 * 6  # gate, up and their product, and the gradients of these
+    assert whole.total_bytes > from_gigabytes(gigabytes)
+    assert 0.9 * of_mlp < whole.allocated_bytes - needed.allocated_bytes < of_mlp
+
+
+def test_chunks_are_equal_where_that_is_possible() -> None:
+    at_once = {tokens: tokens_at_once(tokens) for tokens in (131_072, 16_385, 40_960, 20_000, 16_411)}
+    assert at_once == {131_072: 16_384, 16_385: 8_193, 40_960: 10_240, 20_000: 10_000, 16_411: 8_206}
+
+
+def test_chunks_are_for_full_checkpointing_of_dense_layers() -> None:
+    def chunks(tokens: int = 16_385, has_experts: bool = False, **way: Any) -> bool:
+        return feeds_in_chunks(Train.model_validate({"recompute": "full", **way}), has_experts, tokens)
+
+    assert chunks() and chunks(strategy="fsdp", method="lora")
+    assert not chunks(16_384) and not chunks(has_experts=True) and not chunks(recompute="selective")
+    assert not chunks(strategy="zero3") and not chunks(precision="fp8")
 
 
 def test_without_accumulation_fsdp_has_no_gradients_while_it_keeps_activations() -> None:
