@@ -23,7 +23,7 @@ from pipeline_lib.plan import workload
 from pipeline_lib.plan.workload import tokens_at_once
 from tests.model.test_offload import spread_step
 from tests.model.test_recompute import LAYERS, calls, folder, model_of, step
-from tests.model.test_streaming import blocks
+from tests.model.test_streaming import MODELS, blocks
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, write_random
 
@@ -106,6 +106,24 @@ def test_qwen2_and_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(found[0]) == len(found[1]) > 20
     assert all(one.dtype == torch.float32 for one in found[1])
     assert max(map(distance, found[1], found[0])) < 0.01
+
+
+def test_layers_with_experts_run_in_one_piece_and_dense_ones_beside_them_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, fed = write_random(tmp_path / "model", MODELS["moe"](), torch.float32), Counter[str]()
+
+    def noted(layer: Any, hidden: Tensor) -> Tensor:
+        fed[type(layer.mlp).__name__] += 1
+        return fed_forward(layer, hidden)
+
+    monkeypatch.setattr(build, "fed_forward", noted)
+    whole = step(model_of(folder, method="full", **FULL))
+    chunked(monkeypatch)
+    found = step(model_of(folder, method="full", **FULL))
+    assert fed == {"Qwen3MoeMLP": 2 * 2 * 8}  # micro-batches, passes and chunks of one layer
+    assert len(found) == len(whole) > 10
+    assert max(map(distance, found, whole)) < 5e-6
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
