@@ -579,22 +579,25 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
         checkpoint_bytes=checkpoint_bytes(geometry, train),
         copied_bytes=_copied(geometry, train, ranks),
         moment=moment.name,
-        error=_error_of(geometry, train),
+        error=_error_of(geometry, train, tokens),
     )
 
 
-def _error_of(geometry: Geometry, train: Train) -> float:
+def _error_of(geometry: Geometry, train: Train, tokens: int) -> float:
     """Return the relative error of the prediction: the largest against peaks measured on GPUs, else an assumed one.
 
     Measured (benchmarks/RESULTS.md): without experts under every strategy but hsdp from -1 to +5 %, since ddp lays its
     buckets once, with adapters up to +6 %, and with these on a base in 4 bits +11 %; experts under fsdp, all weights or
     adapters, eight runs on one and two GPUs, from -0.5 to +8.3 % (tests/plan/test_peak.py repeats them). Those runs
     were without activation checkpointing, whose parts are measured without experts. Assumed: hsdp, which does what fsdp
-    does and exchanges more; experts under other strategies; and all offloading.
+    does and exchanges more; experts under other strategies; ranks that share blocks; layers that feed forward in
+    chunks; and all offloading.
     """
-    if train.offload != "none" or keeps_on_host(train):
+    has_experts = bool(geometry.expert_layers)
+    is_derived = train.context_ranks > 1 or feeds_in_chunks(train, has_experts, tokens)
+    if is_derived or train.offload != "none" or keeps_on_host(train):
         return _DERIVED_ERROR
-    if geometry.expert_layers:
+    if has_experts:
         return _EXPERTS_ERROR if train.strategy == "fsdp" else _DERIVED_ERROR
     return _HSDP_ERROR if train.strategy == "hsdp" else _ERROR
 
