@@ -172,6 +172,19 @@ _CASES = (
     _packed("full-8B-huanhuan", "huanhuan", 160, 272, supervised_from=0.5),
     _packed("lora-8B-1000", "1000", 2048, 32, "lora", _LONG_LORA, rank_blocks=2),
     _packed("lora-8B-alpaca", "alpaca", 1024, 80, "lora", _PACKED_LORA, supervised_from=0.5),
+    # A block of one document, for `--variant context_ranks=2`.
+    Case(
+        "lora-8B-65536",
+        "8B",
+        "65536",
+        max_tokens=65_536,
+        block_tokens=65_536,
+        rank_documents=1,
+        rank_blocks=1,
+        method="lora",
+        supervised_from=0.5,
+        train={"strategy": "ddp", "recompute": "full"},
+    ),
     Case(
         "full-32B-4096-cut",
         "32B",

@@ -11,6 +11,7 @@ from pipeline_lib.data.shard import pack
 # Of documents in tokens: the parameters of a log-normal draw, and its bounds. Alpaca's answers have about 200 tokens,
 # the turns of one character of a play tens.
 LENGTHS: dict[str, tuple[float, float, int, int]] = {
+    "65536": (11.09, 0.0, 65536, 65536),
     "8192": (9.01, 0.0, 8192, 8192),
     "4096": (8.32, 0.0, 4096, 4096),
     "1000": (6.8, 0.5, 64, 4096),

@@ -20,13 +20,14 @@ from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import pack
 from pipeline_lib.launch.ranks import StopRequest
-from pipeline_lib.model.batch import Batch, Prefetcher, make_batch
+from pipeline_lib.model.batch import Batch, Portion, Prefetcher, make_batch
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.lora import draw_adapters
 from pipeline_lib.model.weights import materialise, put, whole
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.measure import GpuSampler, StepProfiler, gpu_sampler
+from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.strategies import make_strategy
 
 TIMEOUT_S = 240
@@ -63,7 +64,7 @@ def make_stepper(side: Side, train: Train, world: World) -> Stepper:
         fill(model, world.device, put)
         draw_adapters(model, train.seed, put, whole)
 
-    strategy = make_strategy(world, train, side.case.rank_blocks // train.micro_batch_blocks)
+    strategy = make_strategy(world, train, side.case.rank_blocks * train.context_ranks // train.micro_batch_blocks)
     wrapped = strategy.spread(build_trainable(side.folder, train), load)
     wrapped.train()
     return Stepper(wrapped, strategy, world, StopRequest())
@@ -75,23 +76,25 @@ def main() -> None:
     die_with_parent()
     world = World.from_env(os.environ, "cuda" if torch.cuda.is_available() else "cpu")
     train = train_settings(side.case, side.train)
-    documents = documents_of(side.case, world.rank, side.steps + 1)
-    read = partial(_read, side.case, documents, train.micro_batch_blocks)
-    with (
-        process_group(world, TIMEOUT_S),
-        Prefetcher(read, side.steps + 1, world.device) as prefetcher,
-        gpu_sampler(world.device if world.is_first else None) as sampler,
-    ):
+    with process_group(world, TIMEOUT_S), gpu_sampler(world.device if world.is_first else None) as sampler:
+        portion = portion_of(world, train)
+        first = portion.group * train.context_ranks  # of the ranks whose documents this one's group takes
+        documents = [
+            documents_of(side.case, rank, side.steps + 1) for rank in range(first, first + train.context_ranks)
+        ]
+        read = partial(_read, side.case, documents, train.micro_batch_blocks, portion)
         if world.is_first:
             say(side, "start", start_fields(world.device, getattr(train, "attention", "packed")))
         stepper = make_stepper(side, train, world)
-        stepper.warm_up(prefetcher.take(0)[0][0])
-        _measure(side, stepper, prefetcher, sampler)
-        _profile(side, stepper, prefetcher)
+        with Prefetcher(read, side.steps + 1, world.device) as prefetcher:
+            stepper.warm_up(prefetcher.take(0)[0][0])
+            _measure(side, stepper, prefetcher, sampler)
+            _profile(side, stepper, prefetcher)
 
 
-def _read(case: Case, documents: list[list[Document]], micro: int, step: int) -> list[Batch]:
-    return batches_of(case, documents[step], micro)
+def _read(case: Case, documents: list[list[list[Document]]], micro: int, portion: Portion, step: int) -> list[Batch]:
+    """Return this rank's micro-batches of a step of `documents`, by rank of its group and by step."""
+    return [portion.of(batch) for mine in documents for batch in batches_of(case, mine[step], micro)]
 
 
 def _measure(side: Side, stepper: Stepper, prefetcher: Prefetcher, sampler: GpuSampler) -> None:

@@ -124,6 +124,17 @@ def test_a_race_ends_with_rows_of_equal_losses(
     assert "tiny-lora: flattened: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_ranks_that_share_blocks_take_the_documents_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.json"
+    command = f"train tiny-full --sides ours --ranks 2 --steps 4 --out {out} --variant context_ranks=2,strategy=fsdp"
+    monkeypatch.setattr(sys, "argv", command.split())
+    main()
+    apart, shared = json.loads(out.read_text())["rows"]
+    assert shared["side"] == "ours: context_ranks=2,strategy=fsdp"
+    assert shared["losses"] == pytest.approx(apart["losses"], abs=1e-3)
+
+
 def test_ranks_in_turn_make_a_table_of_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     told = [{"kind": "step", "step_s": 0.5, "loss": 1.0}] * 5
     one, two = (row_of(CASES["tiny-full"], "ours", ranks, told, 3.0) for ranks in (1, 2))
