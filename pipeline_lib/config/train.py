@@ -95,8 +95,8 @@ class Train(Section):
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
         validation_alias=RENAMED["recompute"],
-        description="activations to recompute in the backward pass: `full` keeps only the input of each layer,"
-        " and the attention's results of documents from 16,384 tokens on,"
+        description="activations to recompute in the backward pass: `full` keeps only the input of each layer, and the"
+        " attention's results of documents from 16,384 tokens on, and runs the MLP in chunks of so many tokens,"
         " `selective` also the results of matrix products and attention; `auto` is the fastest that fits in memory",
     )
     offload_activations: Literal["auto"] | bool = Field(
