@@ -13,15 +13,20 @@ cannot choose what it is held against. A row is planned from the catalogue alone
 - Where layers are checkpointed as wholes (`selective layers`), step and memory lie between those with all and with no
   layers checkpointed, by the part that HFU over MFU tells, or half of them.
 
-What the plan fits to public measurements it fits to one half of the rows (`is_for_fitting`); the other half judges it.
+What is fitted to public measurements is fitted to one half of the rows (`is_for_fitting`); the other half judges it.
+The plan itself is of our layers and kernels. Others compute products and attention at rates of their own, by age and
+kernel, so a second table has both rates fitted for each source and GPU (`ENGINES`, found by `--fit`): it shows how far
+off the plan is where it knows them, which is what `calibrate` is for.
 """
 
+import argparse
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,30 @@ _FULL_OVER_NONE = 4 / 3  # FLOPs of a step in which all layers are computed agai
 _DIGEST_DIGITS = 8
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The rates of products with weights and of attention, relative to those that the plan assumes of a GPU."""
+
+    products: float = 1.0
+    attention: float = 1.0
+
+
+OURS = Engine()
+# By source and GPU, fitted to that half of the rows.
+ENGINES = {
+    ("llm-foundry", "h100"): Engine(0.9, 0.35),
+    ("llm-foundry", "a100 80gb"): Engine(1.1, 0.7),
+    ("llm-foundry", "a100 40gb"): Engine(1.1, 0.7),
+    ("fms-fsdp", "h100"): Engine(0.9, 1.0),
+    ("fms-fsdp", "a100 80gb"): Engine(1.2, 1.4),
+    ("torchtitan", "h100"): Engine(0.9, 0.5),
+    ("torchtitan", "a100 80gb"): Engine(1.2, 0.5),
+    ("KempnerForge", "h200"): Engine(1.1, 1.4),
+}
+_PRODUCTS, _ATTENTION = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2), (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)  # what is tried
+_LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -99,7 +128,7 @@ def geometry_of(row: Row) -> Geometry:
     )
 
 
-def setting_of(row: Row) -> Setting:
+def setting_of(row: Row, engine: Engine) -> Setting:
     """The model, the machine by the catalogue, and whole sequences as documents, all of them supervised."""
     per_node, link = row["gpus_per_node"], row["internode_gbit_s"]
     nodes = row["gpus"] // per_node
@@ -109,24 +138,26 @@ def setting_of(row: Row) -> Setting:
     machine = machine_of(cluster, row["precision"], None)
     if machine is None:
         raise ValueError(f"{row['id']}: no GPU")
+    for name, factor in (("matmul_flop_s", engine.products), ("attention_flop_s", engine.attention)):
+        machine = machine.with_rate(name, factor * machine.rates[name].value)
     tokens = row["sequence_tokens"]
     workload = Workload(tokens, 1.0, 1.0, float(tokens), None, None)
     return Setting(geometry_of(row), machine, workload, row["micro_batch"] * row["accumulation"] * row["gpus"], None)
 
 
-def plan(row: Row) -> Planned | None:
-    """What the plan says of a row; None if it does not plan such runs."""
+def plan(row: Row, engine: Engine = OURS) -> Planned | None:
+    """What the plan says of a row, computed at the rates of `engine`; None if it does not plan such runs."""
     if row["parallel"]:
         return None
     checkpointing = row["activation_checkpointing"]
     if checkpointing != LAYERS:
-        found = _predicted(row, "selective" if checkpointing == OPERATORS else checkpointing)
+        found = _predicted(row, "selective" if checkpointing == OPERATORS else checkpointing, engine)
         return Planned(row, found.tokens_per_s_per_rank, found.peak_memory_bytes.value)
     share = 0.5
     if row["hfu_percent"]:
         again = row["hfu_percent"] / row["mfu_percent"] - 1
         share = min(1.0, again / (_FULL_OVER_NONE - 1))
-    none, full = _predicted(row, "none"), _predicted(row, "full")
+    none, full = _predicted(row, "none", engine), _predicted(row, "full", engine)
     first, last = none.tokens_per_s_per_rank, full.tokens_per_s_per_rank
     ends = {
         end: 1 / _between(1 / getattr(first, end), 1 / getattr(last, end), share) for end in ("value", "low", "high")
@@ -134,7 +165,7 @@ def plan(row: Row) -> Planned | None:
     return Planned(row, Figure(**ends), _between(none.peak_memory_bytes.value, full.peak_memory_bytes.value, share))
 
 
-def _predicted(row: Row, recompute: str) -> Prediction:
+def _predicted(row: Row, recompute: str, engine: Engine) -> Prediction:
     settings = {
         "strategy": "hsdp" if row["sharding"] == "hsdp" else "fsdp",
         "shard_ranks": row["shard_ranks"],
@@ -146,7 +177,7 @@ def _predicted(row: Row, recompute: str) -> Prediction:
         "offload_activations": False,
         "save_async": False,
     }
-    return setting_of(row).predict(Train.model_validate(settings))
+    return setting_of(row, engine).predict(Train.model_validate(settings))
 
 
 def _between(first: float, second: float, share: float) -> float:
@@ -155,7 +186,35 @@ def _between(first: float, second: float, share: float) -> float:
 
 def group_of(row: Row) -> str:
     """The source and the GPU, the lines of the table."""
-    return f"{row['source']['repository'].split('/')[1]}, {row['gpu']}, {row['precision']}"
+    return f"{source_of(row)}, {row['gpu']}, {row['precision']}"
+
+
+def source_of(row: Row) -> str:
+    """The name of the repository that the row is from."""
+    return str(row["source"]["repository"].split("/")[1])
+
+
+def engine_of(row: Row) -> Engine:
+    """The rates of the engine that made the row, as far as they could be fitted."""
+    return ENGINES.get((source_of(row), row["gpu"]), OURS)
+
+
+def fitted(rows: Sequence[Row]) -> Engine:
+    """The rates that come nearest to `rows`, by the mean of the errors without their signs."""
+
+    def error(engine: Engine) -> float:
+        return statistics.mean(abs(one.error) for row in rows if (one := plan(row, engine)) is not None)
+
+    return min((Engine(*rates) for rates in product(_PRODUCTS, _ATTENTION)), key=error)
+
+
+def fitted_engines() -> dict[tuple[str, str], Engine]:
+    """The rates of every source and GPU with enough planned rows, from the half for fitting."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in published_rows():
+        if is_for_fitting(row) and not row["parallel"]:
+            groups.setdefault((source_of(row), row["gpu"]), []).append(row)
+    return {key: fitted(rows) for key, rows in groups.items() if len(rows) >= _LEAST_ROWS}
 
 
 def median_error(found: Iterable[Planned]) -> float:
@@ -179,20 +238,19 @@ def cells(name: str, rows: Sequence[Row], found: Sequence[Planned]) -> list[str]
     return [*line, *(f"{share:.0%}" for share in shares), f"{median_error(found):.1%}", f"{signed:+.1%}"]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the coverage by source and GPU and by half, the worst rows, and the peaks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="fit the rates of engines anew, and print them")
+    if parser.parse_args(arguments).fit:
+        for key, engine in fitted_engines().items():
+            print(f"{key}: {engine}")
+        return
     rows = published_rows()
     found = {row["id"]: one for row in rows if (one := plan(row)) is not None}
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(group_of(row), []).append(row)
-    groups["the half for fitting"] = [row for row in rows if is_for_fitting(row)]
-    groups["the half that judges"] = [row for row in rows if not is_for_fitting(row)]
-    groups["all"] = list(rows)
-    lines = [
-        cells(name, mine, [found[row["id"]] for row in mine if row["id"] in found]) for name, mine in groups.items()
-    ]
-    show("tokens/s of a GPU by the plan, and as published", ("source, GPU, precision", *COLUMNS), lines)
+    show_coverage("tokens/s of a GPU by the plan, and as published", found)
+    at_rates = {row["id"]: one for row in rows if (one := plan(row, engine_of(row))) is not None}
+    show_coverage("the same with products and attention at the rates of each engine", at_rates)
     worst = sorted(found.values(), key=lambda one: -abs(one.error))[:10]
     figures = [
         (
@@ -210,6 +268,21 @@ def main() -> None:
         if one.row["peak_memory"] is not None
     ]
     show("peaks in GiB; reserved memory is more than what is allocated", ("row", "plan", "published", "of"), peaks)
+
+
+def show_coverage(title: str, found: Mapping[str, Planned]) -> None:
+    """Print a table of `found`, by the names of rows: sources and GPUs, and the halves."""
+    rows = published_rows()
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row), []).append(row)
+    groups["the half for fitting"] = [row for row in rows if is_for_fitting(row)]
+    groups["the half that judges"] = [row for row in rows if not is_for_fitting(row)]
+    groups["all"] = list(rows)
+    lines = [
+        cells(name, mine, [found[row["id"]] for row in mine if row["id"] in found]) for name, mine in groups.items()
+    ]
+    show(title, ("source, GPU, precision", *COLUMNS), lines)
 
 
 def bytes_of(row: Row) -> int:
