@@ -93,12 +93,11 @@ def collectives(
     for size_bytes in SIZES_BYTES[device.type]:
         values = torch.zeros(size_bytes // 4, device=device)
         part = torch.zeros(size_bytes // 4 // ranks, device=device)
-        parts = [torch.empty_like(part) for _ in range(ranks)]
-        equal = torch.zeros(ranks * len(part), device=device)
+        parts = torch.empty(ranks * len(part), device=device)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": partial(dist.all_reduce, values, group=group),
-            "all_gather": partial(dist.all_gather, parts, part, group=group),
-            "all_to_all": partial(dist.all_to_all_single, torch.empty_like(equal), equal, group=group),
+            "all_gather": partial(dist.all_gather, list(parts.chunk(ranks)), part, group=group),
+            "all_to_all": partial(dist.all_to_all_single, parts, values[: len(parts)], group=group),
         }
         for kind, call in ((kind, calls[kind]) for kind in kinds):
             found.append(Collective(kind, size_bytes, ranks, duration_s(call, device, group, patience_s)))

@@ -99,8 +99,10 @@ def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]
     )
 
 
-def part_of(batch: Batch, part: Part) -> Batch:
-    """Return the part of each block of `batch`, whose blocks are whole."""
+def part_of(batch: Batch, part: Part | None) -> Batch:
+    """Return the part of each block of `batch`, whose blocks are whole; without `part`, `batch` itself."""
+    if part is None:
+        return batch
     targets, documents = part.of(batch.targets), part.of(batch.documents)
     return replace(
         batch,
@@ -135,7 +137,7 @@ class Portion:
 
     def of(self, batch: Batch) -> Batch:
         """Return this rank's part of `batch`, whose blocks are whole."""
-        return batch if self.part is None else part_of(batch, self.part)
+        return part_of(batch, self.part)
 
 
 def empty_block(block_tokens: int) -> Block:
@@ -277,7 +279,7 @@ def probe_logits(model: nn.Module, block: Block, device: torch.device, part: Par
     model.eval()
     batch = make_batch([block])
     positions = probe_positions(batch).to(device)
-    logits = logits_at(model, (batch if part is None else part_of(batch, part)).to(device), positions)[0].float()
+    logits = logits_at(model, part_of(batch, part).to(device), positions)[0].float()
     model.train(was_training)
     return logits.cpu()
 

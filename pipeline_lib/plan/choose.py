@@ -258,7 +258,7 @@ def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen
 
 def _considered(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> list[Group]:
     found = groups(setting, train, held)
-    return found if has_deepspeed else [group for group in found if group.train.strategy not in _OF_DEEPSPEED]
+    return found if has_deepspeed else [group for group in found if not group.train.uses_deepspeed]
 
 
 def _by_strategy(found: Iterable[Group]) -> dict[str, list[Group]]:
