@@ -86,7 +86,9 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def test_whatever_is_killed_is_named_and_no_rank_survives(faults: Faults, pair: list[Machine], quiet: str) -> None:
+def test_a_killed_rank_agent_or_launcher_is_named_and_no_rank_survives(
+    faults: Faults, pair: list[Machine], quiet: str
+) -> None:
     _, second = pair
     said = faults.suffer(lambda: kill(faults.project.ranks(second)[:1]))
     assert "rank 1 on m2 was killed by SIGKILL" in said
@@ -95,13 +97,8 @@ def test_whatever_is_killed_is_named_and_no_rank_survives(faults: Faults, pair: 
     assert "host m2 was lost: its agent was killed" in said
     assert "run the same command again to continue" in said
 
-    said = faults.suffer(lambda: kill(second.processes("sshd: root")))
-    assert "host m2 was lost: ssh: Connection to m2 closed by remote host" in said
-
     said = faults.suffer(lambda: kill([second_launcher(second)]))
     assert "torchrun on m2 was killed by SIGKILL" in said
-
-    faults.suffer(lambda: kill(faults.project.snakemakes()))
     faults.finish(quiet)
 
 
@@ -110,24 +107,40 @@ def second_launcher(machine: Machine) -> psutil.Process:
     return next(process for process in machine.processes("-m pipeline_lib node") if process.name() != "sh")
 
 
-def test_a_request_to_stop_saves_first(faults: Faults, quiet: str) -> None:
+def test_a_killed_connection_or_driver_ends_all_ranks_and_a_request_to_stop_saves_first(
+    faults: Faults, pair: list[Machine], quiet: str
+) -> None:
     project = faults.project
+    said = faults.suffer(lambda: kill(pair[1].processes("sshd: root")))
+    assert "host m2 was lost: ssh: Connection to m2 closed by remote host" in said
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and the stop of a service
-        said = faults.suffer(partial(project.interrupt, number))
-        last = max(project.steps_done())
-        assert f"stopped by a signal after step {last}, which is saved" in said
-        assert project.saved_steps()[-1] == last < 240
+    faults.suffer(lambda: kill(project.snakemakes()))
+
+    said = faults.suffer(partial(project.interrupt, signal.SIGINT))
+    last = max(project.steps_done())
+    assert f"stopped by a signal after step {last}, which is saved" in said
+    assert project.saved_steps()[-1] == last < 240
     faults.finish(quiet)
 
 
-def test_a_network_that_is_cut_in_any_direction_ends_all_ranks_and_names_the_host(
+def test_a_network_that_is_cut_in_one_direction_or_a_full_disk_ends_all_ranks_and_is_named(
     faults: Faults, pair: list[Machine], quiet: str
 ) -> None:
-    second = pair[1]
-    for cut in (second.cut, second.cut_outgoing, second.cut_incoming):
+    """The folder of checkpoints is a full disk for m2 alone, as where its share of the file server is used up."""
+    second, checkpoints = pair[1], faults.project.run_dir / "checkpoints"
+    for cut in (second.cut_outgoing, second.cut_incoming):
         said = faults.suffer(cut, mend=second.mend)
         assert "host m2 was lost: it has not answered for " in said
+
+    def fill() -> None:
+        second.mount_private(checkpoints, size_mb=1)
+        second.run("sh", "-c", f"head -c 2000000 /dev/zero > {checkpoints}/fill || true", cwd=Path("/"))
+
+    def mend() -> None:
+        second.run("umount", "-l", str(checkpoints), cwd=Path("/"))
+
+    faults.suffer(fill, mend)
+    assert faults.project.exit_code() in (66, 74)
     faults.finish(quiet)
 
 
@@ -175,19 +188,3 @@ def test_a_slow_host_and_another_launcher_change_nothing(
         pair[1].mend()
     assert f"2 cpu ranks by {launcher}, on m1 and m2" in output
     assert project.trained_weights() == quiet
-
-
-def test_a_full_disk_on_one_host_is_told_by_its_rank(faults: Faults, pair: list[Machine], quiet: str) -> None:
-    """The folder of checkpoints is a full disk for m2 alone, as where its share of the file server is used up."""
-    checkpoints = faults.project.run_dir / "checkpoints"
-
-    def fill() -> None:
-        pair[1].mount_private(checkpoints, size_mb=1)
-        pair[1].run("sh", "-c", f"head -c 2000000 /dev/zero > {checkpoints}/fill || true", cwd=Path("/"))
-
-    def mend() -> None:
-        pair[1].run("umount", "-l", str(checkpoints), cwd=Path("/"))
-
-    faults.suffer(fill, mend)
-    assert faults.project.exit_code() in (66, 74)
-    faults.finish(quiet)

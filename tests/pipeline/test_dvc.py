@@ -15,13 +15,13 @@ LR = "config/config.yaml:train.lr={}"
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def repository(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """The project as a git repository, as a clone is, with two experiments.
 
-    `first` ran in the working tree, `aside` with another learning rate in a copy of it.
+    `first` is what had run in the working tree, `aside` runs with another learning rate in a copy of it.
     """
-    project = Project(tmp_path_factory.mktemp("repository"))
-    project.environment |= {
+    project = small.copy_to(tmp_path_factory.mktemp("repository") / "project")
+    project.environment = project.environment | {
         "VIRTUAL_ENV": str(Path(project.environment["PATH"].split(":")[0]).parent),
         "GIT_CONFIG_COUNT": "2",
         "GIT_CONFIG_KEY_0": "user.name",

@@ -14,11 +14,14 @@ from tests.pipeline.conftest import Project, executed, kill_tree, no_process_lef
 
 def stage_runs(project: Project, stage: str) -> bool:
     """Whether a process of the command `stage` is at work in the project."""
-    for process in psutil.process_iter(["cwd", "cmdline"]):
-        command = process.info["cmdline"] or []
-        if process.info["cwd"] == str(project.root) and command[1:4] == ["-m", "pipeline_lib", stage]:
-            return True
-    return False
+    return bool(processes_of(project, stage))
+
+
+def processes_of(project: Project, command: str) -> list[psutil.Process]:
+    """Those of one of our commands that work in the project."""
+    found = psutil.process_iter(["cwd", "cmdline"])
+    mine = [process for process in found if process.info["cwd"] == str(project.root)]
+    return [process for process in mine if (process.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", command]]
 
 
 @pytest.fixture
@@ -108,36 +111,33 @@ def wait_until_no_process_left(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_killed_is_told_and_the_next_run_continues(project: Project, undisturbed: dict[str, str]) -> None:
+def test_whichever_process_is_killed_no_rank_is_left_or_the_next_run_waits_for_it(
+    project: Project, undisturbed: dict[str, str]
+) -> None:
+    """First a rank, then the launcher, whose ranks end with it, and the driver, which leaves the training at work."""
     process = project.start(project.target("merge"))
     wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
-    ranks = [
-        p
-        for p in psutil.process_iter(["cwd", "cmdline"])
-        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "rank"]
-    ]
-    next(rank for rank in ranks if rank.info["cwd"] == str(project.root)).kill()
+    processes_of(project, "rank")[0].kill()
     assert process.wait() != 0
     output = (project.root / "started.log").read_text()
     assert "was killed by SIGKILL" in output
     assert "run the same command again to continue" in output
     assert "Traceback" not in output
-    project.snakemake(project.target("merge"))
-    assert project.weights() == undisturbed
 
-
-@pytest.mark.slow
-def test_ranks_do_not_outlive_their_launcher(project: Project) -> None:
     process = project.start(project.target("merge"))
     wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
-    launchers = [
-        p
-        for p in psutil.process_iter(["cwd", "cmdline"])
-        if (p.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", "train"]
-    ]
-    next(launcher for launcher in launchers if launcher.info["cwd"] == str(project.root)).kill()
+    processes_of(project, "train")[0].kill()
     assert process.wait() != 0
     wait_until_no_process_left(project)
+
+    process = project.start(project.target("merge"))
+    wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
+    process.kill()
+    process.wait()
+    output = project.snakemake(project.target("merge")).stdout
+    assert "waiting for process" in output or "already done, verified" in output
+    assert project.weights() == undisturbed
+    assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 3
 
 
 @pytest.mark.slow
@@ -162,20 +162,6 @@ def test_two_snakemakes_at_once_compute_everything_once(project: Project, undist
     assert project.weights() == undisturbed
     attempts = json.loads((project.sealed("train") / "summary.json").read_text())["attempts"]
     assert attempts == 1
-
-
-@pytest.mark.slow
-def test_a_driver_that_dies_alone_leaves_a_training_that_the_next_one_waits_for(
-    project: Project, undisturbed: dict[str, str]
-) -> None:
-    process = project.start(project.target("merge"))
-    wait_until(lambda: stage_runs(project, "rank"), process, "the ranks")
-    process.kill()
-    process.wait()
-    output = project.snakemake(project.target("merge")).stdout
-    assert "waiting for process" in output or "already done, verified" in output
-    assert project.weights() == undisturbed
-    assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 1
 
 
 @pytest.mark.slow

@@ -80,18 +80,20 @@ class SlurmProject(Project):
         """The events of that name."""
         return [event for event in read_events(self.run_dir / "events.jsonl") if event["event"] == name]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The live metrics of all attempts, a row for each step, as they were made."""
+        path = self.run_dir / "metrics.jsonl"
+        return read_jsonl(path) if path.exists() else []
+
     def steps_done(self) -> list[int]:
         """Steps of all attempts, as they were made."""
-        path = self.run_dir / "metrics.jsonl"
-        return [row["step"] for row in read_jsonl(path)] if path.exists() else []
+        return [row["step"] for row in self.rows()]
 
     def wait_for_step(self, step: int, attempt: int = 1) -> None:
         """Until an attempt has made `step`."""
 
         def is_there() -> bool:
-            path = self.run_dir / "metrics.jsonl"
-            rows = read_jsonl(path) if path.exists() else []
-            return any(row["step"] >= step and row["attempt"] >= attempt for row in rows)
+            return any(row["step"] >= step and row["attempt"] >= attempt for row in self.rows())
 
         until(is_there, f"step {step} of attempt {attempt}", lambda: self.said() + self.job_log())
 
@@ -117,7 +119,7 @@ def ended(
     process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
 ) -> int:
     """The exit code of a started snakemake."""
-    _wait(process, project, slurm, timeout_s, lambda: False)
+    wait(process, project, slurm, lambda: False, timeout_s)
     return process.wait()
 
 
@@ -129,7 +131,7 @@ def completed(
     The started one would look at the queue a minute later only.
     """
     pointer = project.root / project.target("train")
-    _wait(process, project, slurm, timeout_s, pointer.exists)
+    wait(process, project, slurm, pointer.exists, timeout_s)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -137,16 +139,17 @@ def completed(
     assert "Nothing to be done" in output or "1 of 1 steps (100%) done" in project.said(), output
 
 
-def _wait(
+def wait(
     process: "subprocess.Popen[str]",
     project: SlurmProject,
     slurm: Loopback,
-    timeout_s: float,
     is_enough: Callable[[], bool],
+    timeout_s: float = DEADLINE_S,
 ) -> None:
-    """Until it has ended or that is enough; its jobs are spared most of the two minutes that they wait once requeued.
+    """Wait until a started snakemake has ended or that is enough.
 
-    Not all: SLURM would take what it hears late of a job's earlier life for its new one.
+    Its jobs are spared most of the two minutes that they wait once requeued. Not all: SLURM would take what it hears
+    late of a job's earlier life for its new one.
     """
     seen_s: dict[str, float] = {}
 

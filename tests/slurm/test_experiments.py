@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline_lib.core.files import sha256_file
 from tests.pipeline.conftest import BIN, Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
@@ -23,9 +24,9 @@ def slurm() -> Iterator[Loopback]:
 
 
 @pytest.mark.usefixtures("slurm")
-def test_a_sweep_keeps_going_and_lists_what_failed(tmp_path: Path) -> None:
-    project = SlurmProject(tmp_path / "project", "{cpu_ranks: 1}")
-    project.edit("epochs: 2", "epochs: 1")
+def test_a_sweep_on_two_nodes_keeps_going_and_lists_what_failed(small: Project, tmp_path: Path) -> None:
+    """Download, plan and report run here, the rest in jobs; the model is the one that two ranks of one machine make."""
+    project = SlurmProject(tmp_path / "project")
     project.config.write_text(f"{project.config.read_text()}sweep: {{train.lr: [4.0e-3, 1.0e+30]}}\n")
     done = project.snakemake("--profile", "slurm", "-j", "20", *QUICK, check=False)
     assert done.returncode == 1
@@ -38,6 +39,8 @@ def test_a_sweep_keeps_going_and_lists_what_failed(tmp_path: Path) -> None:
     assert re.search(r"logs/slurm/rule_train_stage/\w+/\d+\.log", last)
     assert "WorkflowError" not in last
     assert (project.root / "results" / "small-lr=0.004" / "report.html").exists()
+    model = project.root / "results" / "small-lr=0.004" / "model"
+    assert {name: sha256_file(model / name) for name in small.weights()} == small.weights()
 
 
 def test_a_rehearsal_on_two_nodes(slurm: Loopback, small: Project, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
-from tests.slurm.project import QUICK, SlurmProject, completed, ended
+from tests.slurm.project import QUICK, SlurmProject, completed, ended, wait
 from tests.train.conftest import small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
@@ -36,7 +36,9 @@ def prepared(small: Project, tmp_path_factory: pytest.TempPathFactory) -> SlurmP
     """All that a training needs, made on this machine."""
     project = SlurmProject(tmp_path_factory.mktemp("prepared") / "project")
     project.take_data(small)
-    project.edit("epochs: 2, lr: 4.0e-3, save_every_steps: 3", f"epochs: 6, lr: 4.0e-3, save_every_steps: {SAVE_EVERY}")
+    project.edit(
+        "epochs: 2, lr: 4.0e-3, save_every_steps: 3", f"epochs: 12, lr: 4.0e-3, save_every_steps: {SAVE_EVERY}"
+    )
     project.snakemake("plan")
     return project
 
@@ -98,7 +100,7 @@ def _told(process: psutil.Process) -> str:
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
     """It asks for a minute, in which it cannot be done, and saves half a minute before that is over."""
     project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
-    project.edit("epochs: 6", "epochs: 55")
+    project.edit("epochs: 12", "epochs: 55")
     other = project.copy_to(project.root.parent / "undisturbed")
     other.edit("nodes: 2, runtime_minutes: 1, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
     started = project.start_training()
@@ -118,84 +120,96 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     assert project.trained_weights() == other.trained_weights()
 
 
-@pytest.mark.parametrize("lost", ["n1", "n2"], ids=["with the launcher", "with another rank"])
-def test_f16_a_lost_node(slurm: Loopback, project: SlurmProject, undisturbed: str, lost: str) -> None:
+@pytest.mark.timeout(1200)
+def test_f16_f17_a_job_loses_a_node_is_requeued_and_gives_way_to_a_more_urgent_one(
+    slurm: Loopback, project: SlurmProject, undisturbed: str, tmp_path: Path
+) -> None:
+    """One job is queued again three times, and continues each time; the first node that it loses has the launcher."""
     started = project.start_training()
+    job = project.job()
     project.wait_for_step(SAVE_EVERY + 5)
     done_before = max(project.steps_done())
-    slurm.kill_node(lost)
-    slurm.notice_loss(lost)
-    slurm.restore_node(lost)
+    lose_node(slurm, "n1")
+    wait_for_attempt(2, started, project, slurm)
+    slurm.call("scontrol", "requeue", str(job))  # as an administrator does
+    wait_for_attempt(3, started, project, slurm)
+    assert project.events("run.requeued") == []  # SLURM did it
+    urgent = slurm.submit("sleep 3", tmp_path / "urgent.log", "--partition=urgent", "--nodes=2", "--exclusive")
+    assert slurm.wait(urgent, 120) == "COMPLETED"
+    assert slurm.restarts(job) == 3
     completed(started, project, slurm)
     assert project.trained_weights() == undisturbed
     resumed = [event["step"] for event in project.events("run.resumed")]
-    assert resumed
+    assert len(resumed) == 3
     assert done_before - resumed[0] <= SAVE_EVERY + 5  # what was being written is lost, too
+    stopped = project.events("run.interrupted")[-1]  # it saved when it was told, whether a save was due or not
+    assert f"after step {resumed[2]}, which is saved" in stopped["reason"]
 
 
-def test_f17_scancel_ends_the_run_and_the_same_command_goes_on(
+def lose_node(slurm: Loopback, node: str) -> None:
+    """Kill all that a node runs, and give it back once SLURM knows."""
+    slurm.kill_node(node)
+    slurm.notice_loss(node)
+    slurm.restore_node(node)
+
+
+def wait_for_attempt(attempt: int, started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback) -> None:
+    """Until that attempt has made a step."""
+    wait(started, project, slurm, lambda: any(row["attempt"] == attempt for row in project.rows()))
+
+
+def test_f16_a_lost_node_without_the_launcher(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
+    started = project.start_training()
+    project.wait_for_step(SAVE_EVERY + 5)
+    lose_node(slurm, "n2")
+    completed(started, project, slurm)
+    assert project.trained_weights() == undisturbed
+    assert project.events("run.resumed")
+
+
+def test_f17_after_a_full_disk_and_after_scancel_the_same_command_goes_on(
     slurm: Loopback, project: SlurmProject, undisturbed: str
 ) -> None:
+    runs = project.store.root.parent / "runs"
+    kept = shutil.copytree(runs, project.root.parent / "kept")
+    shutil.rmtree(runs)
+    with small_disk(runs, "size=2m"):
+        shutil.copytree(kept, runs, dirs_exist_ok=True)
+        started = project.start_training()
+        assert ended(started, project, slurm) == 1
+        assert "no room" in project.job_log() or "disk" in project.job_log()
+        assert project.events("run.requeued") == []
+        shutil.copytree(runs, kept, dirs_exist_ok=True)
+    shutil.rmtree(runs)
+    shutil.copytree(kept, runs)
+
     started = project.start_training()
     job = project.job()
-    project.wait_for_step(SAVE_EVERY + 3)
+    wait_for_attempt(2, started, project, slurm)
     slurm.call("scancel", str(job))
     assert ended(started, project, slurm) == 1
     assert slurm.state(job) == "CANCELLED"
     assert project.events("run.requeued") == []  # it was the user's wish
     project.finish_training()
     assert project.trained_weights() == undisturbed
-    assert len(project.events("run.resumed")) == 1
 
 
-def test_f17_requeued_by_an_administrator(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
-    started = project.start_training()
-    job = project.job()
-    project.wait_for_step(SAVE_EVERY + 3)
-    slurm.call("scontrol", "requeue", str(job))
-    completed(started, project, slurm)
-    assert project.trained_weights() == undisturbed
-    assert project.events("run.requeued") == []  # SLURM did it
-
-
-def test_f17_preempted_by_a_more_urgent_job(
-    slurm: Loopback, project: SlurmProject, undisturbed: str, tmp_path: Path
+def test_f30_after_a_killed_driver_two_at_once_find_its_job_again(
+    slurm: Loopback, project: SlurmProject, undisturbed: str
 ) -> None:
-    started = project.start_training()
+    killed = project.start_training()
     job = project.job()
-    project.wait_for_step(3)
-    urgent = slurm.submit("sleep 3", tmp_path / "urgent.log", "--partition=urgent", "--nodes=2", "--exclusive")
-    assert slurm.wait(urgent, 120) == "COMPLETED"
-    assert slurm.restarts(job) == 1
-    completed(started, project, slurm)
-    assert project.trained_weights() == undisturbed
-    resumed = project.events("run.resumed")
-    assert len(resumed) == 1
-    stopped = project.events("run.interrupted")  # it saved when it was told, whether a save was due or not
-    assert [f"after step {resumed[0]['step']}, which is saved" in event["reason"] for event in stopped] == [True]
-
-
-def test_f30_a_killed_driver_finds_its_job_again(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
+    slurm.wait_for(job, "RUNNING", 60)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
     started = project.start_training()
-    job = project.job()
-    project.wait_for_step(3)
-    os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
     output = project.finish_training()
-    assert f"waiting for SLURM job {job}, RUNNING, of an earlier snakemake: small: train" in output
-    assert "Nothing to be done" in output or "rule train_stage" not in output
+    completed(started, project, slurm)
+    told = f"waiting for SLURM job {job}, RUNNING, of an earlier snakemake: small: train"
+    assert told in output
+    assert told in project.said()
     assert slurm.state(job) == "COMPLETED"
     assert len(project.events("run.launched")) == 1  # no second copy
-    assert project.trained_weights() == undisturbed
-
-
-def test_f30_two_drivers_at_once_train_once(slurm: Loopback, project: SlurmProject, undisturbed: str) -> None:
-    started = project.start_training()
-    project.job()
-    output = project.finish_training()
-    completed(started, project, slurm)
-    assert "of an earlier snakemake" in output
-    assert len(project.events("run.launched")) == 1
     assert project.trained_weights() == undisturbed
 
 
@@ -213,25 +227,6 @@ def test_a_control_daemon_that_is_away_for_a_minute(slurm: Loopback, project: Sl
     completed(started, project, slurm)
     assert project.trained_weights() == undisturbed
     assert len(project.events("run.launched")) == 1
-
-
-def test_a_full_disk_fails_the_job_and_with_more_room_it_goes_on(
-    slurm: Loopback, project: SlurmProject, undisturbed: str
-) -> None:
-    runs = project.store.root.parent / "runs"
-    kept = shutil.copytree(runs, project.root.parent / "kept")
-    shutil.rmtree(runs)
-    with small_disk(runs, "size=2m"):
-        shutil.copytree(kept, runs, dirs_exist_ok=True)
-        started = project.start_training()
-        assert ended(started, project, slurm) == 1
-        assert "no room" in project.job_log() or "disk" in project.job_log()
-        assert project.events("run.requeued") == []
-        shutil.copytree(runs, kept, dirs_exist_ok=True)
-    shutil.rmtree(runs)
-    shutil.copytree(kept, runs)
-    project.finish_training()
-    assert project.trained_weights() == undisturbed
 
 
 @pytest.mark.parametrize(
@@ -259,14 +254,3 @@ def test_what_the_cluster_never_has_is_refused_before_a_job(
     assert said in done.stdout
     assert "Traceback" not in done.stdout
     assert "has been submitted" not in done.stdout
-
-
-@pytest.mark.usefixtures("slurm")
-def test_the_whole_pipeline_on_two_nodes(small: Project, tmp_path: Path) -> None:
-    """Download, plan and report run here, the rest in jobs; the model is the one that two ranks of one machine make."""
-    project = SlurmProject(tmp_path / "cluster")
-    output = project.snakemake("--profile", "slurm", *QUICK).stdout
-    assert output.count("has been submitted with SLURM jobid") == 5
-    assert (project.root / "results" / "small" / "report.html").exists()
-    assert project.weights() == small.weights()
-    assert "Nothing to be done" in project.snakemake("--profile", "slurm").stdout

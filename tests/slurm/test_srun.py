@@ -18,7 +18,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.train.conftest import Arena, arena
 from tests.train.helpers import digest_of, load_weights
-from tests.train.launching import ROOT, Stage, make_stage
+from tests.train.launching import DEADLINE_S, ROOT, Stage, make_stage
 
 __all__ = ["arena"]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
@@ -42,31 +42,39 @@ STRIP = (
 )
 
 
-def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1) -> int:
-    """The training stage as a batch job, with two ranks on each node."""
+def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1, ranks_per_node: int = 2) -> int:
+    """The training stage as a batch job."""
     script = f"{STRIP}\ncd {shlex.quote(str(ROOT))} && exec {shlex.join(stage.command)}"
-    return slurm.submit(script, log, f"--nodes={nodes}", "--ntasks-per-node=2", "--gres=gpu:2", "--time=10")
+    size = (f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", f"--gres=gpu:{ranks_per_node}")
+    return slurm.submit(script, log, *size, "--time=10")
 
 
 @pytest.mark.parametrize(  # srun starts the other launchers by the same command on one node and on two
-    ("launcher", "nodes"), [("auto", 1), ("auto", 2), ("torchrun", 2), ("accelerate", 2), ("deepspeed", 2)]
+    ("launcher", "nodes", "ranks_per_node"),
+    [("auto", 1, 2), ("auto", 2, 2), ("torchrun", 2, 1), ("accelerate", 2, 1), ("deepspeed", 2, 1)],
 )
 def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
-    slurm: Loopback, arena: Arena, tmp_path: Path, expected: dict[int, str], launcher: str, nodes: int
+    slurm: Loopback,
+    arena: Arena,
+    tmp_path: Path,
+    expected: dict[int, str],
+    launcher: str,
+    nodes: int,
+    ranks_per_node: int,
 ) -> None:
     settings: dict[str, Any] = {"epochs": 40, "save_every_steps": 100_000}
-    ranks = 2 * nodes
+    ranks = ranks_per_node * nodes
     stage = make_stage(arena, launcher, ranks, nodes=nodes, replica="slurm", **settings)
     if ranks not in expected:
         alone = make_stage(arena, "torchrun", ranks, replica="alone", **settings)
         assert alone.run() == 0, alone.output
         expected[ranks] = digest_of(load_weights(alone.result))
-    warned = submit(slurm, stage, tmp_path / "warned.log", nodes)
+    warned = submit(slurm, stage, tmp_path / "warned.log", nodes, ranks_per_node)
     assert_warned(slurm, stage, warned, tmp_path / "warned.log")
 
     log = tmp_path / "next.log"
-    job = submit(slurm, stage, log, nodes)
-    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    job = submit(slurm, stage, log, nodes, ranks_per_node)
+    assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
     assert "continuing from step-" in log.read_text()
     assert digest_of(load_weights(stage.result)) == expected[ranks]
     launched = [event for event in read_events(stage.result / "events.jsonl") if event["event"] == "run.launched"]

@@ -53,27 +53,45 @@ def attended(inputs: Triple, **options: Any) -> tuple[Tensor, list[Tensor]]:
     return output.detach(), list(gradients)
 
 
-def attended_in_parts(environ: Mapping[str, str], count: int, kv_count: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What this rank has of output and gradients."""
-    world = World.from_env(environ, "cpu")
+CASES = [(2, 8, 8), (2, 8, 2), (4, 8, 2), (4, 4, 1)]  # ranks, heads, KV heads
+DTYPES = [torch.float32, torch.bfloat16]
+Attended = dict[tuple[int, int, torch.dtype], dict[str, Any]]  # by heads, KV heads and dtype
+
+
+def attended_in_parts(environ: Mapping[str, str]) -> Attended:
+    """What this rank has of output and gradients, in the cases of as many ranks."""
+    world, found = World.from_env(environ, "cpu"), {}
     with process_group(world, 60):
         part = portion_of(world, Train(context_ranks=world.size)).part
         assert part is not None
-        query, key, value = (tensor.chunk(part.count, dim=2)[part.number] for tensor in heads(count, kv_count, dtype))
-        output, gradients = attended((query, key, value), part=part)
-    return {"output": output.float().numpy(), "gradients": [each.float().numpy() for each in gradients]}
+        for ranks, count, kv_count in CASES:
+            for dtype in DTYPES if ranks == world.size else []:
+                query, key, value = (
+                    tensor.chunk(part.count, dim=2)[part.number] for tensor in heads(count, kv_count, dtype)
+                )
+                output, gradients = attended((query, key, value), part=part)
+                mine = {"output": output.float().numpy(), "gradients": [each.float().numpy() for each in gradients]}
+                found[count, kv_count, dtype] = mine
+    return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("ranks", "count", "kv_count"), [(2, 8, 8), (2, 8, 2), (4, 8, 2), (4, 4, 1)])
-def test_attention_in_parts_has_the_same_bits(ranks: int, count: int, kv_count: int, dtype: torch.dtype) -> None:
+@pytest.fixture(scope="module")
+def in_parts() -> dict[int, dict[int, Attended]]:
+    """By the number of ranks, and rank."""
+    return {ranks: run_ranks(attended_in_parts, ranks) for ranks in (2, 4)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("ranks", "count", "kv_count"), CASES)
+def test_attention_in_parts_has_the_same_bits(
+    in_parts: dict[int, dict[int, Attended]], ranks: int, count: int, kv_count: int, dtype: torch.dtype
+) -> None:
     """The gradients of keys and values of a head that several ranks have are added in another order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank has: with more, the kernel adds up in another order
     output, gradients = attended(heads(count, kv_count, dtype))
     torch.set_num_threads(threads)
-    by_rank = run_ranks(attended_in_parts, ranks, count, kv_count, dtype)
-    found = [by_rank[rank] for rank in range(ranks)]
+    found = [in_parts[ranks][rank][count, kv_count, dtype] for rank in range(ranks)]
 
     assert np.array_equal(np.concatenate([each["output"] for each in found], axis=1), output.float().numpy())
     for number, expected in enumerate(gradients):
