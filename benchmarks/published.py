@@ -11,12 +11,13 @@ cannot choose what it is held against. A row is planned from the catalogue alone
 - Layers with torch's LayerNorm and GELU, each one kernel, are planned as compiled ones, whose small kernels are counted
   as fused; eager ones are counted as transformers' RMSNorm and SwiGLU. So are layers of which it is not stated.
 - Where layers are checkpointed as wholes (`selective layers`), step and memory lie between those with all and with no
-  layers checkpointed, by the part that HFU over MFU tells, or half of them.
+  layers checkpointed, by the part that HFU over MFU tells, or half of them. Where selective checkpointing keeps every
+  second product, they lie halfway between ours, which keeps all, and full checkpointing.
+- Attention is by the kernel that the source's code takes (`KERNELS`), as far as that is not what ours takes on the GPU.
 
 What is fitted to public measurements is fitted to one half of the rows (`is_for_fitting`); the other half judges it.
-The plan itself is of our layers and kernels. Others compute products and attention at rates of their own, by age and
-kernel, so a second table has both rates fitted for each source and GPU (`ENGINES`, found by `--fit`): it shows how far
-off the plan is where it knows them, which is what `calibrate` is for.
+`--fit` shows at which rates of products and attention the plan comes nearest to each source and GPU, relative to those
+that it assumes.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from pipeline_lib.plan.workload import Workload
 ROWS = Path(__file__).with_name("published.jsonl")
 COLUMNS = ("rows", "planned", "in band", "band", "within 15 %", "within 25 %", "median |error|", "median error")
 LAYERS, OPERATORS = "selective layers", "selective operators"
+HALF_KEPT = "half of the products are kept in selective checkpointing"
 _GBIT_S_OF_A_GPU = {"h100": 400, "h200": 400, "a100 80gb": 200, "a100 40gb": 200}
 _FULL_OVER_NONE = 4 / 3  # FLOPs of a step in which all layers are computed again, over one in which none is
 _DIGEST_DIGITS = 8
@@ -53,25 +55,26 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Engine:
-    """The rates of products with weights and of attention, relative to those that the plan assumes of a GPU."""
+    """The rates of products with weights and of attention, relative to those that the plan assumes."""
 
     products: float = 1.0
     attention: float = 1.0
 
 
 OURS = Engine()
-# By source and GPU, fitted to that half of the rows.
-ENGINES = {
-    ("llm-foundry", "h100"): Engine(0.9, 0.35),
-    ("llm-foundry", "a100 80gb"): Engine(1.1, 0.7),
-    ("llm-foundry", "a100 40gb"): Engine(1.1, 0.7),
-    ("fms-fsdp", "h100"): Engine(0.9, 1.0),
-    ("fms-fsdp", "a100 80gb"): Engine(1.2, 1.4),
-    ("torchtitan", "h100"): Engine(0.9, 0.5),
-    ("torchtitan", "a100 80gb"): Engine(1.2, 0.5),
-    ("KempnerForge", "h200"): Engine(1.1, 1.4),
+FLASH, TRITON = "flash", "triton"
+# By source and file. llm-foundry's submit_benchmarks.py has `attn_impl` triton until 2024-03-26, after the last table;
+# fms-fsdp's README names torch's flash kernel; torchtitan adds cuDNN's on 2025-03-20 (5cfe514), and KempnerForge's
+# profile has it.
+KERNELS = {
+    ("llm-foundry", "scripts/train/benchmarking/README.md"): TRITON,
+    ("fms-fsdp", "README.md"): FLASH,
+    ("torchtitan", "benchmarks/llama3_h100_202412_torchtitan.md"): FLASH,
+    ("torchtitan", "docs/performance.md"): FLASH,
 }
-_PRODUCTS, _ATTENTION = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2), (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)  # what is tried
+# The rate of Triton's FlashAttention of 2023, relative to torch's kernel: fitted to A100's rows, and as good on H100.
+_TRITON_SHARE = 0.5
+_PRODUCTS, _ATTENTION = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2), (0.5, 0.7, 0.85, 1.0, 1.2, 1.4)  # what is tried
 _LEAST_ROWS = 4
 
 
@@ -135,10 +138,12 @@ def setting_of(row: Row, engine: Engine) -> Setting:
     if nodes > 1 and link is None:
         link = _GBIT_S_OF_A_GPU[row["gpu"]] * per_node
     cluster = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=row["gpu"], internode_gbit_s=link if nodes > 1 else None)
-    machine = machine_of(cluster, row["precision"], None)
+    kernel = KERNELS.get((source_of(row), row["source"]["path"]))
+    machine = machine_of(cluster, row["precision"], None, "auto" if kernel is None else "flash")
     if machine is None:
         raise ValueError(f"{row['id']}: no GPU")
-    for name, factor in (("matmul_flop_s", engine.products), ("attention_flop_s", engine.attention)):
+    attention = engine.attention * (_TRITON_SHARE if kernel == TRITON else 1.0)
+    for name, factor in (("matmul_flop_s", engine.products), ("attention_flop_s", attention)):
         machine = machine.with_rate(name, factor * machine.rates[name].value)
     tokens = row["sequence_tokens"]
     workload = Workload(tokens, 1.0, 1.0, float(tokens), None, None)
@@ -146,23 +151,30 @@ def setting_of(row: Row, engine: Engine) -> Setting:
 
 
 def plan(row: Row, engine: Engine = OURS) -> Planned | None:
-    """What the plan says of a row, computed at the rates of `engine`; None if it does not plan such runs."""
+    """What the plan says of a row, at the rates of `engine`; None if it does not plan such runs."""
     if row["parallel"]:
         return None
     checkpointing = row["activation_checkpointing"]
-    if checkpointing != LAYERS:
-        found = _predicted(row, "selective" if checkpointing == OPERATORS else checkpointing, engine)
-        return Planned(row, found.tokens_per_s_per_rank, found.peak_memory_bytes.value)
-    share = 0.5
-    if row["hfu_percent"]:
-        again = row["hfu_percent"] / row["mfu_percent"] - 1
-        share = min(1.0, again / (_FULL_OVER_NONE - 1))
-    none, full = _predicted(row, "none", engine), _predicted(row, "full", engine)
-    first, last = none.tokens_per_s_per_rank, full.tokens_per_s_per_rank
+    if checkpointing == OPERATORS and HALF_KEPT in row["differs"]:
+        return _between_two(row, ("selective", "full"), 0.5, engine)
+    if checkpointing == LAYERS:
+        share = 0.5
+        if row["hfu_percent"]:
+            again = row["hfu_percent"] / row["mfu_percent"] - 1
+            share = min(1.0, again / (_FULL_OVER_NONE - 1))
+        return _between_two(row, ("none", "full"), share, engine)
+    found = _predicted(row, "selective" if checkpointing == OPERATORS else checkpointing, engine)
+    return Planned(row, found.tokens_per_s_per_rank, found.peak_memory_bytes.value)
+
+
+def _between_two(row: Row, ways: tuple[str, str], share: float, engine: Engine) -> Planned:
+    """What lies between two ways of checkpointing; `share` is the part of the second."""
+    one, other = (_predicted(row, way, engine) for way in ways)
+    first, last = one.tokens_per_s_per_rank, other.tokens_per_s_per_rank
     ends = {
         end: 1 / _between(1 / getattr(first, end), 1 / getattr(last, end), share) for end in ("value", "low", "high")
     }
-    return Planned(row, Figure(**ends), _between(none.peak_memory_bytes.value, full.peak_memory_bytes.value, share))
+    return Planned(row, Figure(**ends), _between(one.peak_memory_bytes.value, other.peak_memory_bytes.value, share))
 
 
 def _predicted(row: Row, recompute: str, engine: Engine) -> Prediction:
@@ -192,11 +204,6 @@ def group_of(row: Row) -> str:
 def source_of(row: Row) -> str:
     """The name of the repository that the row is from."""
     return str(row["source"]["repository"].split("/")[1])
-
-
-def engine_of(row: Row) -> Engine:
-    """The rates of the engine that made the row, as far as they could be fitted."""
-    return ENGINES.get((source_of(row), row["gpu"]), OURS)
 
 
 def fitted(rows: Sequence[Row]) -> Engine:
@@ -241,7 +248,7 @@ def cells(name: str, rows: Sequence[Row], found: Sequence[Planned]) -> list[str]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the coverage by source and GPU and by half, the worst rows, and the peaks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the rates of engines anew, and print them")
+    parser.add_argument("--fit", action="store_true", help="fit the rates of each source and GPU, and print them")
     if parser.parse_args(arguments).fit:
         for key, engine in fitted_engines().items():
             print(f"{key}: {engine}")
@@ -249,8 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = published_rows()
     found = {row["id"]: one for row in rows if (one := plan(row)) is not None}
     show_coverage("tokens/s of a GPU by the plan, and as published", found)
-    at_rates = {row["id"]: one for row in rows if (one := plan(row, engine_of(row))) is not None}
-    show_coverage("the same with products and attention at the rates of each engine", at_rates)
     worst = sorted(found.values(), key=lambda one: -abs(one.error))[:10]
     figures = [
         (

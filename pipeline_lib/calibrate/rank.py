@@ -183,11 +183,11 @@ def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[floa
         for heads in (geometry.heads, geometry.kv_heads, geometry.kv_heads)
     )
     gradient = torch.randn(1, tokens, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
-    nothing = nn.Module()
+    nothing, takes_cudnn = nn.Module(), task.train.attention != "flash"
 
     def work() -> tuple[Tensor, ...]:
         output, _ = packed_attention(
-            nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length
+            nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length, takes_cudnn=takes_cudnn
         )
         return torch.autograd.grad(output, (query, key, value), gradient)
 

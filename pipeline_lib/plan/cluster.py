@@ -11,7 +11,18 @@ from pipeline_lib.config.schema import Cluster, Config
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut
 from pipeline_lib.core.units import from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
-from pipeline_lib.plan.machine import Gpu, Machine, MeasuredPart, Pass, Rate, Speeds, find_gpu, gpu_names, name_words
+from pipeline_lib.plan.machine import (
+    Gpu,
+    Machine,
+    MeasuredPart,
+    Pass,
+    Rate,
+    Speeds,
+    attention_share,
+    find_gpu,
+    gpu_names,
+    name_words,
+)
 
 # cluster.json: what `python -m pipeline_lib calibrate` measured on the machines that will train.
 
@@ -156,12 +167,37 @@ def _refuse(problem: str) -> NoReturn:
 # The machine: each rate is the best known, from the config, else from calibrate, else from the catalogue, whose bands
 # are wide. Each rate names its source.
 
-# The fraction of its data sheet that a GPU achieves in layers of a real model, and the relative error of that: one H200
-# reaches 510 (hidden size 1024) to 690 TFLOP/s of 989 (2048 and above), 665 sustained for seconds, and 764 in one large
-# product; attention reaches 255 with torch's flash kernel and 430 with cuDNN's, in documents of 8192 tokens. The rates
-# of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted to its measured steps.
-_MATMUL, _MATMUL_BAND = 0.66, 0.3
-_ATTENTION, _ATTENTION_BAND = 0.32, 0.4
+
+@dataclass(frozen=True)
+class _Reached:
+    """The fractions of a GPU's peak that layers of a real model reach, and the relative errors of that.
+
+    `flash` is torch's attention kernel, `cudnn` the other that Hopper has: both in long documents.
+    """
+
+    products: float
+    flash: float
+    cudnn: float
+    products_band: float
+    attention_band: float
+
+
+# Measured on one H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and 665 for seconds, at
+# the board's limit of 700 W; attention 255 with torch's kernel and 405 to 430 with cuDNN's in documents of 8,192, and
+# in those of 65,536 what LoRA's steps take. H100 and A100 are fitted to one half of the rows of
+# benchmarks/published.jsonl, with attention by the kernel that each source names; attention on H100 is as on H200,
+# whose chip is the same. Our only steps on an H100 (LoRA of 8B) were 10 % faster than this makes them.
+_H200 = _Reached(0.66, 0.278, 0.42, 0.04, 0.1)
+_H100 = _Reached(0.64, 0.278, 0.42, 0.1, 0.15)
+_A100 = _Reached(0.77, 0.5, 0.5, 0.1, 0.15)
+# By the names of the catalogue: neither boards of less power nor other architectures were measured, and their bands are
+# wide. A800 and H800 differ in their links only.
+_MEASURED = {
+    **{"H200": _H200, "H100 SXM": _H100, "H800 SXM": _H100},
+    **{"A100 80GB SXM": _A100, "A100 40GB SXM": _A100, "A800 80GB SXM": _A100},
+}
+_UNMEASURED = _Reached(0.66, 0.35, 0.35, 0.3, 0.4)
+# The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted to steps on H200.
 _STREAM, _STREAM_BAND = 0.85, 0.1
 _POINTWISE, _POINTWISE_BAND = 0.4, 0.4
 # Typical values for hosts that have GPUs.
@@ -186,18 +222,20 @@ _OF_PRECISION = frozenset({"matmul_flop_s", "attention_flop_s", "pointwise_bytes
 _RATED_AS = {"fp8": "bf16"}  # for fp8, calibrate measures products in bf16, which plan/step_time.py converts
 
 
-def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> Machine | None:
-    """Return the machine for training in `precision`, or None if nothing names its GPUs.
+def machine_of(cluster: Cluster, precision: str, measured: Measured | None, attention: str = "auto") -> Machine | None:
+    """Return the machine for training in `precision` with `train.attention`, or None if nothing names its GPUs.
 
     Raise ConfigError for an unknown GPU, for measurements of another device, and for a missing rate.
     """
     if cluster.gpus_per_node and cluster.gpu is None and measured is None:
         return None
     gpu = _gpu(cluster, measured)
-    rates = _catalogue(gpu, precision, cluster.cpus_per_node) if cluster.gpus_per_node else _cpus(cluster, precision)
+    threads = cluster.cpus_per_node
+    rates = _catalogue(gpu, precision, attention, threads) if cluster.gpus_per_node else _cpus(cluster, precision)
     if measured is not None:  # compute rates of another precision do not hold
         is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(precision, precision)
-        rates |= {name: rate for name, rate in measured.rates.items() if is_same or name not in _OF_PRECISION}
+        found = {**measured.rates, **_in_long_documents(measured)}
+        rates |= {name: rate for name, rate in found.items() if is_same or name not in _OF_PRECISION}
     if "pointwise_bytes_s" not in rates and (memory := rates.get("memory_bytes_s")):
         value = _POINTWISE / _STREAM * memory.value
         rates["pointwise_bytes_s"] = Rate.around(value, _POINTWISE_BAND, "by memory_bytes_s")
@@ -224,6 +262,15 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None) -> M
         rates={name: rates[name] for name in RATES},
         measured=measured.parts if measured is not None and measured.precision == precision else (),
     )
+
+
+def _in_long_documents(measured: Measured) -> dict[str, Rate]:
+    """Return the rate of attention in long documents, which `calibrate` measured in documents as long as its parts'."""
+    rate = measured.rates.get("attention_flop_s")
+    if rate is None or measured.gpu is None or not measured.parts:
+        return {}
+    factor = 1 / attention_share(measured.parts[0].document_tokens)
+    return {"attention_flop_s": Rate(factor * rate.value, factor * rate.low, factor * rate.high, rate.source)}
 
 
 def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
@@ -256,7 +303,7 @@ def _near(name: str) -> str:
     return f"did you mean one of {', '.join(close)}" if close else f"known are {', '.join(gpu_names())}"
 
 
-def _catalogue(gpu: Gpu | None, precision: str, threads: int) -> dict[str, Rate]:
+def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) -> dict[str, Rate]:
     """Return the rates expected of the GPU and of a typical host's `threads`; of the host alone if `gpu` is None."""
     host_gbyte_s = min(_HOST_GBYTE_S, threads * _THREAD_GBYTE_S)
     rates = {
@@ -273,9 +320,11 @@ def _catalogue(gpu: Gpu | None, precision: str, threads: int) -> dict[str, Rate]
         others = " or ".join(other for other in ("bf16", "fp16", "fp32") if gpu.computes_in(other))
         raise _error(f"train.precision: {precision}, which a {gpu.name} does not compute in; it may be {others}")
     memory = gpu.memory_bytes_per_s
+    reached = _UNMEASURED if precision == "fp32" else _MEASURED.get(gpu.name, _UNMEASURED)
+    attended = reached.flash if attention == "flash" or not gpu.is_hopper else reached.cudnn
     return rates | {
-        "matmul_flop_s": Rate.around(_MATMUL * peak, _MATMUL_BAND, source),
-        "attention_flop_s": Rate.around(_ATTENTION * peak, _ATTENTION_BAND, source),
+        "matmul_flop_s": Rate.around(reached.products * peak, reached.products_band, source),
+        "attention_flop_s": Rate.around(attended * peak, reached.attention_band, source),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
         "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
         "in_node_bytes_s": Rate.around(gpu.link_bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),

@@ -299,7 +299,7 @@ class Question:
     def machine(self) -> Machine | None:
         """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
         measured = read_measured(self.measured) if self.measured is not None else None
-        return machine_of(self.cluster, self.train.precision, measured)
+        return machine_of(self.cluster, self.train.precision, measured, self.train.attention)
 
     def batch(self, train: Train) -> BatchPlan:
         """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""

@@ -44,6 +44,11 @@ class Gpu:
     link: Link
     source: str
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether cuDNN's attention kernel is for this GPU (model/attention.py)."""
+        return self.capability == _HOPPER
+
     def computes_in(self, precision: str) -> bool:
         """Return whether the GPU computes products in `bf16`, `fp8`, `fp16` or `fp32`."""
         return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
@@ -110,6 +115,7 @@ def _match(words: frozenset[str]) -> Gpu | None:
 
 # Ampere and later have bf16; Ada and later have fp8.
 _LEAST_CAPABILITY = {"bf16": 8.0, "fp8": 8.9}
+_HOPPER = 9.0
 
 # Rings reach about 80 % of what a GPU can send over NVLink (measured: H200 359 to 367 of 450 GB/s; ml-engineering:
 # A100 235 of 300, and B200 741 of 900, with the help of its switches). In-switch reduction, which only all-reduces use,
@@ -239,6 +245,19 @@ class Rate:
         return ends[End(-end)] if is_cost else ends[end]
 
 
+# A GPU takes as long to attend within a document of n tokens as a kernel at its full rate for n and this many. On one
+# H200, by documents of 8,192 and 1,024: cuDNN's kernel 405 and 270 TFLOP/s, torch's 253 and 151.
+_BESIDE_A_DOCUMENT = 700
+
+
+def attention_share(document_tokens: float) -> float:
+    """Return the fraction of its rate in long documents that attention reaches on a GPU, in documents of this length.
+
+    The length is the mean weighted by tokens, see Workload.
+    """
+    return document_tokens / (document_tokens + _BESIDE_A_DOCUMENT)
+
+
 # Rates in seconds, of which less is better.
 COSTS = frozenset({"launch_s", "in_node_latency_s", "between_latency_s"})
 
@@ -247,12 +266,12 @@ COSTS = frozenset({"launch_s", "in_node_latency_s", "between_latency_s"})
 class Speeds:
     """One value for each rate, as a prediction uses them; bytes/s, FLOP/s and seconds.
 
-    `matmul_flop_s` and `attention_flop_s` are what one GPU achieves at the model's shapes. `memory_bytes_s` is the
-    memory bandwidth of a long stream, `pointwise_bytes_s` that of a layer's small kernels (plan/step_time.py counts
-    their bytes). `launch_s` is the host's time to launch one operation of a model. `in_node_bytes_s` is the bus
-    bandwidth of a collective within a node, `between_bytes_s` what one node sends to others. `copy_bytes_s` is between
-    a GPU and the host, for each GPU; `host_bytes_s` is the host's memory and `disk_bytes_s` the store's disk, for each
-    node.
+    `matmul_flop_s` and `attention_flop_s` are what one GPU achieves at the model's shapes, the latter in long documents
+    unless `Machine.speeds_in` says otherwise. `memory_bytes_s` is the memory bandwidth of a long stream,
+    `pointwise_bytes_s` that of a layer's small kernels (plan/step_time.py counts their bytes). `launch_s` is the host's
+    time to launch one operation of a model. `in_node_bytes_s` is the bus bandwidth of a collective within a node,
+    `between_bytes_s` what one node sends to others. `copy_bytes_s` is between a GPU and the host, for each GPU;
+    `host_bytes_s` is the host's memory and `disk_bytes_s` the store's disk, for each node.
     """
 
     matmul_flop_s: float
@@ -371,6 +390,11 @@ class Machine:
     def speeds(self, end: End = End.EXPECTED) -> Speeds:
         """Return all rates at one end of their bands."""
         return self._speeds[end]
+
+    def speeds_in(self, document_tokens: float, end: End = End.EXPECTED) -> Speeds:
+        """Return `speeds`, with that of attention in documents of this length (a mean weighted by tokens)."""
+        speeds, share = self.speeds(end), attention_share(document_tokens) if self.is_gpu else 1.0
+        return replace(speeds, attention_flop_s=share * speeds.attention_flop_s)
 
     @cached_property
     def _speeds(self) -> dict[End, Speeds]:

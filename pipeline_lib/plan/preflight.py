@@ -113,7 +113,8 @@ def _of_model(config: Config, is_trained: bool) -> list[str]:
 def _known(config: Config, store: Store) -> _Known:
     machine, geometry, wrong = None, None, []
     try:
-        machine = machine_of(config.cluster, config.train.precision, measured_of(config))
+        train = config.train
+        machine = machine_of(config.cluster, train.precision, measured_of(config), train.attention)
     except ConfigError as error:
         wrong += [text if "." in text.partition(":")[0] else f"{error.source}: {text}" for text in error.problems]
     try:

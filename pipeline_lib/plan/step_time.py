@@ -132,14 +132,16 @@ def ends_passes(case: Case, end: End) -> Passes:
 
 
 def _best_known(part: str, case: Case, end: End) -> Passes:
-    formula, speeds = _layer if part == "layer" else _ends, case.machine.speeds(end)
+    formula, machine = _layer if part == "layer" else _ends, case.machine
     geometry, train, workload = case.geometry, case.train, case.workload
+    speeds = machine.speeds_in(workload.document_tokens, end)
     computed = formula(geometry, train, speeds, workload.document_tokens, workload.supervised_fraction)
-    found = _measured(part, geometry, train, case.machine)
+    found = _measured(part, geometry, train, machine)
     if found is None:
-        return _as_its_like(part, case, speeds, computed)
+        return _as_its_like(part, case, end, computed)
     # Measurements are of layers that are resharded after each pass.
     as_measured = train.model_copy(update={"reshard": True})
+    speeds = machine.speeds_in(found.document_tokens, end)
     then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
         _carried(found.forward, computed.forward, then.forward, end),
@@ -149,12 +151,13 @@ def _best_known(part: str, case: Case, end: End) -> Passes:
     )
 
 
-def _as_its_like(part: str, case: Case, speeds: Speeds, computed: Passes) -> Passes:
+def _as_its_like(part: str, case: Case, end: End, computed: Passes) -> Passes:
     """Return the formula, corrected as the most similar measured variant corrects it, so that the two compare."""
     formula = _layer if part == "layer" else _ends
     for like in _nearest(case.train) if case.machine.measured else ():  # the variants take half the time of a choice
         found = _measured(part, case.geometry, like, case.machine)
         if found is not None:
+            speeds = case.machine.speeds_in(found.document_tokens, end)
             then = formula(case.geometry, like, speeds, found.document_tokens, found.supervised_fraction)
             forward = _corrected(computed.forward, found.forward, then.forward)
             backward = _corrected(computed.backward, found.backward, then.backward)
