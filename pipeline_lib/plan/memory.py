@@ -229,6 +229,7 @@ class Model:
     first: int
     quantized: int  # of the parameters of the layers, those in 4 bits
     largest: int  # parameters of the largest linear that is quantized
+    experts: int  # parameters of all experts of a layer: one module of two tensors, the first of them twice the second
 
     @staticmethod
     def of(geometry: Geometry, train: Train) -> "Model":
@@ -241,7 +242,8 @@ class Model:
         quantized = geometry.quantized_parameters(train)
         largest = max(math.prod(widths) for widths in geometry.linears.values()) if quantized else 0
         trained = geometry.trained_parameters(train)
-        return Model(geometry.parameters, trained, matrix, root, unit, first, quantized, largest)
+        experts = 3 * geometry.experts * geometry.hidden * geometry.expert_intermediate
+        return Model(geometry.parameters, trained, matrix, root, unit, first, quantized, largest, experts)
 
     def layer_bytes(self, train: Train) -> float:
         """Return the mean bytes of a parameter of the layers in use: in the arithmetic's precision, or in 4 bits."""
@@ -330,16 +332,23 @@ def _loss(train: Train, model: Model, logits: int, has_triton: bool) -> int:
 
 
 def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Moment:
-    """Return the memory in the last layer's backward pass: activations, the head's gradient, and one unit's."""
+    """Return the memory in the last layer's backward pass: activations, the head's gradient, and one unit's.
+
+    ZeRO-3 gathers the tensors of a module whole and at once, however large they are, into a buffer from which it copies
+    each (DeepSpeed's AllGatherCoalescedHandle); its limits are only for what it gathers ahead. ZeRO reduces a gradient
+    that is larger than its bucket alone. Both are so of experts.
+    """
     number = compute_bytes(train)
     gathered = _casts(geometry, train, model)
     # The unit in use, the next one, and the buffer into which that is gathered.
     if is_sharded(train) and not stays_gathered(train):
         gathered += round(3 * model.layer_bytes(train) * model.unit)
+    if train.strategy == "zero3":
+        gathered = max(gathered, number * 2 * model.experts)
     gathered += model.dequantized_bytes(train)
     exchanged = 0
     if train.method == "full" and train.strategy != "ddp":  # ddp has them in its buckets already
-        at_once = model.unit if is_sharded(train) else ZERO_BUCKET
+        at_once = model.unit if is_sharded(train) else max(ZERO_BUCKET, 2 * model.experts // 3)
         # An untied head is freed by then, while its gradient is being reduced in fp32.
         has_own_head = is_sharded(train) and not geometry.tied
         exchanged = (FP32_BYTES if has_own_head else number) * model.matrix + (number + FP32_BYTES) * at_once

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.model.loss import LOGITS_AT_ONCE
 from pipeline_lib.plan import memory, workload
 from pipeline_lib.plan.machine import Ranks
@@ -203,6 +203,18 @@ def test_what_is_larger_stays_larger() -> None:
     assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
     assert totals["zero2"] > totals["fsdp"]
     assert "hsdp" in predict_all(QWEN3_8B, Train(), Ranks(16, 8), 8192)
+
+
+def test_zero3_gathers_all_experts_of_a_layer_whatever_its_limits() -> None:
+    """4.5 GiB of each layer of 235B in bf16, in a buffer and copied out of it; and a gradient of 3 GiB."""
+    large = Geometry.from_config(published("Qwen/Qwen3-235B-A22B") or {})
+    of_layer = 3 * 128 * 4096 * 1536
+    found = of(large, Ranks(64, 8, True), strategy="zero3", recompute="full")
+    assert found.moment == "in the backward pass"
+    assert found.gathered_bytes == 2 * 2 * of_layer == 9 * 2**30
+    assert found.exchanged_bytes == 2 * 151936 * 4096 + (2 + 4) * (2 * of_layer // 3)
+    dense = of(QWEN3_8B, Ranks(64, 8, True), strategy="zero3", recompute="full")
+    assert dense.gathered_bytes == 2 * memory.ZERO3_LIVE
 
 
 def test_precision_halves_what_is_kept_but_not_the_masters() -> None:
