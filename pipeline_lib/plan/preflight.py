@@ -1,5 +1,6 @@
 """Check before any job is submitted whether a config can work at all, and show what it will take."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from pipeline_lib.config.content import (
     model_key,
 )
 from pipeline_lib.config.dag import RESULTS
-from pipeline_lib.config.load import load_config, load_configs
+from pipeline_lib.config.load import FLAG, load_config, load_configs
 from pipeline_lib.config.schema import Config, FileData, LocalModel
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import Train
@@ -27,7 +28,7 @@ from pipeline_lib.core.files import list_files, write_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
-from pipeline_lib.core.text import how_to_install
+from pipeline_lib.core.text import cut, how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
@@ -233,22 +234,26 @@ def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> st
 # `python -m pipeline_lib plan CONFIG`: the plan from what is known now, without GPU or data. A network is needed only
 # for a hub model that is in no table, and only once: for its config.json.
 
+DOCUMENTS = "workload.document_tokens"
+
 
 def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
     """Show the plan of the config at `path`, and write it to RESULTS/NAME/plan.json unless a report is there.
 
     For a sweep, this is the plan of the first experiment. With `what_if`, texts KEY=VALUE, show it beside the plan with
-    those keys changed. A what-if plan is not written, nor is one that cannot be run. Raise ConfigError after the table
-    if the run is impossible, and DataError if the model's sizes are not known here.
+    those keys changed; beside those of the config, DOCUMENTS is the mean length of a document, weighted by tokens. A
+    what-if plan is not written, nor is one that cannot be run. Raise ConfigError after the table if the run is
+    impossible, and DataError if the model's sizes are not known here.
     """
     configs = load_configs(path)
     config = configs[0]
     learn_architecture(config, store, say)
     found = _answer(path, config, store)
     if what_if:
-        now, config = found, load_config(path, what_if)
+        told = [text for text in what_if if text.partition("=")[0] == DOCUMENTS]
+        now, config = found, load_config(path, [text for text in what_if if text not in told])
         learn_architecture(config, store, say)
-        found = _answer(path, config, store)
+        found = _answer(path, config, store, _document_tokens(told[-1], config) if told else None)
         say(render_what_if(now.content, found.content, what_if))
     else:
         say(render(found.content))
@@ -277,9 +282,24 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         raise ConfigError(str(path), [found.refusal])
 
 
-def _answer(path: Path, config: Config, store: Store) -> Answer:
+def _document_tokens(what_if: str, config: Config) -> float:
+    """Return the value of DOCUMENTS=VALUE. Raise ConfigError if it is not a length that blocks have room for."""
+    text, most = what_if.partition("=")[2], config.shard.block_tokens
+    try:
+        tokens = float(text)
+    except ValueError:
+        tokens = math.nan
+    if not 1 <= tokens <= most:
+        problem = f"{cut(text, 20)!r} is not a number from 1 to {most:,}, which is shard.block_tokens"
+        raise ConfigError(f"{FLAG} {what_if}", [problem])
+    return tokens
+
+
+def _answer(path: Path, config: Config, store: Store, document_tokens: float | None = None) -> Answer:
     try:
         question = question_of(config, store)
+        if document_tokens is not None:
+            question = replace(question, workload=question.workload.with_documents(document_tokens))
         if question.blocks is None:
             estimated = estimated_steps(config, question.batch(config.train), question.geometry.vocab)
             question = replace(question, estimated=estimated)

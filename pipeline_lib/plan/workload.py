@@ -1,7 +1,7 @@
 """The training data in numbers, and how layers are run."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline_lib.config.schema import Config
@@ -46,6 +46,13 @@ class Workload:
         document = max(1.0, longest / 4)
         samples = max(1.0, 0.98 * block / document)
         return Workload(block, 0.98, 0.5, document, None, None, is_assumed=True, samples_per_block=samples)
+
+    def with_documents(self, tokens: float) -> "Workload":
+        """Return the workload with documents of another mean length, for what-if questions."""
+        samples = self.samples_per_block
+        if self.is_assumed:
+            samples = max(1.0, self.real_fraction * self.block_tokens / tokens)
+        return replace(self, document_tokens=tokens, samples_per_block=samples)
 
 
 # How layers are run, as far as memory and time depend on it, and which of those keys the plan chooses.

@@ -112,6 +112,16 @@ def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> Non
     assert not (tmp_path / "results").exists()
 
 
+def test_the_length_of_documents_may_be_told_before_there_is_data(plan: Plan, tmp_path: Path) -> None:
+    """Of whole blocks attention takes longer; other keys may be changed with it."""
+    done = plan("--what-if", "workload.document_tokens=2048", "train.seed=1")
+    assert done.returncode == 0, done.stderr
+    step = next(line for line in done.stdout.splitlines() if line.startswith("step time"))
+    first, second = (float(text) for text in re.findall(r"([0-9.]+) m?s \(", step))
+    assert second > first
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -153,6 +163,9 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan:
         ("train.strateg=ddp", 2, "--what-if train.strateg=ddp: train.strateg: unknown key; did you mean 'strategy'?"),
         ("cluster.nodes=2", 2, "cluster.internode_gbit_s: missing, but cluster.nodes is 2"),
         ("cluster.gpu=h2000", 2, "cluster.gpu: 'h2000' is not known"),
+        ("workload.document_tokens=all", 2, "'all' is not a number from 1 to"),
+        ("workload.document_tokens=1e9", 2, "'1e9' is not a number from 1 to"),
+        ("workload.blocks=1", 2, "workload: unknown key"),
         ("model.name=owner/model", 65, "the sizes of owner/model are not known here"),
         ("train.freeze=[nothing]", 65, "train.freeze: 'nothing' matches no parameter of this model"),
     ],
