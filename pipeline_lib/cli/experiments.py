@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
         help="also show the plan with other values, such as cluster.nodes=4 cluster.internode_gbit_s=100; and with"
         " documents of another mean length (weighted by tokens): workload.document_tokens=8192",
     )
-    sub.add_argument("--explain", action="store_true", help="show every formula with its numbers")
+    sub.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
     sub.set_defaults(command=plan, stage="plan")
     text = "show the state of every experiment in the store"
     sub = commands.add_parser("status", help=text, description=text)
@@ -196,7 +196,7 @@ def plan(arguments: argparse.Namespace) -> None:
     config, what_if = arguments.config, list(arguments.what_if)
     if config is None and what_if and "=" not in what_if[-1] and what_if[-1].endswith((".yaml", ".yml")):
         config = Path(what_if.pop())  # --what-if also takes a config that follows it
-    show_plan(config or DEFAULT_CONFIG, what_if, arguments.explain, Store.from_env(os.environ), say)
+    show_plan(config or DEFAULT_CONFIG, what_if, arguments.details, Store.from_env(os.environ), say)
 
 
 def summary(arguments: argparse.Namespace) -> None:

@@ -298,11 +298,29 @@ class NearMiss(Part):
     prediction: Prediction = Prediction()
 
 
+class Summary(Part):
+    """The plan's answers: whether the run fits, its steps, how it trains, what is assumed, and what to do next.
+
+    `verdict` is one of VERDICTS; `host_needed_bytes` are those of a node.
+    """
+
+    verdict: Text = None
+    host_needed_bytes: Count = None
+    steps: Figure = Figure()
+    way: str = ""
+    assumed: list[str] = []
+    next: list[str] = []
+
+
+FITS, TIGHT, TOO_LARGE, NOT_CHECKED = VERDICTS = ("fits", "tight", "too large", "not checked")
+
+
 class Words(Part):
-    """The plan's texts for people."""
+    """The plan's texts for people. `verdicts` has one for each strategy, `others` more about those not chosen."""
 
     chosen: Text = None
     near_miss: Text = None
+    verdicts: dict[str, str] = {}
     others: list[str] = []
     advice: list[str] = []
     warnings: list[str] = []
@@ -328,6 +346,7 @@ class PlanDocument(Part):
     prediction: Prediction = Prediction()
     others: dict[str, Prediction] = {}
     near_miss: NearMiss = NearMiss()
+    summary: Summary = Summary()
     words: Words = Words()
 
     @property

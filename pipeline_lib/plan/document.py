@@ -8,7 +8,7 @@ from pipeline_lib.config.schema import Cluster, Evaluate, Tracking
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
+from pipeline_lib.core.units import GIGA, brief, gbit_per_s, gib, gigabytes, rounded
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import (
     Choice,
@@ -22,11 +22,11 @@ from pipeline_lib.plan.choose import (
     what_would_fit,
 )
 from pipeline_lib.plan.cluster import machine_of, read_measured
-from pipeline_lib.plan.content import PART_NAMES
+from pipeline_lib.plan.content import FITS, NOT_CHECKED, PART_NAMES, TIGHT, TOO_LARGE, bound_in_words
 from pipeline_lib.plan.known import Blocks
-from pipeline_lib.plan.machine import Machine, Ranks
+from pipeline_lib.plan.machine import Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, host_need, predict_all
-from pipeline_lib.plan.near import NearMiss
+from pipeline_lib.plan.near import NearMiss, missed
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_bytes_of_node, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, needs_of
@@ -44,7 +44,7 @@ from pipeline_lib.plan.workload import (
 
 # The plan in words: why this way to train, why not the others, and which single change would help most.
 
-AT_MOST = 3  # sentences of advice
+AT_MOST = 3  # pieces of advice
 _WORTH_SAYING = 1.05  # the least speedup worth a sentence
 _HIDDEN = 0.1  # fraction of a step: communication that costs less counts as hidden
 _LARGER_BATCHES = (2, 4, 8, 16)
@@ -82,18 +82,49 @@ def why_not_others(choice: Choice, setting: Setting) -> list[str]:
     return [*sentences, *(f"{name}: {reason}" for name, reason in choice.left_out.items())]
 
 
-def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
-    """Return up to AT_MOST sentences: what `auto` would choose if no other key were given, then further changes.
+def verdicts(choice: Choice, setting: Setting, is_auto: bool) -> dict[str, str]:
+    """Return for each strategy, in a few words, that it is chosen, or why not."""
+    chosen, found = choice.chosen, dict(choice.left_out)
+    for name, way in {**choice.best, chosen.train.strategy: chosen}.items():
+        if way is chosen:
+            auto = "chosen" if way.fits else "needs the least memory"
+            words = [auto if is_auto else "set in the config"]
+        else:
+            words = [_longer(way, chosen, setting)] if way.fits else []
+        if not way.fits:
+            words.append(missed(way, setting.machine).briefly(setting.machine))
+        elif way.bound != chosen.bound:
+            words.append(f"bound by {bound_in_words(way.bound)}")
+        found[name] = ", ".join(words)
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that helps: how many times as fast the training would be, what to change, and more in a sentence."""
+
+    gain: float
+    what: str
+    sentence: str
+
+    @property
+    def briefly(self) -> str:
+        """What to change, and its gain."""
+        return f"{self.what} ({self.gain:.2f} times as fast)"
+
+
+def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[Change]:
+    """Return up to AT_MOST changes: what `auto` would choose if no other key were given, then further ones.
 
     Gains of the further changes are relative to that best choice, so that none is credited with another's gain.
     """
     chosen = choice.chosen
     best = _best(chosen, setting, has_deepspeed)
-    sentences = []
+    first = []
     if best is not None and (not chosen.fits or chosen.step_s.value > _WORTH_SAYING * best.step_s.value):
-        took = brief(best.step_s.value)
-        free = "train.strategy: auto, with no other placement key set,"
-        sentences.append(f"{free} would choose {describe(best)}: {took} a step")
+        took, free = brief(best.step_s.value), "train.strategy: auto, with no other placement key set"
+        text = f"{free}, would choose {describe(best)}: {took} a step"
+        first.append(Change(chosen.step_s.value / best.step_s.value, free, text))
     now = best or chosen
     found = [
         *_faster_network(now, setting),
@@ -104,16 +135,19 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[str]:
     if not setting.workload.is_assumed:
         real = setting.workload.real_fraction
         text = f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need less of it"
-        found.append((1 / real, text))
-    found.sort(key=lambda change: -change[0])
-    return [*sentences, *(text for gain, text in found if gain >= _WORTH_SAYING)][:AT_MOST]
+        found.append(Change(1 / real, "a larger shard.block_tokens, at most", text))
+    found.sort(key=lambda change: -change.gain)
+    return [*first, *(change for change in found if change.gain >= _WORTH_SAYING)][:AT_MOST]
 
 
 def describe(way: Prediction) -> str:
     """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective activation checkpointing, compiled`."""
-    train = way.train
+    return _in_words(way.train, way.accumulation)
+
+
+def _in_words(train: Train, accumulation: int) -> str:
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
-    words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {way.accumulation}")
+    words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {accumulation}")
     if train.context_ranks > 1:
         words.append(f"{train.context_ranks} ranks to a block")
     if train.lora.base != "unquantized":
@@ -164,11 +198,16 @@ def _traffic(way: Prediction) -> str:
 def _why_not(way: Prediction, chosen: Prediction, setting: Setting) -> str:
     if not way.fits:
         return f"does not fit: {_too_large(way, setting)}"
-    ratio, text = way.step_s.value / chosen.step_s.value, f"{brief(way.step_s.value)} a step"
+    text = f"{brief(way.step_s.value)} a step, {_longer(way, chosen, setting)}"
+    is_as_good = abs(way.step_s.value / chosen.step_s.value - 1) <= setting.as_good
+    return f"{text}; {_traffic(way)}" if way.bound == "exchange" and not is_as_good else text
+
+
+def _longer(way: Prediction, chosen: Prediction, setting: Setting) -> str:
+    ratio = way.step_s.value / chosen.step_s.value
     if abs(ratio - 1) <= setting.as_good:
-        return f"{text}, within {setting.as_good:.0%} of the chosen one"
-    text += f", {1 - ratio:.0%} less" if ratio < 1 else f", {ratio - 1:.0%} longer"
-    return f"{text}; {_traffic(way)}" if way.bound == "exchange" else text
+        return f"within {setting.as_good:.0%} of the chosen one"
+    return f"{1 - ratio:.0%} shorter" if ratio < 1 else f"{ratio - 1:.0%} longer"
 
 
 def _too_large(way: Prediction, setting: Setting) -> str:
@@ -182,7 +221,7 @@ def _too_large(way: Prediction, setting: Setting) -> str:
     return f"a GPU needs {gib(memory.total_bytes)} (up to {kept:.0%} more) and has {has}; largest parts: {largest}"
 
 
-def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
+def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[Change]:
     """Yield the bandwidth between nodes that would hide the communication, or as much of it as can be hidden."""
     if not any(each.crosses_nodes for each in chosen.exchanges):
         return
@@ -198,14 +237,15 @@ def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[tuple[floa
         if then.parts["exchange"] < 2 * _HIDDEN * then.step_s.value
         else "; the links within nodes would then be the limit"
     )
-    yield (
+    yield Change(
         chosen.step_s.value / then.step_s.value,
+        f"{gbit_per_s(now * factor)} between nodes",
         f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the communication: "
         f"{brief(then.step_s.value)} a step{rest}",
     )
 
 
-def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
+def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
     """Yield a larger batch, which communicates less for each token; it is a different training."""
     if setting.machine.nodes == 1:
         return
@@ -216,24 +256,25 @@ def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Ite
         if then is None or (alone is not None and alone.step_s.value < then.step_s.value):
             continue
         gain = factor * now.step_s.value / then.step_s.value
-        text = f"train.global_batch_tokens: {larger.batch_blocks * setting.workload.block_tokens:,} ({describe(then)}) "
-        text += f"would give {gain:.2f} times the tokens/s"
+        key = f"train.global_batch_tokens: {larger.batch_blocks * setting.workload.block_tokens:,}"
+        text = f"{key} ({describe(then)}) would give {gain:.2f} times the tokens/s"
         if alone is not None:
             text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
-        found.append((gain, f"{text}; a larger batch needs its learning rate tuned again"))
-    yield from sorted(found, reverse=True)[:1]
+        found.append(Change(gain, key, f"{text}; a larger batch needs its learning rate tuned again"))
+    yield from sorted(found, key=lambda change: -change.gain)[:1]
 
 
-def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[tuple[float, str]]:
+def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
     if setting.machine.nodes == 1:
         return
     alone = _best(now, _on_one_node(setting), has_deepspeed)
     if alone is not None:
         gain = now.step_s.value / alone.step_s.value
-        yield gain, f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {setting.machine.nodes} nodes"
+        text = f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {setting.machine.nodes} nodes"
+        yield Change(gain, "cluster.nodes: 1", text)
 
 
-def _without_dropout(now: Prediction, setting: Setting) -> Iterator[tuple[float, str]]:
+def _without_dropout(now: Prediction, setting: Setting) -> Iterator[Change]:
     """Yield the speed without dropout in the adapters, which then are one operator with their linear and compile."""
     lora = now.train.lora.model_copy(update={"dropout": 0.0})
     train = now.train.model_copy(update={"lora": lora})
@@ -243,8 +284,9 @@ def _without_dropout(now: Prediction, setting: Setting) -> Iterator[tuple[float,
     then = setting.predict(train)
     if then.fits:
         took, instead = brief(then.step_s.value), brief(now.step_s.value)
-        text = f"train.lora.dropout: 0 allows fused adapters and compiled layers: {took} a step"
-        yield now.step_s.value / then.step_s.value, f"{text} instead of {instead}"
+        key = "train.lora.dropout: 0"
+        text = f"{key} allows fused adapters and compiled layers: {took} a step instead of {instead}"
+        yield Change(now.step_s.value / then.step_s.value, key, text)
 
 
 def _on_one_node(setting: Setting) -> Setting:
@@ -261,6 +303,9 @@ def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction 
 SCHEMA = 3  # keys may be added
 _CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
 _NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
+_CALIBRATE = "python -m pipeline_lib calibrate, which measures the speeds and narrows the bands"
+_TYPICAL = "typical"  # source of rates that are neither measured nor given
+_NEXT = 2  # changes among what to do next; all of them stand under `what would help`
 
 
 @dataclass(frozen=True)
@@ -329,45 +374,57 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     machine = question.machine
     if machine is None:
         set_there = f"{question.train.strategy}: set in the config"
-        unnamed = {"chosen": set_there, "others": [], "advice": [_NAME_IT]}
-        return Answer(_content(question, None, None, unnamed), None, None, None)
+        unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
+        return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
     batch = question.batch(question.train)
     setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
     wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
-    choice, refusal = _choice(wanted)
+    choice, problem = _choice(wanted)
     if not is_explained:
-        return Answer(_content(question, machine, choice, {}), wanted, choice, refusal)
-    is_auto = question.train.strategy == "auto"
+        return Answer(_content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None)
+    is_auto, changes = question.train.strategy == "auto", advice(choice, setting, question.has_deepspeed)
     words: dict[str, Any] = {
-        "chosen": why_chosen(choice, wanted.setting, is_auto),
-        "others": why_not_others(choice, wanted.setting),
-        "advice": advice(choice, wanted.setting, question.has_deepspeed),
+        "chosen": why_chosen(choice, setting, is_auto),
+        "verdicts": verdicts(choice, setting, is_auto),
+        "others": why_not_others(choice, setting),
+        "advice": [change.sentence for change in changes],
     }
     if choice.near is not None:
         words["near_miss"] = _near_miss(choice, choice.near, machine)
-    if refusal is not None and is_auto:
+    too_large = problem
+    if problem and is_auto:
         words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
     elif not choice.chosen.fits:
         too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
         too_large += what_would_fit(wanted) if machine.is_gpu else []
         if is_hopeless(choice.chosen.memory, machine):
-            refusal = in_lines(too_large)
+            problem = too_large
         else:
             words["advice"] = [*too_large, *words["advice"]]
-    return Answer(_content(question, machine, choice, words), wanted, choice, refusal)
+    actions = _next(too_large[1:], changes, machine)
+    return Answer(_content(question, wanted, choice, words, actions), wanted, choice, in_lines(problem) or None)
 
 
-def _choice(wanted: Wanted) -> tuple[Choice, str | None]:
+def _next(would_fit: list[str], changes: list[Change], machine: Machine) -> list[str]:
+    """Return what to do next: make the run fit, or the largest gains; then measure, where speeds are only typical."""
+    if would_fit:
+        return [text.partition(": ")[2] for text in would_fit[:_NEXT]]
+    actions = [change.briefly for change in changes[:_NEXT]]
+    return [*actions, *([_CALIBRATE] if _TYPICAL in _sources_of_rates(machine) else [])]
+
+
+def _choice(wanted: Wanted) -> tuple[Choice, list[str]]:
+    """Return the choice; if nothing fits the one that needs least memory, with the problem and what would fit."""
     setting = wanted.setting
     try:
-        return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), None
+        return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), []
     except DataError as error:
         ways = leanest(wanted)
         choice = leanest_choice(setting, wanted.train, wanted.held, ways[0][0]) if ways else None
         if choice is None:
             raise
         least = lacking(*ways[0], setting.machine).removeprefix("train.strategy: ")
-        return choice, in_lines([f"{error}: even {least}", *what_would_fit(wanted)])
+        return choice, [f"{error}: even {least}", *what_would_fit(wanted)]
 
 
 def in_lines(sentences: list[str]) -> str:
@@ -421,19 +478,68 @@ def run_of(question: Question) -> Run:
     return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
 
 
-def _stages(question: Question, train: Train, memory: Memory) -> list[dict[str, Any]]:
-    is_gpu = question.cluster.device == "cuda"
-    held = memory.host_bytes, memory.allocated_bytes, memory.copied_bytes
-    host_bytes = host_need(*held, question.ranks, is_gpu).total_bytes
+def _stages(question: Question, train: Train, memory: Memory, host_bytes: int) -> list[dict[str, Any]]:
     run = replace(run_of(question), train=train)
     of_data = question.data_bytes, question.has_near_duplicates
     return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, *of_data)]
 
 
+def _steps(steps: Steps | None) -> dict[str, int] | None:
+    return None if steps is None else dict(zip(("low", "value", "high"), steps.run, strict=True))
+
+
+def _verdict(machine: Machine | None, way: Prediction | None) -> str:
+    if machine is None or way is None or (machine.gpu_memory_bytes is None and machine.host_limit_bytes is None):
+        return NOT_CHECKED
+    if way.fits:
+        return FITS
+    lacks = missed(way, machine)
+    return TIGHT if lacks.is_margin and not lacks.host_bytes else TOO_LARGE
+
+
+def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
+    """Yield what the plan takes for granted: what is neither given nor measured."""
+    if workload.is_assumed:
+        fractions = (
+            f"{100 * workload.supervised_fraction:.0f} % supervised in blocks {100 * workload.real_fraction:.0f} % full"
+        )
+        yield f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
+    if machine is None:
+        return
+    if machine.is_host_assumed:
+        yield f"{rounded((machine.host_limit_bytes or 0) / GIGA, 'GB')} of host memory"
+    sources = _sources_of_rates(machine)
+    if typical := sources.count(_TYPICAL):
+        some = f"{typical} of {len(sources)} speeds are" if "measured" in sources else "speeds are"
+        yield f"{some} typical of {machine.name if machine.is_gpu else 'CPUs, so times are rough'}"
+
+
+def _sources_of_rates(machine: Machine) -> list[str]:
+    """Return `measured`, the key of the config or _TYPICAL for each rate, without those of links that are not there."""
+    absent = ("between_",) * (machine.nodes == 1) + ("in_node_",) * (machine.ranks_per_node == 1)
+    sources = [rate.source for name, rate in machine.rates.items() if not name.startswith(absent)]
+    return [source if source == "measured" or source.startswith("cluster.") else _TYPICAL for source in sources]
+
+
+def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) -> Prediction:
+    """Return `way` with the time of a run of as many steps as are estimated, where the run's length is not known."""
+    if way.run_s is not None or steps is None:
+        return way
+    ends = [replace(setting, steps=number).predict(way.train) for number in steps.run]
+    run_s, gpu_hours = _over([one.run_s for one in ends]), _over([one.gpu_hours for one in ends])
+    return replace(way, run_s=run_s, gpu_hours=gpu_hours)
+
+
+def _over(figures: list[Figure | None]) -> Figure | None:
+    """Return the figure from the low end of the first of three to the high end of the last one."""
+    low, value, high = figures
+    return None if low is None or value is None or high is None else Figure(value.value, low.low, high.high)
+
+
 def _content(
-    question: Question, machine: Machine | None, choice: Choice | None, words: dict[str, Any]
+    question: Question, wanted: Wanted | None, choice: Choice | None, words: dict[str, Any], actions: list[str]
 ) -> dict[str, Any]:
-    geometry = question.geometry
+    geometry, machine = question.geometry, wanted.setting.machine if wanted else None
     train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
     batch = question.batch(train)
     if choice is not None:
@@ -445,6 +551,10 @@ def _content(
     if machine is not None:
         own = sum(part.shape == shape_of(geometry) for part in machine.measured)
         described = {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
+    way = _with_estimated_run(choice.chosen, wanted.setting, question.estimated) if choice and wanted else None
+    memory = memories[train.strategy]
+    held = memory.host_bytes, memory.allocated_bytes, memory.copied_bytes
+    host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes
     one_checkpoint = checkpoint_bytes(geometry, train)
     others = {name: way.as_json() for name, way in choice.best.items() if name != train.strategy} if choice else {}
     for each in others.values():
@@ -472,9 +582,17 @@ def _content(
             "checkpoint_bytes": one_checkpoint,
             "needed_bytes": one_checkpoint * train.checkpoints_on_disk,
         },
-        "stages": _stages(question, train, memories[train.strategy]),
-        "prediction": choice.chosen.as_json() if choice else None,
+        "stages": _stages(question, train, memory, host_bytes),
+        "prediction": way.as_json() if way else None,
         "others": others,
         "near_miss": choice.near.as_json() if choice and choice.near else None,
+        "summary": {
+            "verdict": _verdict(machine, way),
+            "host_needed_bytes": host_bytes,
+            "steps": _steps(Steps.of(batch) or question.estimated),
+            "way": _in_words(train, batch.accumulation),
+            "assumed": list(_assumed(question.workload, machine)),
+            "next": actions,
+        },
         "words": {**words, **_about_data(question, train, batch)},
     }

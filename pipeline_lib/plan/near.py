@@ -34,6 +34,17 @@ class NearMiss:
         lacks = {"gpu_bytes": self.gpu_bytes, "host_bytes": self.host_bytes, "is_margin": self.is_margin}
         return {"lacks": lacks, "prediction": entry}
 
+    def briefly(self, machine: Machine) -> str:
+        """Return what it lacks, in a few words."""
+        lacking = []
+        if self.gpu_bytes:
+            needs, has = self.way.memory.total_bytes, machine.gpu_memory_bytes or 0
+            margin = f"tight: {gib(self.gpu_bytes)} short of the margin"
+            lacking.append(margin if self.is_margin else f"too large by {gib(needs - has)} a GPU")
+        if self.host_bytes:
+            lacking.append(f"a node lacks {gigabytes(self.host_bytes)} of host memory")
+        return " and ".join(lacking)
+
     def in_words(self, machine: Machine, chosen: Prediction, limit_in_words: str) -> str:
         """Return its time, beside that of the chosen way if that fits, and what it lacks.
 
@@ -65,11 +76,12 @@ def near_miss(ways: Iterable[Prediction], machine: Machine, as_good: float) -> N
     if not near:
         return None
     limit_s = min(way.step_s.value for way in near) * (1 + as_good)
-    found = [_missed(way, machine) for way in near if way.step_s.value <= limit_s]
+    found = [missed(way, machine) for way in near if way.step_s.value <= limit_s]
     return min(found, key=lambda miss: (miss.host_bytes, miss.gpu_bytes))
 
 
-def _missed(way: Prediction, machine: Machine) -> NearMiss:
+def missed(way: Prediction, machine: Machine) -> NearMiss:
+    """Return what a way that does not fit lacks."""
     has, needs = machine.gpu_memory_bytes or 0, way.memory.total_bytes
     too_much = needs - math.floor(has * usable_fraction(way.memory))
     host = host_bytes_of_node(way.memory, machine) - (machine.host_limit_bytes or 0)

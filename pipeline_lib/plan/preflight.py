@@ -237,13 +237,13 @@ def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> st
 DOCUMENTS = "workload.document_tokens"
 
 
-def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Store, say: Say) -> None:
+def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Store, say: Say) -> None:
     """Show the plan of the config at `path`, and write it to RESULTS/NAME/plan.json unless a report is there.
 
-    For a sweep, this is the plan of the first experiment. With `what_if`, texts KEY=VALUE, show it beside the plan with
-    those keys changed; beside those of the config, DOCUMENTS is the mean length of a document, weighted by tokens. A
-    what-if plan is not written, nor is one that cannot be run. Raise ConfigError after the table if the run is
-    impossible, and DataError if the model's sizes are not known here.
+    With `is_detailed` all figures and formulas follow. For a sweep, this is the plan of the first experiment. With
+    `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed; beside those of the config, DOCUMENTS is
+    the mean length of a document, weighted by tokens. A what-if plan is not written, nor is one that cannot be run.
+    Raise ConfigError after the plan if the run is impossible, and DataError if the model's sizes are not known here.
     """
     configs = load_configs(path)
     config = configs[0]
@@ -254,9 +254,11 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         now, config = found, load_config(path, [text for text in what_if if text not in told])
         learn_architecture(config, store, say)
         found = _answer(path, config, store, _document_tokens(told[-1], config) if told else None)
-        say(render_what_if(now.content, found.content, what_if))
+        say(render_what_if(now.content, found.content, what_if, is_detailed))
     else:
-        say(render(found.content))
+        say(render(found.content, is_detailed))
+    if not is_detailed:
+        say("\nall figures and formulas: --details")
     if len(configs) > 1:
         say(f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
     shown = configs if not what_if else [config]
@@ -274,10 +276,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_explained: bool, store: Sto
         else:
             write_json(kept, found.content)
             say(f"\nwrote {kept}")
-    if is_explained and found.wanted is not None and found.choice is not None:
+    if is_detailed and found.wanted is not None and found.choice is not None:
         say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
-    elif is_explained:
-        say("\nnothing to explain: set cluster.gpu")
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 

@@ -1,5 +1,6 @@
 """Render the plan as text: tables 100 columns wide, and every formula with its numbers filled in."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
 from typing import Any
@@ -7,22 +8,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline_lib.core.units import brief, count, gbit_per_s, gib, gigabytes, gpu_hours
+from pipeline_lib.core.units import GIGA, brief, count, gbit_per_s, gib, gigabytes, gpu_hours, rounded
 from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.content import (
+    FITS,
+    NOT_CHECKED,
     PART_NAMES,
+    TIGHT,
+    TOO_LARGE,
     Batch,
-    Chosen,
     Figure,
     Memory,
-    Placement,
     PlanDocument,
     Prediction,
-    Workload,
     bound_in_words,
     known,
-    layer_options,
 )
 from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import (
@@ -31,7 +32,6 @@ from pipeline_lib.plan.memory import (
     MOMENTS_BYTES,
     PARTS,
     compute_bytes,
-    host_need_of_plan,
     sharded_over,
 )
 from pipeline_lib.plan.search import Setting
@@ -47,36 +47,34 @@ from pipeline_lib.plan.workload import (
     tokens_at_once,
 )
 
-# The plan as text of 100 columns: what decides first, then all strategies side by side, then advice.
+# The plan as text of 100 columns: the answers, the strategies, what would help; on request all that they rest on.
 #
 # It reads only plan.json's content, so that a plan can be shown again later.
 
 WIDTH = 100
 _BAR = 42
 _LEAST_PART = 1e-4  # fraction of a step: smaller parts are rounding errors of fully overlapped work
-_LONG_TIME = 28  # characters of a step time with its band, which is wrapped from there on
 _NOT_KNOWN = "not known: set cluster.gpu"
 Row = tuple[str, str]
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """Return the whole plan, the content of a plan.json, as text."""
+def render(content: Mapping[str, Any], is_detailed: bool = False) -> str:
+    """Return the plan, the content of a plan.json, as text: the answers, and with `is_detailed` all else below them."""
     plan = PlanDocument.model_validate(content)
-    why = [("why", plan.words.chosen or "")]
-    why += [("near miss", plan.words.near_miss)] if plan.words.near_miss else []
-    head = _text(_pairs([*_what(plan), *why, *_time(plan), *_memory(plan), *_disk(plan)]))
-    stages = ["", "what each stage needs", _text(_stages(plan))] if plan.stages else []
-    stages += [_text(_pairs([(need.stage, need.note)])) for need in plan.stages if need.note]
-    return "\n".join([f"plan of {plan.experiment}", "", head, *stages, *_below(plan)])
+    return "\n".join([_title(plan), "", _text(_pairs(_answers(plan))), *_below(plan, is_detailed)])
 
 
-def render_what_if(content: Mapping[str, Any], changed_content: Mapping[str, Any], flags: Iterable[str]) -> str:
+def render_what_if(
+    content: Mapping[str, Any], changed_content: Mapping[str, Any], flags: Iterable[str], is_detailed: bool = False
+) -> str:
     """Return the main figures of both plans side by side, then the strategies and advice of the changed one."""
     plan, changed = PlanDocument.model_validate(content), PlanDocument.model_validate(changed_content)
-    table = Table("what", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0))
-    for (name, now), (_, then) in zip(_main_figures(plan), _main_figures(changed), strict=True):
+    table = Table("", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0))
+    before, after = _main_figures(plan), _main_figures(changed)
+    for name in {**before, **after}:
+        now, then = before.get(name, ""), after.get(name, "")
         table.add_row(name, now, then if then != now else "the same")
-    return "\n".join([f"plan of {plan.experiment}", "", _text(table), *_below(changed)])
+    return "\n".join([f"plan of {plan.experiment}", "", _text(table), *_below(changed, is_detailed)])
 
 
 def banded(figure: Figure, show: Callable[[float], str]) -> str:
@@ -92,31 +90,146 @@ def banded(figure: Figure, show: Callable[[float], str]) -> str:
     return f"{value} ({low} to {high})"
 
 
-def _below(plan: PlanDocument) -> list[str]:
-    lines = ["", _text(_strategies(plan))] if plan.others else []
-    words = plan.words
-    for title, found in (("the other strategies", words.others), ("what would help", words.advice)):
-        if found:
-            lines += ["", title, _text(_pairs([("-", sentence) for sentence in found]))]
+def _title(plan: PlanDocument) -> str:
+    title = f"plan of {plan.experiment}: {_model(plan)}, on {_machines(plan)}"
+    return textwrap.fill(title, WIDTH, break_long_words=True, break_on_hyphens=False)
+
+
+def _machines(plan: PlanDocument) -> str:
+    cluster = plan.cluster
+    if not cluster.is_gpu:
+        return _ranks(plan)
+    nodes, ranks = known(cluster.nodes), known(cluster.ranks)
+    name, each = plan.machine.name, ranks // nodes
+    gpus = f"{each} x {name}" if name else f"{count(each, 'GPUs')} of unknown kind"
+    return f"{f'{nodes} nodes of ' if nodes != 1 else ''}{gpus}"
+
+
+def _model(plan: PlanDocument) -> str:
+    model, trained = plan.model, "all trained"
+    if model.trainable_parameters != model.parameters:
+        trained = f"{model.trainable_parameters:,} trained ({model.trainable_parameters / model.parameters:.2%})"
+    return f"{model.parameters:,} parameters, {trained}"
+
+
+# The head: the answers to what everybody asks first.
+
+_LABELS = {FITS: "FITS", TIGHT: "TIGHT", TOO_LARGE: "TOO LARGE", NOT_CHECKED: "MEMORY"}
+
+
+def _answers(plan: PlanDocument) -> list[Row]:
+    summary = plan.summary
+    rows = [
+        (_LABELS.get(summary.verdict or "", "MEMORY"), _fit(plan)),
+        ("TIME", _time(plan) if plan.has_prediction else _NOT_KNOWN),
+        ("STEPS", _steps(plan)),
+        ("WAY", summary.way),
+        ("ASSUMED", "; ".join(summary.assumed)),
+        ("SAMPLES", plan.words.repetition or ""),
+        *(("WARNING", text) for text in plan.words.warnings),
+        ("NEXT", "\n".join(f"{number}. {action}" for number, action in enumerate(summary.next, start=1))),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _fit(plan: PlanDocument) -> str:
+    """Return the memory that a rank and the host of a node need, of what they have."""
+    machine, memory, device_bytes = plan.machine, plan.chosen_memory, plan.machine.gpu_memory_bytes
+    needed = known(memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes)  # CPUs need no reserve
+    text = f"{gib(needed)} a {'GPU' if plan.cluster.is_gpu else 'rank'}"
+    if device_bytes:
+        free = 1 - needed / device_bytes
+        left = f"{100 * free:.0f} % free" if free >= 0 else f"{gib(needed - device_bytes)} too much"
+        text = f"{_of(gib(needed), gib(device_bytes))} a GPU ({left})"
+    host, assumed = rounded(known(plan.summary.host_needed_bytes) / GIGA, "GB"), machine.assumed_host_memory_bytes
+    if limit := machine.host_memory_bytes or assumed:
+        host = _of(host, rounded(limit / GIGA, "GB")) + (" (assumed: say cluster.memory_gb)" if assumed else "")
+    else:
+        host += f" (not checked: say cluster.{'gpu' if plan.cluster.is_gpu else 'memory_gb'})"
+    return f"{text}; host {host}"
+
+
+def _of(used: str, has: str) -> str:
+    """Return `72.0 of 79.1 GiB` for two sizes; a unit that both have is said once."""
+    number, _, unit = used.partition(" ")
+    return f"{number if has.endswith(f' {unit}') else used} of {has}"
+
+
+def _time(plan: PlanDocument) -> str:
+    found = plan.prediction
+    speed = f"{known(found.tokens_per_s_per_rank.value):,.0f} tokens/s a {'GPU' if plan.cluster.is_gpu else 'rank'}"
+    duration = ""
+    if found.run_s.value is not None:
+        duration = f", {_inserted(found.run_s, brief, 'in all')}"
+    return f"{_inserted(found.step_s, brief, 'a step')}, {speed}{duration}; bound by {bound_in_words(found.bound)}"
+
+
+def _inserted(figure: Figure, show: Callable[[float], str], words: str) -> str:
+    """Format a figure with `words` before its band: `6.6 s a step (5.6 to 7.6)`."""
+    value, bracket, band = banded(figure, show).partition(" (")
+    return f"{value} {words}{bracket}{band}"
+
+
+def _steps(plan: PlanDocument) -> str:
+    batch, steps = plan.batch, plan.summary.steps
+    each, epochs = f"{known(batch.tokens_per_step):,} tokens", _counted(batch.epochs, "epoch")
+    if batch.samples_per_step is not None:
+        each += f" ({count(batch.samples_per_step, 'samples')})"
+    if steps.value is None:
+        return f"{each} a step, {epochs}; the number of steps is known after packing"
+    many = count(steps.value, "optimizer steps")
+    if steps.low != steps.high:
+        many = f"about {many} ({steps.low:,.0f} to {steps.high:,.0f} by the first rows)"
+    return f"{many} in {epochs}, {each} each"
+
+
+def _below(plan: PlanDocument, is_detailed: bool) -> list[str]:
+    lines, words = (["", _text(_strategies(plan))] if plan.words.verdicts else []), plan.words
+    if words.near_miss:
+        lines += ["", _text(_pairs([("near miss", words.near_miss)]))]
+    if words.advice:
+        lines += ["", "what would help", _sentences(words.advice)]
+    return [*lines, *_details(plan)] if is_detailed else lines
+
+
+def _sentences(sentences: list[str]) -> str:
+    return _text(_pairs([("-", sentence) for sentence in sentences]))
+
+
+# The details: what the answers rest on.
+
+
+def _details(plan: PlanDocument) -> list[str]:
+    lines = ["", _text(_pairs([("why", plan.words.chosen or ""), *_figures(plan)]))]
+    if plan.words.others:
+        lines += ["", "the other strategies", _sentences(plan.words.others)]
+    if plan.stages:
+        notes = [_text(_pairs([(need.stage, need.note)])) for need in plan.stages if need.note]
+        lines += ["", "what each stage needs", _text(_stages(plan)), *notes]
     return lines
 
 
-def _what(plan: PlanDocument) -> list[Row]:
-    model, batch = plan.model, plan.batch
-    trained = "all trained"
-    if model.trainable_parameters != model.parameters:
-        trained = f"{model.trainable_parameters:,} trained ({model.trainable_parameters / model.parameters:.2%})"
-    return [
-        ("model", f"{model.parameters:,} parameters, {trained}"),
-        ("ranks", _ranks(plan)),
-        *_rates(plan),
-        ("blocks", _blocks(batch, plan.workload)),
-        *([("samples", plan.words.repetition)] if plan.words.repetition else []),
-        ("batch", _batch(batch)),
-        ("steps", _steps(batch, plan.words.steps)),
-        *(("warning", text) for text in plan.words.warnings),
-        ("strategy", f"{_strategy(plan.chosen)}, micro-batch {plan.chosen.micro_batch_blocks}"),
-    ]
+def _figures(plan: PlanDocument) -> Iterator[Row]:
+    batch, found = plan.batch, plan.prediction
+    yield "ranks", _ranks(plan)
+    yield from _rates(plan)
+    yield "blocks", _blocks(batch)
+    yield "batch", _batch(batch)
+    if batch.steps_per_epoch is not None:
+        last = _counted(batch.last_step_blocks, "block")
+        yield "steps", f"{batch.steps_per_epoch:,} in the first epoch, whose last step has {last}"
+    elif plan.words.steps:
+        yield "steps", plan.words.steps
+    if plan.has_prediction:
+        step_s = known(found.step_s.value)
+        parts = {name: spent_s for name, spent_s in found.parts.items() if spent_s and spent_s > _LEAST_PART * step_s}
+        yield from _bars("step time", parts, step_s, brief)
+        yield "speed", _speed(plan)
+        if found.gpu_hours.value is not None:
+            yield "run", banded(found.gpu_hours, gpu_hours)
+        yield from _network(plan)
+    yield from _memory(plan)
+    yield from _disk(plan)
 
 
 def _ranks(plan: PlanDocument) -> str:
@@ -126,30 +239,23 @@ def _ranks(plan: PlanDocument) -> str:
         kind = f"{machine.name} of {gib(machine.gpu_memory_bytes)}"
     nodes = f"{cluster.nodes} nodes, " if cluster.nodes != 1 else ""
     threads = cluster.cpus_per_rank
-    return f"{cluster.ranks} on {kind}, {nodes}{threads} {'thread' if threads == 1 else 'threads'} each"
+    return f"{count(cluster.ranks, 'ranks')} on {kind}, {nodes}{count(threads, 'threads')} each"
 
 
 def _rates(plan: PlanDocument) -> list[Row]:
     machine = plan.machine
-    if not machine.rates:
-        return []
     measured = [name for name, rate in machine.rates.items() if rate.source == "measured"]
     if not measured:
-        is_gpu = plan.cluster.is_gpu
-        typical = "typical values of this GPU" if is_gpu else "typical values of a CPU, so times are rough estimates"
-        return [("rates", f"{typical}; `python -m pipeline_lib calibrate` measures yours")]
+        return []  # the answers say what is assumed
     of_model = f", and {machine.measured_parts} parts of this model" if machine.measured_parts else ""
     if machine.other_parts and not of_model:
         of_model = f", and none of the {machine.other_parts} measured parts is of this model"
     return [("rates", f"{len(measured)} of {len(machine.rates)} measured{of_model}; the others are typical values")]
 
 
-def _blocks(batch: Batch, workload: Workload) -> str:
+def _blocks(batch: Batch) -> str:
     if batch.blocks is None:
-        return (
-            f"of {batch.block_tokens:,} tokens, not packed yet; assumed: {workload.real_fraction:.0%} full, "
-            f"{workload.supervised_fraction:.0%} supervised, documents of {workload.document_tokens:,.0f} tokens"
-        )
+        return f"of {batch.block_tokens:,} tokens, not packed yet"
     used = "" if batch.epoch_blocks == batch.blocks else f"; the first epoch uses {batch.epoch_blocks:,}"
     weighted = f"{used}, by the weights of the sources" if used else ""
     return f"{batch.blocks:,} of {batch.block_tokens:,} tokens, {batch.padding_fraction:.2%} padding{weighted}"
@@ -166,74 +272,36 @@ def _batch(batch: Batch) -> str:
     )
 
 
-def _steps(batch: Batch, estimated: str | None) -> str:
-    if batch.steps_per_epoch is None and batch.steps is not None:
-        return f"{batch.steps:,}"
-    if batch.steps is None:
-        return estimated or f"{_counted(batch.epochs, 'epoch')}; the number of steps is known after packing"
-    return (
-        f"{batch.steps:,} in {_counted(batch.epochs, 'epoch')} ({batch.steps_per_epoch:,} in the first epoch, "
-        f"whose last step has {_counted(batch.last_step_blocks, 'block')})"
-    )
-
-
 def _counted(number: float | None, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _strategy(chosen: Chosen | Placement) -> str:
-    words = [chosen.strategy or ""]
-    if chosen.strategy == "hsdp" and chosen.shard_ranks:
-        words[0] += f" over {chosen.shard_ranks} ranks"
-    return ", ".join([*words, *layer_options(chosen)])
-
-
-def _time(plan: PlanDocument) -> list[Row]:
-    found, step_s = plan.prediction, plan.prediction.step_s.value
-    if step_s is None:
-        return [("step time", _NOT_KNOWN)]
-    parts = {name: spent_s for name, spent_s in found.parts.items() if spent_s and spent_s > _LEAST_PART * step_s}
-    rows = [("step time", f"{banded(found.step_s, brief)}; bound by {bound_in_words(found.bound)}")]
-    rows += [("", line) for line in _waterfall(parts, step_s, brief)]
-    return [*rows, *_figures(plan)]
-
-
-def _figures(plan: PlanDocument) -> list[Row]:
-    found, is_gpu = plan.prediction, plan.cluster.is_gpu
-    a_rank = "a GPU" if is_gpu else "a rank"
-    speed = f"{banded(found.tokens_per_s_per_rank, lambda each: f'{each:,.0f} tokens/s')} {a_rank}"
+def _speed(plan: PlanDocument) -> str:
+    found = plan.prediction
+    speed = banded(found.tokens_per_s_per_rank, lambda each: f"{each:,.0f} tokens/s")
+    speed += f" a {'GPU' if plan.cluster.is_gpu else 'rank'}"
     if found.mfu.value is not None:
         # Others count all of the attention's products, or fp8 against its own peak, which is twice that of bf16.
         of_peak = " of bf16's peak" if (plan.train or {}).get("precision") == "fp8" else ""
         speed += f"; causal MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f} %')}{of_peak}"
-    duration = "not known before the data is packed"
-    if found.run_s.value is not None:
-        duration = banded(found.run_s, brief)
-        if is_gpu:
-            duration += f"; {banded(found.gpu_hours, gpu_hours)}"
-    network = "one node, so nothing is sent between nodes"
-    if plan.cluster.nodes != 1:
-        rate = known(plan.machine.rates["between_bytes_s"].value)
-        network = f"{banded(found.network_bytes, gigabytes)} sent by each node in a step, at {gbit_per_s(rate)}"
-    return [("speed", speed), ("run", duration), ("network", network)]
+    return speed
+
+
+def _network(plan: PlanDocument) -> list[Row]:
+    if plan.cluster.nodes == 1:
+        return []
+    rate = known(plan.machine.rates["between_bytes_s"].value)
+    sent = banded(plan.prediction.network_bytes, gigabytes)
+    return [("network", f"{sent} sent by each node in a step, at {gbit_per_s(rate)}")]
 
 
 def _memory(plan: PlanDocument) -> list[Row]:
     is_gpu, memory = plan.cluster.is_gpu, plan.chosen_memory
+    sizes = {part: getattr(memory, f"{part}_bytes") for part in PARTS if is_gpu or part != "reserve"}
     total = known(memory.total_bytes if is_gpu else memory.allocated_bytes)  # only GPUs need the reserve
-    shown = [part for part in PARTS if is_gpu or part != "reserve"]
-    sizes = {part: getattr(memory, f"{part}_bytes") for part in shown}
-    parts = {part: size for part, size in sizes.items() if size}
-    device_bytes = plan.machine.gpu_memory_bytes
-    has = f" of {gib(device_bytes)}" if device_bytes else ""
-    needed = _needed(plan, memory, plan.prediction)
-    rows = [("memory", f"{needed}{has} {'a GPU' if is_gpu else 'a rank'}; peak {memory.moment}")]
-    rows += [("", line) for line in _waterfall(parts, max(total, device_bytes or 0), gib)]
-    limit, assumed = plan.machine.host_memory_bytes, plan.machine.assumed_host_memory_bytes
-    has = f"of {gigabytes(limit)}" if limit else "not checked, because cluster.memory_gb is not set"
-    if assumed:
-        has = f"of {gigabytes(assumed)}, which is assumed, because cluster.memory_gb is not set"
-    return [*rows, ("host memory", f"{gigabytes(host_need_of_plan(plan).total_bytes)} on each node, {has}")]
+    whole = max(total, plan.machine.gpu_memory_bytes or 0)
+    peak = f"{_needed(plan, memory, plan.prediction)} a {'GPU' if is_gpu else 'rank'}; peak {memory.moment}"
+    return [("memory", peak), *_bars("", sizes, whole, gib)]
 
 
 def _needed(plan: PlanDocument, memory: Memory, predicted: Prediction) -> str:
@@ -259,38 +327,39 @@ def _disk(plan: PlanDocument) -> list[Row]:
     ]
 
 
-def _waterfall(parts: Mapping[str, float], whole: float, show: Callable[[float], str]) -> list[str]:
-    """Return a line for each part: its name, its size, and a bar that starts where the previous one ended."""
-    lines, before = [], 0.0
-    named = {PART_NAMES.get(name, name): size for name, size in parts.items()}
+def _bars(title: str, parts: Mapping[str, float | None], whole: float, show: Callable[[float], str]) -> list[Row]:
+    """Return a row for each part that counts: its name, its size, and a bar that starts where the previous one ended.
+
+    The first row has the title.
+    """
+    before, rows = 0.0, list[Row]()
+    named = {PART_NAMES.get(name, name): size for name, size in parts.items() if size}
     longest = max(map(len, named), default=0)
     for name, size in named.items():
         first = min(_BAR - 1, round(_BAR * before / whole))
         end = max(first + 1, round(_BAR * (before + size) / whole))
         bar = "·" * first + "█" * (end - first) + "·" * (_BAR - end)
-        lines.append(f"{name:<{longest}}  {show(size):>10}  {bar}")
+        rows.append(("" if rows else title, f"{name:<{longest}}  {show(size):>10}  {bar}"))
         before += size
-    return lines
+    return rows
 
 
 def _strategies(plan: PlanDocument) -> Table:
-    """Return a table with the best way to train with each strategy; the chosen one comes first, with a star."""
+    """Return a table with the best way to train with each strategy: the chosen one, with a star, then the fastest."""
     chosen = plan.chosen.strategy or ""
-    found = {chosen: plan.prediction, **plan.others}
-    times = {name: banded(each.step_s, brief) for name, each in found.items()}
+    found = {**plan.others, chosen: plan.prediction}
+    others = sorted(plan.others, key=lambda name: (not found[name].fits, found[name].step_s.value or 0.0))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("strategy", min_width=14)
-    table.add_column("micro")
-    table.add_column("memory", no_wrap=True)
-    table.add_column("step time", no_wrap=max(map(len, times.values())) < _LONG_TIME)
-    table.add_column("bound by", min_width=len("communication"))
-    table.add_column("fits")
-    for name, each in found.items():
-        way, bound = each.changes, bound_in_words(each.bound)
-        mark, fits = "*" if name == chosen else "", "yes" if each.fits else "no"
-        needed, micro = _needed(plan, plan.memory[name], each), str(way.micro_batch_blocks)
-        table.add_row(mark, _strategy(way), micro, needed, times[name], bound, fits)
+    for name in ("", "strategy", "memory", "step time"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("verdict")
+    for name in (chosen, *others, *sorted(plan.words.verdicts.keys() - found.keys())):
+        needed, took = "", ""
+        if name in found:
+            memory = plan.memory[name]
+            needed = gib(memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes)
+            took = banded(found[name].step_s, brief)
+        table.add_row("*" if name == chosen else "", name, needed, took, plan.words.verdicts.get(name, ""))
     return table
 
 
@@ -313,24 +382,12 @@ def _stages(plan: PlanDocument) -> Table:
     return table
 
 
-def _main_figures(plan: PlanDocument) -> list[Row]:
-    found = plan.prediction
-    strategy = f"{_strategy(plan.chosen)}, micro-batch {plan.chosen.micro_batch_blocks}"
-    rows = [
-        ("ranks", _ranks(plan)),
-        ("batch", _batch(plan.batch)),
-        ("strategy", strategy),
-        ("memory", _needed(plan, plan.chosen_memory, found)),
-    ]
-    if not plan.has_prediction:
-        rows += [(name, _NOT_KNOWN) for name in ("fits", "step time", "speed", "run", "network")]
-    else:
-        rows += [
-            ("fits", "yes" if found.fits else "no"),
-            ("step time", f"{banded(found.step_s, brief)}; bound by {bound_in_words(found.bound)}"),
-            *_figures(plan),
-        ]
-    return [*rows, *_disk(plan)]
+def _main_figures(plan: PlanDocument) -> dict[str, str]:
+    """Return the answers, without what to do next, and the figures that a changed config changes most."""
+    (verdict, fit), *answers = _answers(plan)
+    figures = [("batch", _batch(plan.batch)), *(_network(plan) if plan.has_prediction else []), *_disk(plan)]
+    rows = {"model": _model(plan), "ranks": _ranks(plan), "MEMORY": fit if verdict == "MEMORY" else f"{verdict}: {fit}"}
+    return rows | {name: text for name, text in (*answers, *figures) if name != "NEXT"}
 
 
 def _pairs(rows: Iterable[Row]) -> Table:

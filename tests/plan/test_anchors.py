@@ -107,7 +107,7 @@ def test_what_is_advised_does_what_is_said() -> None:
     cluster = a10s(2)
     setting = Setting(QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * ACCUMULATION * cluster.ranks, None)
     choice = choose(setting, Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS), (), True)
-    said = advice(choice, setting, True)
+    said = [change.sentence for change in advice(choice, setting, True)]
     best = choose(setting, Train(strategy="auto"), (), True).chosen
     assert said[0].startswith("train.strategy: auto")
     assert describe(best) in said[0]
@@ -127,7 +127,7 @@ def test_the_cost_of_dropout_in_the_adapters_is_said() -> None:
 
     def planned(dropout: float) -> tuple[Prediction, list[str]]:
         choice = choose(setting, Train(strategy="auto", method="lora", lora=Lora(dropout=dropout)), (), True)
-        return choice.chosen, advice(choice, setting, True)
+        return choice.chosen, [change.sentence for change in advice(choice, setting, True)]
 
     slow, said = planned(0.05)
     fast, _ = planned(0.0)

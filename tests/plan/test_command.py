@@ -97,7 +97,8 @@ def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(plan: Plan, tmp
     assert (kept["schema"], kept["experiment"], kept["workload"]["is_assumed"]) == (3, "big", True)
     assert kept["chosen"]["strategy"] != "auto"
     assert "plan of big" in done.stdout
-    assert "not packed yet; assumed: 98% full" in done.stdout
+    assert "ASSUMED  documents of 1,024 tokens, 50 % supervised in blocks 98 % full" in done.stdout
+    assert "all figures and formulas: --details" in done.stdout
     assert "wrote results/big/plan.json" in done.stdout
     assert not (tmp_path / "store").exists()
     assert plan.guarded(config=BIG.replace("gpu: h200", "gpu: h2000"), command="check").returncode == 2
@@ -108,7 +109,7 @@ def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> Non
     done = plan("config/config.yaml", *(text for change in changes for text in ("--what-if", change)))
     assert done.returncode == 0, done.stderr
     ranks = next(line for line in done.stdout.splitlines() if line.startswith("ranks "))
-    assert re.search(r"8 on H200 of .*4 on H200 of ", ranks)
+    assert re.search(r"8 ranks on H200 of .*4 ranks on H200 of ", ranks)
     assert not (tmp_path / "results").exists()
 
 
@@ -147,13 +148,15 @@ def test_the_config_may_stand_before_what_if_and_behind_it(
 def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan: Plan) -> None:
     done = plan("--what-if", "cluster.gpu=a10", "--what-if", "train.strategy=ddp")
     assert done.returncode == 2
-    assert re.search(r"fits +yes +no", done.stdout)
+    assert re.search(r"MEMORY +FITS: .* TOO LARGE: ", done.stdout)
     assert "train.strategy: ddp needs " in done.stderr
     assert "this would fit: train.strategy: fsdp" in done.stderr
     assert "Traceback" not in done.stderr
     done = plan(config=BIG.replace("h200", "a10").replace("8, ", "1, ").replace("1000", "100"))
     assert done.returncode == 2
-    assert "needs the least memory, and does not fit" in " ".join(done.stdout.split())
+    assert re.search(r"^TOO LARGE  ", done.stdout, re.MULTILINE)
+    assert "needs the least memory, a node lacks " in " ".join(done.stdout.split())
+    assert re.search(r"^NEXT +1\. ", done.stdout, re.MULTILINE)
     assert "the smallest cluster that would do: cluster." in done.stderr
 
 
@@ -213,11 +216,13 @@ def test_what_is_offloaded_competes_and_the_host_memory_that_is_assumed_is_said(
 
     assumed, given = plan(config=lora), plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
 
-    said = "of host memory; 192.00 GB are assumed, as cluster.memory_gb is not set."
-    assert said in " ".join(assumed.stdout.split())
-    assert "assumed, as" not in given.stdout
+    assert "192 GB (assumed: say cluster.memory_gb)" in assumed.stdout
+    assert "192 GB of host memory" in " ".join(assumed.stdout.split())
+    assert "host memory" not in given.stdout
     for done in (assumed, given):
-        assert "offloaded" in done.stdout.partition("step time")[0]
+        assert re.search(
+            r"^WAY .*offloaded", " ".join(done.stdout.partition("WAY")[1:]).partition("ASSUMED")[0], re.DOTALL
+        )
 
 
 def test_more_host_memory_than_is_assumed_is_refused_and_the_key_that_says_otherwise_is_named(plan: Plan) -> None:
@@ -232,10 +237,15 @@ def test_more_host_memory_than_is_assumed_is_refused_and_the_key_that_says_other
     assert re.search(r"and 192.00 GB are assumed, as cluster.memory_gb is not set; set cluster.memory_gb: 4\d{3}", said)
 
 
-def test_explain_adds_the_formulas(plan: Plan) -> None:
-    done = plan("--explain")
+def test_details_stand_below_the_answers_and_end_with_the_formulas(plan: Plan) -> None:
+    short, done = plan(), plan("--details")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.index("plan of big") < done.stdout.index("memory of a rank") < done.stdout.index("\nthe step\n")
+    answers = short.stdout.partition("\nall figures and formulas")[0]
+    assert done.stdout.startswith(answers)
+    more = done.stdout.removeprefix(answers)
+    places = [more.index(text) for text in ("\nwhy ", "█", "what each stage needs", "memory of a rank", "\nthe step\n")]
+    assert places == sorted(places)
+    assert not [text for text in ("█", "what each stage needs", "memory of a rank") if text in short.stdout]
 
 
 def test_the_cluster_can_be_of_more_nodes_than_training_can_use_yet(plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """The plan's arithmetic, against counts made another way."""
 
 import math
+import re
 from dataclasses import asdict, replace
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +24,9 @@ from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.data.order import Group, epoch_blocks
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import stage
+from pipeline_lib.plan.content import Summary
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
+from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
 from pipeline_lib.plan.workload import Workload, workload_from
 from tests.locks import hold
@@ -221,15 +224,21 @@ def planned(folder: Path, **job: Any) -> dict[str, Any]:
 
 
 def shown(job: Job) -> str:
-    """The table, without its line breaks."""
+    """The page, without its line breaks."""
     return " ".join((job.out / "plan.txt").read_text().split())
+
+
+def detailed(job: Job) -> str:
+    """The same with all details."""
+    return " ".join(render(read_json(job.out / "plan.json"), is_detailed=True).split())
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
     job = plan_job(tmp_path, index_of(Group(2.5, 100)))
     assert stage.run(job)["steps"] == 25
-    assert "the first epoch uses 250, by the weights of the sources" in shown(job)
-    assert "25 in 1 epoch (25 in the first epoch, whose last step has 10 blocks)" in shown(job)
+    assert re.search(r"STEPS 25 optimizer steps in 1 epoch, 640 tokens \(\d+ samples\) each WAY", shown(job))
+    assert "the first epoch uses 250, by the weights of the sources" in detailed(job)
+    assert "25 in the first epoch, whose last step has 10 blocks" in detailed(job)
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
 
 
@@ -245,7 +254,7 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
         assert plans[-1]["train"] == settings | settled
     one = plans[0]["disk"]["checkpoint_bytes"]
     assert [plan["disk"]["needed_bytes"] for plan in plans] == [3 * one, 4 * one]
-    assert "for 2 kept, the best and one being written" in shown(job)
+    assert "for 2 kept, the best and one being written" in detailed(job)
 
 
 def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None:
@@ -259,7 +268,8 @@ def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None
     assert set(plan["memory"]) == {plan["chosen"]["strategy"], *plan["others"]} >= {"ddp", "fsdp", "zero3"}
     assert found["segments"]
     assert all("segments" not in other for other in plan["others"].values())
-    assert set(plan["words"]) == {"chosen", "others", "advice", "warnings"}
+    assert set(plan["words"]) == {"chosen", "verdicts", "others", "advice", "warnings"}
+    assert set(plan["summary"]) == set(Summary.model_fields)
 
 
 def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) -> None:
@@ -267,7 +277,7 @@ def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) 
     for folder, tokenized in (("counted", counts), ("older", {**counts, "repeated_tokens": None})):
         (tmp_path / folder).mkdir()
         stage.run(job := plan_job(tmp_path / folder, tokenized=tokenized))
-        is_said = "samples 300 samples of 100 conversations have 2.3 times the tokens" in shown(job)
+        is_said = "SAMPLES 300 samples of 100 conversations have 2.3 times the tokens" in shown(job)
         assert is_said == (folder == "counted")
 
 
@@ -300,7 +310,7 @@ def test_without_the_name_of_the_gpu_memory_is_planned_and_time_is_not(tmp_path:
     plan = read_json(job.out / "plan.json")
     assert (plan["prediction"], plan["others"], plan["machine"]) == (None, {}, None)
     assert plan["memory"]["ddp"]["weights_bytes"] == 4 * plan["model"]["parameters"]
-    assert "step time not known: set cluster.gpu" in shown(job)
+    assert "TIME not known: set cluster.gpu" in shown(job)
 
 
 def test_what_was_measured_is_taken_instead_of_the_catalogue(tmp_path: Path) -> None:

@@ -12,21 +12,25 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
-from pipeline_lib.core.units import brief, gib, gigabytes
+from pipeline_lib.core.units import brief, gib, rounded
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.content import PART_NAMES, Figure, PlanDocument
-from pipeline_lib.plan.document import Answer, answer, lacking
+from pipeline_lib.plan.document import Answer, answer, describe, lacking
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
+from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.show import WIDTH, banded, explain, render, render_what_if
 from pipeline_lib.plan.step_time import shape_of
+from pipeline_lib.plan.steps import Steps
 
+PYDOC = {"train": [{"source": "pydoc"}]}
 H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}
 A10 = {"nodes": 2, "gpus_per_node": 2, "gpu": "a10", "internode_gbit_s": 9, "memory_gb": 64}
 
@@ -72,24 +76,133 @@ def found(request: pytest.FixtureRequest) -> Answer:
     return planned_case(request.param)
 
 
-def test_it_fits_the_terminal_and_survives_json(found: Answer) -> None:
-    text = render(json.loads(json.dumps(found.content, allow_nan=False)))
+@pytest.mark.parametrize("is_detailed", [False, True])
+def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool) -> None:
+    text = render(json.loads(json.dumps(found.content, allow_nan=False, sort_keys=not is_detailed)), is_detailed)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
-    assert text == render(found.content)
+    assert text == render(found.content, is_detailed)
+    assert is_detailed or len(text.splitlines()) <= 35
     assert not re.search(r"\bNone\b|\bnan\b|\binf\b|[{}]", text)
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict", "said"),
+    [
+        ("8B on 8 H200", "fits", r"FITS +[\d.]+ of 139.8 GiB a GPU \(\d+ % free\); host \d+ of 1,800 GB"),
+        (
+            "too large",
+            "too large",
+            r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU \([\d.]+ GiB too much\); host [\d.]+ of 64 GB",
+        ),
+        ("no way fits", "too large", r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU "),
+        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 5.02 GB \(not checked: say cluster.memory_gb\)"),
+        (
+            "a GPU that is not named",
+            "not checked",
+            r"MEMORY +[\d.]+ GiB a GPU; host \d+ GB \(not checked: say cluster.gpu\)",
+        ),
+    ],
+)
+def test_the_first_line_answers_whether_it_fits(case: str, verdict: str, said: str) -> None:
+    content = planned_case(case).content
+    assert content["summary"]["verdict"] == verdict
+    text = render(content)
+    assert re.match(said, text.splitlines()[2])
+    assert re.findall(r"^(TIME|STEPS|WAY|ASSUMED|NEXT) ", text, re.MULTILINE) == [
+        "TIME",
+        "STEPS",
+        "WAY",
+        "ASSUMED",
+        "NEXT",
+    ]
+
+
+def test_what_lacks_only_the_margin_is_tight() -> None:
+    found = planned_case("LoRA")
+    assert found.choice is not None and found.wanted is not None
+    needed, setting = found.choice.chosen.memory.total_bytes, found.wanted.setting
+    just = replace(setting.machine, gpu_memory_bytes=round(needed * 1.02))
+    way = replace(setting, machine=just).predict(found.choice.chosen.train)
+    assert not way.fits
+    assert re.match(r"tight: [\d.]+ [GM]iB short of the margin$", missed(way, just).briefly(just))
+    memory = {"ddp": {"total_bytes": 97 * 2**30}}
+    changed: dict[str, dict[str, Any]] = {
+        "machine": {"gpu_memory_bytes": 100 * 2**30},
+        "memory": memory,
+        "summary": {"verdict": "tight"},
+    }
+    parts = {name: {**found.content[name], **values} for name, values in changed.items()}
+    lines = render({**found.content, **parts}).splitlines()
+    assert re.match(r"TIGHT +97.0 of 100.0 GiB a GPU \(3 % free\); ", lines[2])
+
+
+def test_what_is_given_or_measured_is_not_called_assumed(tmp_path: Path) -> None:
+    given = planned_case("8B on 8 H200").content["summary"]["assumed"]
+    assert given == [
+        "documents of 1,024 tokens, 50 % supervised in blocks 98 % full",
+        "speeds are typical of H200",
+    ]
+    name, block_tokens, cluster, train = CASES["8B on 8 H200"]
+    assumed = planned(name, block_tokens, {**cluster, "memory_gb": None}, **train).content["summary"]["assumed"]
+    assert "1,536 GB of host memory" in assumed
+    measured = measured_at(tmp_path, Geometry.from_config(published("Qwen/Qwen3-8B") or {}))
+    some = planned(name, block_tokens, measured, **train).content["summary"]["assumed"]
+    assert some[1:] == ["9 of 10 speeds are typical of H200"]  # 8 GPUs of one node have no links between nodes
+    assert planned_case("a GPU that is not named").content["summary"]["assumed"] == given[:1]
+
+
+def test_where_the_files_tell_how_many_steps_there_are_the_time_of_the_run_is_estimated() -> None:
+    sections: dict[str, Any] = {
+        "experiment": "estimated",
+        "model": {"source": "huggingface", "name": "Qwen/Qwen3-8B"},
+        "data": {"train": [{"source": "pydoc"}]},
+        "cluster": H200,
+        "train": {"strategy": "auto"},
+    }
+    question = question_of(Config.model_validate_json(json.dumps(sections)), Store(Path("/nowhere")))
+    content = answer(replace(question, estimated=Steps((80, 160, 310), (240, 480, 930)))).content
+    assert content["summary"]["steps"] == {"low": 240, "value": 480, "high": 930}
+    found = content["prediction"]
+    for end, steps in content["summary"]["steps"].items():
+        train = Train.model_validate({**sections["train"], "max_steps": steps})
+        assert found["run_s"][end] == answer(replace(question, train=train)).content["prediction"]["run_s"][end]
+    assert found["gpu_hours"]["value"] == pytest.approx(8 * found["run_s"]["value"] / 3600)
+    text = " ".join(render(content).split())
+    assert f", {brief(found['run_s']['value'])} in all (" in text
+    assert "STEPS about 480 optimizer steps (240 to 930 by the first rows) in 1 epoch, " in text
+    assert " in all" not in render(answer(question).content)
 
 
 def test_every_strategy_that_was_compared_is_shown_and_the_chosen_one_marked(found: Answer) -> None:
     lines = render(found.content).splitlines()
-    shown = [match for line in lines if (match := re.match(r"([* ])  ((?:ddp|fsdp|hsdp|zero\d)\b)", line))]
+    shown = [
+        match for line in lines if (match := re.match(r"([* ])  (ddp|fsdp|hsdp|zero\d) .* ([\d.]+ (?:ms|s) .*)", line))
+    ]
     expected = {found.content["chosen"]["strategy"], *found.content["others"]} if found.choice else set()
     assert {match[2] for match in shown} == expected <= set(STRATEGIES)
     if found.choice:
         assert [match[2] for match in shown if match[1] == "*"] == [found.content["chosen"]["strategy"]]
+        assert shown[0][1] == "*"
+    for name, prediction in found.content["others"].items():
+        verdict = found.content["words"]["verdicts"][name]
+        is_said = re.match(r"too large by |tight: |a node lacks ", verdict)
+        assert bool(is_said) == (not prediction["fits"])
+        assert prediction["fits"] == bool(re.search(r"% (longer|shorter)|within \d+% of the chosen one", verdict))
+
+
+def test_strategies_that_are_not_installed_are_said_to_be() -> None:
+    question = question_of(
+        Config.model_validate_json(json.dumps({"experiment": "none", "model": {"source": "tiny"}, "data": PYDOC})),
+        Store(Path("/nowhere")),
+    )
+    text = render(answer(replace(question, has_deepspeed=False)).content)
+    assert re.findall(r"^   (zero\d) +(.*)$", text, re.MULTILINE) == [
+        (name, "DeepSpeed is not installed here") for name in ("zero1", "zero2", "zero3")
+    ]
 
 
 def test_bars_follow_each_other_and_are_as_long_as_what_they_stand_for(found: Answer) -> None:
-    lines = render(found.content).splitlines()
+    lines = render(found.content, is_detailed=True).splitlines()
     memory = found.content["memory"][found.content["chosen"]["strategy"]]
     machine = found.content["machine"]
     is_gpu = found.content["cluster"]["device"] == "cuda"
@@ -110,43 +223,41 @@ def test_bars_follow_each_other_and_are_as_long_as_what_they_stand_for(found: An
 
 
 def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
-    text = " ".join(render(found.content).split())
+    text = " ".join(render(found.content, is_detailed=True).split())
     if found.choice is None:
-        assert "step time not known: set cluster.gpu" in text
+        assert "TIME not known: set cluster.gpu" in text
         return
     figure = found.choice.chosen.step_s
-    assert f"step time {brief(figure.value)} (" in text
+    assert f"TIME {brief(figure.value)} a step (" in text
+    assert f"WAY {describe(found.choice.chosen)}" in text
     assert found.content["words"]["chosen"] in text
     for said in (*found.content["words"]["others"], *found.content["words"]["advice"]):
         assert said in text
     if found.content["cluster"]["nodes"] == 2:
         assert re.search(r"network [\d.]+ GB \([\d.]+ to [\d.]+\) sent by each node in a step, at 9 Gbit/s", text)
     else:
-        assert "network one node, so nothing is sent between nodes" in text
+        assert "sent by each node" not in text
 
 
 @pytest.mark.parametrize(
     ("case", "memory_gb", "said"),
     [
-        ("offload", 1800, r"host memory [\d.]+ GB on each node, of 1800.00 GB "),
-        (
-            "offload",
-            None,
-            r"host memory [\d.]+ GB on each node, of 1536.00 GB, which is assumed, because cluster.memory_gb",
-        ),
-        ("demo", None, r"host memory [\d.]+ GB on each node, not checked, because cluster.memory_gb is not set"),
+        ("offload", 1800, "of 1,800 GB"),
+        ("offload", None, "of 1,536 GB (assumed: say cluster.memory_gb)"),
+        ("demo", None, "GB (not checked: say cluster.memory_gb)"),
     ],
 )
 def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, said: str) -> None:
     name, block_tokens, cluster, train = CASES[case]
     found = planned(name, block_tokens, {**cluster, "memory_gb": memory_gb}, **train).content
-    assert re.search(said, " ".join(render(found).split()))
     memory = found["memory"][found["chosen"]["strategy"]]
     ranks, is_gpu = Ranks(found["cluster"]["ranks"], found["cluster"]["ranks"]), case == "offload"
     offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "copied"))
     need = host_need(offloaded, allocated, copied, ranks, is_gpu)
     assert need.total_bytes > ranks.total * memory["host_bytes" if is_gpu else "allocated_bytes"]
-    assert f"host memory {gigabytes(need.total_bytes)} on" in " ".join(render(found).split())
+    assert found["summary"]["host_needed_bytes"] == need.total_bytes
+    number = rounded(need.total_bytes / 10**9, "GB").removesuffix("" if said.startswith("GB") else " GB")
+    assert f"host {number} {said.removeprefix('GB ')}" in " ".join(render(found).split())
     assert found["machine"]["host_memory_bytes"] == (memory_gb and memory_gb * 10**9)
     assumed = 8 * 192 * 10**9 if is_gpu and memory_gb is None else None
     assert found["machine"]["assumed_host_memory_bytes"] == assumed
@@ -169,17 +280,27 @@ def test_where_only_the_hosts_lack_memory_that_is_said(memory_gb: int) -> None:
 def test_a_rounding_error_is_no_part_of_a_step() -> None:
     plan = copy.deepcopy(planned_case("8B on 8 H200").content)
     plan["prediction"]["parts"] |= {"exchange": 5.47e-12, "data": 0.01 * plan["prediction"]["step_s"]["value"]}
-    parts = re.findall(r"^ +(\w+) +[\d.]+ m?s  [·█]", render(plan), re.MULTILINE)
+    parts = re.findall(r" (\w+) +[\d.]+ m?s  [·█]", render(plan, is_detailed=True))
     assert "data" in parts
     assert "exchange" not in parts
 
 
 def test_of_cpus_that_were_not_measured_times_are_said_to_be_rough() -> None:
     text = " ".join(render(planned_case("demo").content).split())
-    assert (
-        "typical values of a CPU, so times are rough estimates; `python -m pipeline_lib calibrate` measures yours"
-        in text
-    )
+    assert "speeds are typical of CPUs, so times are rough" in text
+    assert "NEXT 1. python -m pipeline_lib calibrate, which measures the speeds" in text
+
+
+def test_what_to_do_next_begins_with_what_makes_a_run_fit_or_gains_most() -> None:
+    large, slow = planned_case("no way fits").content["summary"]["next"], planned_case("2 x 2 A10").content
+    assert large and not [action for action in large if "calibrate" in action]
+    assert re.match(r"train\.|cluster\.", large[0])
+    actions = slow["summary"]["next"]
+    assert re.match(r"train.strategy: auto, with no other placement key set \([\d.]+ times as fast\)", actions[0])
+    assert len(actions) == 3 and "calibrate" in actions[2]
+    assert len(slow["words"]["advice"]) == 3
+    text = render(slow)
+    assert all(f"{number}. {action[:40]}" in text for number, action in enumerate(actions, start=1))
 
 
 @pytest.fixture(params=[name for name in CASES if name != "a GPU that is not named"])
@@ -230,9 +351,8 @@ def test_then_and_now_stand_side_by_side() -> None:
     rows = {line[:10].strip(): line for line in lines if line[:1].strip()}
     for found in (now, then):
         assert found.choice is not None
-        assert brief(found.choice.chosen.step_s.value) in rows["step time"]
-    assert re.search(r"fits +yes +the same", rows["fits"])
-    assert "the same" in rows["memory"]
+        assert brief(found.choice.chosen.step_s.value) in rows["TIME"]
+    assert re.search(r"FITS: .* the same$", rows["MEMORY"])
     assert max(len(line) for line in lines) <= WIDTH
 
 
@@ -242,9 +362,9 @@ def test_memory_is_shown_beside_what_if_also_of_a_gpu_that_is_not_named() -> Non
     then = planned(name, block_tokens, {**cluster, "gpus_per_node": 4}, **train).content
     rows = {line[:10].strip(): line for line in render_what_if(now, then, ["cluster.gpus_per_node=4"]).splitlines()}
     assert [gib(plan["memory"]["fsdp"]["total_bytes"]) for plan in (now, then)] == re.findall(
-        r"[\d.]+ GiB", rows["memory"]
+        r"[\d.]+ GiB", rows["MEMORY"]
     )
-    assert "not known" in rows["fits"]
+    assert "not known" in rows["TIME"]
 
 
 def measured_at(tmp_path: Path, geometry: Geometry) -> dict[str, Any]:
@@ -264,7 +384,7 @@ def test_parts_that_were_measured_of_another_model_are_not_counted(tmp_path: Pat
         ("Qwen/Qwen3-8B", "1 of 12 measured, and 1 parts of this model; the others"),
         ("Qwen/Qwen3-0.6B", "1 of 12 measured, and none of the 1 measured parts is of this model; the others"),
     ):
-        text = " ".join(render(planned(name, 4096, cluster, strategy="fsdp").content).split())
+        text = " ".join(render(planned(name, 4096, cluster, strategy="fsdp").content, is_detailed=True).split())
         assert f"rates {said} are typical values" in text
 
 
@@ -294,14 +414,16 @@ def test_tables_are_quick_enough_to_wait_for() -> None:
 
 def test_one_of_a_thing_is_no_plural() -> None:
     content = planned("tiny", 1024, {"cpu_ranks": 1}, global_batch_tokens=1024, precision="fp32").content
-    text = " ".join(render(content).split())
+    text = " ".join(render(content, is_detailed=True).split())
     assert "1 epoch; the number of steps is known after packing" in text
     assert "batch 1 block = 1,024 tokens a step" in text
     assert "blocks of 1,024 tokens" in text
     ones = dict.fromkeys(("blocks", "epoch_blocks", "steps", "steps_per_epoch", "last_step_blocks"), 1)
     batch = {**content["batch"], **ones, "padding_fraction": 0.0}
-    text = " ".join(render({**content, "batch": batch}).split())
-    assert "1 in 1 epoch (1 in the first epoch, whose last step has 1 block)" in text
+    summary = {**content["summary"], "steps": {"value": 1, "low": 1, "high": 1}}
+    text = " ".join(render({**content, "batch": batch, "summary": summary}, is_detailed=True).split())
+    assert "1 optimizer step in 1 epoch, 1,024 tokens each" in text
+    assert "1 in the first epoch, whose last step has 1 block" in text
 
 
 @pytest.mark.parametrize(("blocks", "said"), [(10, False), (20_000, True)])
@@ -332,7 +454,7 @@ def test_every_stage_has_a_line_with_what_it_needs() -> None:
         "train": {"strategy": "zero3", "method": "lora"},
     }
     question = question_of(Config.model_validate_json(json.dumps(sections)), Store(Path("/nowhere")))
-    lines = render(answer(replace(question, data_bytes=10**9)).content).splitlines()
+    lines = render(answer(replace(question, data_bytes=10**9)).content, is_detailed=True).splitlines()
     start = lines.index("what each stage needs")
     rows = [re.split(r"  +", line.strip()) for line in lines[start + 2 : start + 8]]
     assert [row[0] for row in rows] == ["download", "tokenize", "shard", "train", "merge", "evaluate"]
@@ -353,7 +475,7 @@ def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
     assert re.search(
         r"near miss .* times as fast; a node needs [\d.]+ GB of host memory, and 64.00 GB are assumed", text
     )
-    assert text.index("why ") < text.index("near miss ") < text.index("step time ")
+    assert text.index("TIME ") < text.index("verdict ") < text.index("near miss ")
     assert near["near_miss"]["lacks"]["host_bytes"] > 0
     assert near["near_miss"]["prediction"]["fits"] is False
     faster_s = near["near_miss"]["prediction"]["step_s"]["value"]
@@ -383,8 +505,8 @@ def test_where_nothing_fits_the_fastest_that_lacks_little_is_told_too() -> None:
 @pytest.mark.parametrize(("precision", "of"), [("bf16", ""), ("fp8", " of bf16's peak")])
 def test_mfu_says_how_it_counts(precision: str, of: str) -> None:
     found = planned("Qwen/Qwen3-8B", 4096, H200, strategy="auto", precision=precision, global_batch_tokens=2**19)
-    text = " ".join(render(found.content).split())
-    assert re.search(rf"; causal MFU [\d.]+ % \([\d.]+ to [\d.]+\){of} run ", text)
+    text = " ".join(render(found.content, is_detailed=True).split())
+    assert re.search(rf"; causal MFU [\d.]+ % \([\d.]+ to [\d.]+\){of} memory ", text)
     assert found.choice is not None and found.wanted is not None
     said = explain(found.choice.chosen, found.wanted.setting)
     assert ("may exceed 100 %" in said) == (precision == "fp8")
