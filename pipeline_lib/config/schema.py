@@ -282,6 +282,9 @@ class Cluster(Section):
     gpu: str | None = Field(
         None, description="GPU model, such as `h200` or `a100 80gb`; the plan looks up its memory and speed"
     )
+    gpu_hour_price: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
+        None, description="price of one GPU for an hour, in any currency; the plan then says what the training costs"
+    )
     internode_gbit_s: Bandwidth | None = Field(
         None,
         description="bandwidth from one node to another in Gbit/s, as iperf3 measures it; required for more than one"

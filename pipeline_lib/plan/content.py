@@ -301,12 +301,15 @@ class NearMiss(Part):
 class Summary(Part):
     """The plan's answers: whether the run fits, its steps, how it trains, what is assumed, and what to do next.
 
-    `verdict` is one of VERDICTS; `host_needed_bytes` are those of a node.
+    `verdict` is one of VERDICTS; `host_needed_bytes` are those of a node. `cost` is that of the training's GPU-hours,
+    in the currency of `gpu_hour_price`.
     """
 
     verdict: Text = None
     host_needed_bytes: Count = None
     steps: Figure = Figure()
+    gpu_hour_price: Number = None
+    cost: Figure = Figure()
     way: str = ""
     assumed: list[str] = []
     next: list[str] = []

@@ -488,6 +488,12 @@ def _steps(steps: Steps | None) -> dict[str, int] | None:
     return None if steps is None else dict(zip(("low", "value", "high"), steps.run, strict=True))
 
 
+def _cost(way: Prediction | None, gpu_hour_price: float | None) -> dict[str, float] | None:
+    if way is None or way.gpu_hours is None or gpu_hour_price is None:
+        return None
+    return {end: hours * gpu_hour_price for end, hours in asdict(way.gpu_hours).items()}
+
+
 def _verdict(machine: Machine | None, way: Prediction | None) -> str:
     if machine is None or way is None or (machine.gpu_memory_bytes is None and machine.host_limit_bytes is None):
         return NOT_CHECKED
@@ -590,6 +596,8 @@ def _content(
             "verdict": _verdict(machine, way),
             "host_needed_bytes": host_bytes,
             "steps": _steps(Steps.of(batch) or question.estimated),
+            "gpu_hour_price": question.cluster.gpu_hour_price,
+            "cost": _cost(way, question.cluster.gpu_hour_price),
             "way": _in_words(train, batch.accumulation),
             "assumed": list(_assumed(question.workload, machine)),
             "next": actions,

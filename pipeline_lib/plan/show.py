@@ -122,6 +122,7 @@ def _answers(plan: PlanDocument) -> list[Row]:
     rows = [
         (_LABELS.get(summary.verdict or "", "MEMORY"), _fit(plan)),
         ("TIME", _time(plan) if plan.has_prediction else _NOT_KNOWN),
+        ("MONEY", _money(plan)),
         ("STEPS", _steps(plan)),
         ("WAY", summary.way),
         ("ASSUMED", "; ".join(summary.assumed)),
@@ -162,6 +163,18 @@ def _time(plan: PlanDocument) -> str:
     if found.run_s.value is not None:
         duration = f", {_inserted(found.run_s, brief, 'in all')}"
     return f"{_inserted(found.step_s, brief, 'a step')}, {speed}{duration}; bound by {bound_in_words(found.bound)}"
+
+
+def _money(plan: PlanDocument) -> str:
+    """Return what the training costs, or an hour of it while its length is not known; empty without a price."""
+    price, cost = plan.summary.gpu_hour_price, plan.summary.cost
+    if price is None or not plan.cluster.is_gpu:
+        return ""
+    hour = f"{price:,.2f} a GPU-hour"
+    if cost.value is None:
+        return f"{price * known(plan.cluster.ranks):,.2f} an hour, at {hour}"
+    hours = gpu_hours(known(plan.prediction.gpu_hours.value))
+    return f"{banded(cost, lambda value: f'{value:,.2f}')} for the training: {hours} at {hour}"
 
 
 def _inserted(figure: Figure, show: Callable[[float], str], words: str) -> str:

@@ -78,6 +78,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "cluster.nodes": (2, PLAN),
     "cluster.gpus_per_node": (8, PLAN),
     "cluster.gpu": ("h200", PLAN),
+    "cluster.gpu_hour_price": (2.5, PLAN),
     "cluster.internode_gbit_s": (9.0, PLAN),
     "cluster.intranode_gbyte_s": (100.0, PLAN),
     "cluster.measured": ("cluster.json", NOTHING),

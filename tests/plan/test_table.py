@@ -15,7 +15,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
-from pipeline_lib.core.units import brief, gib, rounded
+from pipeline_lib.core.units import brief, gib, gpu_hours, rounded
 from pipeline_lib.model.geometry import Geometry, published
 from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.content import PART_NAMES, Figure, PlanDocument
@@ -171,6 +171,22 @@ def test_where_the_files_tell_how_many_steps_there_are_the_time_of_the_run_is_es
     assert f", {brief(found['run_s']['value'])} in all (" in text
     assert "STEPS about 480 optimizer steps (240 to 930 by the first rows) in 1 epoch, " in text
     assert " in all" not in render(answer(question).content)
+
+
+def test_the_price_of_a_gpu_hour_makes_money_of_gpu_hours() -> None:
+    name, block_tokens, cluster, train = CASES["8B on 8 H200"]
+    unknown = planned(name, block_tokens, {**cluster, "gpu_hour_price": 2.5}, **train).content
+    assert unknown["summary"]["cost"] is None
+    assert "MONEY    20.00 an hour, at 2.50 a GPU-hour" in render(unknown)
+    content = planned(name, block_tokens, {**cluster, "gpu_hour_price": 2.5}, **train, max_steps=100_000).content
+    hours, cost = content["prediction"]["gpu_hours"], content["summary"]["cost"]
+    assert cost == pytest.approx({end: 2.5 * hours[end] for end in ("value", "low", "high")})
+    text = " ".join(render(content).split())
+    said = f"MONEY {cost['value']:,.2f} ({cost['low']:,.2f} to {cost['high']:,.2f}) for the training: "
+    assert f"{said}{gpu_hours(hours['value'])} at 2.50 a GPU-hour" in text
+    assert "MONEY" not in render(planned_case("8B on 8 H200").content)
+    on_cpus = planned("tiny", 256, {"gpu_hour_price": 2.5}, precision="fp32", max_steps=10).content
+    assert "MONEY" not in render(on_cpus)
 
 
 def test_every_strategy_that_was_compared_is_shown_and_the_chosen_one_marked(found: Answer) -> None:
