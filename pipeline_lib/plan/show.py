@@ -418,7 +418,7 @@ def _text(table: Table) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
-# `--explain`: the formulas of a plan with the numbers filled in.
+# The end of `--details`: the formulas of a plan with the numbers filled in.
 #
 # Every result shown is taken from the prediction; a test evaluates the formulas beside it.
 
