@@ -143,8 +143,8 @@ def test_auto_trains_as_the_plan_has_chosen(restored: Project) -> None:
 def test_the_plan_is_a_target_and_shows_its_table(finished: Project) -> None:
     output = finished.snakemake("plan").stdout
     assert "plan of small" in output
-    assert re.search(r"^strategy +ddp, micro-batch 2$", output, re.MULTILINE)
-    assert "the other strategies" in output
+    assert re.search(r"^WAY +ddp, micro-batch 2 x accumulation 4$", output, re.MULTILINE), output
+    assert re.search(r"^   fsdp +\S+ [KMG]iB ", output, re.MULTILINE), "the other strategies"
 
 
 @pytest.mark.slow
