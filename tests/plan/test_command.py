@@ -226,15 +226,15 @@ def test_what_is_offloaded_competes_and_the_host_memory_that_is_assumed_is_said(
 
 
 def test_more_host_memory_than_is_assumed_is_refused_and_the_key_that_says_otherwise_is_named(plan: Plan) -> None:
-    """All weights of 235B on one A10 want terabytes."""
-    huge = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a10")
+    """All weights of 235B on one A100 want terabytes."""
+    huge = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a100 80gb")
     huge = huge.replace("Qwen3-8B", "Qwen3-235B-A22B")
 
     done = plan(config=huge)
 
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
-    assert re.search(r"and 192.00 GB are assumed, as cluster.memory_gb is not set; set cluster.memory_gb: 4\d{3}", said)
+    assert re.search(r"and 192.00 GB are assumed, as cluster.memory_gb is not set; set cluster.memory_gb: 3\d{3}", said)
 
 
 def test_details_stand_below_the_answers_and_end_with_the_formulas(plan: Plan) -> None:
