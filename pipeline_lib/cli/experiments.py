@@ -45,8 +45,7 @@ def add_to(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="also show the plan with other values, such as cluster.nodes=4 cluster.internode_gbit_s=100; and with"
-        " documents of another mean length (weighted by tokens): workload.document_tokens=8192",
+        help="also show the plan with other values, such as cluster.nodes=4 workload.document_tokens=8192",
     )
     sub.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
     sub.set_defaults(command=plan, stage="plan")
