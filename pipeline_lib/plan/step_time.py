@@ -134,8 +134,9 @@ def ends_passes(case: Case, end: End) -> Passes:
 def _best_known(part: str, case: Case, end: End) -> Passes:
     formula, machine = _layer if part == "layer" else _ends, case.machine
     geometry, train, workload = case.geometry, case.train, case.workload
-    speeds = machine.speeds_in(workload.document_tokens, end)
-    computed = formula(geometry, train, speeds, workload.document_tokens, workload.supervised_fraction)
+    documents = workload.documents_at(end)
+    speeds = machine.speeds_in(documents, end)
+    computed = formula(geometry, train, speeds, documents, workload.supervised_fraction)
     found = _measured(part, geometry, train, machine)
     if found is None:
         return _as_its_like(part, case, end, computed)

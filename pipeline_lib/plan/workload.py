@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import CHOSEN_KEYS, Train
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.machine import Machine, Ranks
+from pipeline_lib.plan.machine import End, Machine, Ranks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 # Workload: the properties of the data that time and memory depend on, from the shards or assumed before they exist.
 
 
+_SHORT_DOCUMENT = 200.0  # tokens, as the questions and answers of instruction data have
+
+
 @dataclass(frozen=True)
 class Workload:
     """Blocks of `block_tokens` positions; fractions are relative to positions.
 
     `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which the cost of
     attention is proportional to. `blocks` and `epoch_blocks` are None while there is no data. `samples_per_block` is a
-    mean over the blocks that an epoch uses. With `is_assumed`, all but `block_tokens` is assumed.
+    mean over the blocks that an epoch uses. With `is_assumed`, all but `block_tokens` is assumed. `document_band` has
+    the least and the most that `document_tokens` may be, where that is assumed.
     """
 
     block_tokens: int
@@ -37,22 +41,33 @@ class Workload:
     validation_blocks: int = 0
     is_assumed: bool = False
     samples_per_block: float = 1.0
+    document_band: tuple[float, float] | None = None
 
     @staticmethod
     def assumed(config: Config) -> "Workload":
-        """Return the assumption before data is read: 98 % full, half supervised, documents a quarter of the limit."""
+        """Return the assumption before data is read: 98 % full, half supervised, documents a quarter of the limit.
+
+        They may be as short as short chats, or as long as the limit.
+        """
         block = config.shard.block_tokens
         longest = min(config.tokenize.max_tokens, block)
         document = max(1.0, longest / 4)
         samples = max(1.0, 0.98 * block / document)
-        return Workload(block, 0.98, 0.5, document, None, None, is_assumed=True, samples_per_block=samples)
+        band = (min(document, _SHORT_DOCUMENT), float(longest))
+        return Workload(block, 0.98, 0.5, document, None, None, 0, True, samples, band)
+
+    def documents_at(self, end: End) -> float:
+        """Return `document_tokens` at one end of its band; longer documents take longer."""
+        if self.document_band is None or end == End.EXPECTED:
+            return self.document_tokens
+        return self.document_band[0 if end == End.GOOD else 1]
 
     def with_documents(self, tokens: float) -> "Workload":
         """Return the workload with documents of another mean length, for what-if questions."""
         samples = self.samples_per_block
         if self.is_assumed:
             samples = max(1.0, self.real_fraction * self.block_tokens / tokens)
-        return replace(self, document_tokens=tokens, samples_per_block=samples)
+        return replace(self, document_tokens=tokens, samples_per_block=samples, document_band=None)
 
 
 # How layers are run, as far as memory and time depend on it, and which of those keys the plan chooses.

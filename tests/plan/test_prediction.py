@@ -570,3 +570,18 @@ def test_every_doubling_of_the_nodes_costs_a_wait_for_the_slowest() -> None:
 
     for nodes in (2, 16, 32):
         assert 0.975 < tokens_s(2 * nodes) / tokens_s(nodes) < 0.99
+
+
+def test_the_band_holds_all_lengths_that_assumed_documents_may_have() -> None:
+    """From chats of 200 tokens to whole blocks; as soon as a length is told, the band is that of the rates."""
+    assumed = replace(workload(32768, 8192.0), is_assumed=True, document_band=(200.0, 32768.0))
+    train = Train(strategy="fsdp", recompute="full", compile=True)
+
+    def step_s(data: Workload) -> Figure:
+        return predict_step(Case(QWEN3_8B, train, machine(), data, 64)).step_s
+
+    found = step_s(assumed)
+    for tokens in (200.0, 1000.0, 8192.0, 32768.0):
+        told = step_s(assumed.with_documents(tokens))
+        assert found.low <= told.low < told.high <= found.high
+        assert told.high / told.low < 0.75 * found.high / found.low
