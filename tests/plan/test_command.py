@@ -117,8 +117,8 @@ def test_the_length_of_documents_may_be_told_before_there_is_data(plan: Plan, tm
     """Of whole blocks attention takes longer; other keys may be changed with it."""
     done = plan("--what-if", "workload.document_tokens=2048", "train.seed=1")
     assert done.returncode == 0, done.stderr
-    step = next(line for line in done.stdout.splitlines() if line.startswith("step time"))
-    first, second = (float(text) for text in re.findall(r"([0-9.]+) m?s \(", step))
+    times = next(line for line in done.stdout.splitlines() if line.startswith("TIME"))
+    first, second = (float(text) for text in re.findall(r"([0-9.]+) s a step \(", times))
     assert second > first
     assert not (tmp_path / "results").exists()
 

@@ -142,7 +142,7 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
 
 
 def test_the_smallest_cluster_is_found_while_people_wait() -> None:
-    asked = wanted("qwen3-235b-a22b", "a10", 8, memory_gb=2000)
+    asked = wanted("qwen3-235b-a22b", "a100 40gb", 8, memory_gb=2000)
     start_s = time.process_time()
     assert "cluster.nodes 4" in (smallest_cluster(asked) or "")
     assert time.process_time() - start_s < 0.5

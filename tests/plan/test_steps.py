@@ -188,5 +188,5 @@ def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> 
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         shown = " ".join((done.stdout + done.stderr).split())
-        assert "about 10 optimizer steps (6 to 13), estimated from the first rows of the files" in shown
+        assert re.search(r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown)
         assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; 8 or" in shown
