@@ -560,7 +560,7 @@ def test_on_cpus_a_simpler_strategy_is_taken_than_the_one_that_formulas_of_gpus_
 
 
 def test_every_doubling_of_the_nodes_costs_a_wait_for_the_slowest() -> None:
-    """Llama's and MPT's public tables lose 2 to 4 % from 128 GPUs to 256."""
+    """MPT's public table for H100 loses 2 to 4 % from 128 GPUs to 256."""
 
     def tokens_s(nodes: int) -> float:
         train = Train(strategy="fsdp", micro_batch_blocks=4, compile=True)
