@@ -241,8 +241,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Stor
     """Show the plan of the config at `path`, and write it to RESULTS/NAME/plan.json unless a report is there.
 
     With `is_detailed` all figures and formulas follow. For a sweep, this is the plan of the first experiment. With
-    `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed; beside those of the config, DOCUMENTS is
-    the mean length of a document, weighted by tokens. A what-if plan is not written, nor is one that cannot be run.
+    `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed; beside those of the config, DOCUMENTS
+    is the mean length of a document, weighted by tokens. A what-if plan is not written, nor is one that cannot be run.
     Raise ConfigError after the plan if the run is impossible, and DataError if the model's sizes are not known here.
     """
     configs = load_configs(path)

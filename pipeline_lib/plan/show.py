@@ -523,7 +523,7 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     layer = parts["layer"]
     if layer.is_measured:
         return
-    geometry, speeds = setting.geometry, setting.machine.speeds()
+    geometry, speeds = setting.geometry, setting.machine.speeds_in(setting.workload.document_tokens)
     weights = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
     products = f"2 x {weights:.10g} / {speeds.matmul_flop_s:.6g}"
     products_s = 2 * weights / speeds.matmul_flop_s
