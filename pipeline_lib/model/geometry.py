@@ -59,6 +59,11 @@ _QWEN3: dict[str, _Size] = {
     "30b-a3b": (2048, 6144, 48, 32, 4, _QWEN3_VOCAB, False),
     "235b-a22b": (4096, 12288, 94, 64, 4, _QWEN3_VOCAB, False),
 }
+# The models' cards (30B's also counts its parameters), and for 480B slime's scripts/models/qwen3-coder-480B-A35B.sh.
+_QWEN3_CODER: dict[str, _Size] = {
+    "30b-a3b": _QWEN3["30b-a3b"],
+    "480b-a35b": (6144, 8192, 62, 96, 8, _QWEN3_VOCAB, False),
+}
 _QWEN2: dict[str, _Size] = {
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -68,7 +73,8 @@ _QWEN2: dict[str, _Size] = {
     "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False),
 }
-_EXPERT_WIDTHS = {"30b-a3b": 768, "235b-a22b": 1536}  # moe_intermediate_size; 128 experts, 8 for each token
+# num_experts and moe_intermediate_size; 8 experts compute each token.
+_EXPERTS = {"30b-a3b": (128, 768), "235b-a22b": (128, 1536), "480b-a35b": (160, 2560)}
 
 # For each series: its table of sizes, and for each variant the max_position_embeddings of each size that exists.
 _2507 = {"4b": 262144, "30b-a3b": 262144, "235b-a22b": 262144}
@@ -84,6 +90,7 @@ _SERIES: dict[str, tuple[dict[str, _Size], dict[str, dict[str, int]]]] = {
             "-thinking-2507": _2507,
         },
     ),
+    "qwen3-coder": (_QWEN3_CODER, {"-instruct": dict.fromkeys(_QWEN3_CODER, 262144)}),
     "qwen2.5": (
         _QWEN2,
         {
@@ -113,8 +120,9 @@ def published(name: str) -> dict[str, Any] | None:
 
 def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, Any]:
     hidden, intermediate, layers, heads, kv_heads, vocab, tied = values
+    is_qwen3 = series.startswith("qwen3")
     config: dict[str, Any] = {
-        "model_type": "qwen3" if series == "qwen3" else "qwen2",
+        "model_type": "qwen3" if is_qwen3 else "qwen2",
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -125,14 +133,15 @@ def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, 
         "tie_word_embeddings": tied,
         "use_sliding_window": False,
     }
-    if series == "qwen3":
+    if is_qwen3:
         config |= {"head_dim": 128, "attention_bias": False}
-    if size in _EXPERT_WIDTHS:
+    if size in _EXPERTS:
+        experts, width = _EXPERTS[size]
         config |= {
             "model_type": "qwen3_moe",
-            "num_experts": 128,
+            "num_experts": experts,
             "num_experts_per_tok": 8,
-            "moe_intermediate_size": _EXPERT_WIDTHS[size],
+            "moe_intermediate_size": width,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }

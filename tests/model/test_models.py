@@ -61,6 +61,18 @@ def test_parameters_are_those_of_the_model_card() -> None:
         assert found == pytest.approx(said, rel=0.012), name  # some cards cut off, and do not round
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "activated"),
+    [("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, 3.3), ("Qwen/Qwen3-Coder-480B-A35B-Instruct", 480, 35)],
+)
+def test_so_are_those_that_a_token_activates(name: str, total: float, activated: float) -> None:
+    geometry = Geometry.from_config(config_of(name))
+    embedding = geometry.vocab * geometry.hidden
+    assert geometry.parameters / 1e9 == pytest.approx(total, rel=0.005)
+    assert (geometry.matmul_parameters + embedding) / 1e9 == pytest.approx(activated, rel=0.02)
+    assert geometry.max_positions == 262_144
+
+
 def test_parameters_and_positions_are_those_that_were_published() -> None:
     assert {name: Geometry.from_config(config_of(name)).parameters for name in EXACT} == EXACT
     assert {name: Geometry.from_config(config_of(name)).max_positions for name in POSITIONS} == POSITIONS
