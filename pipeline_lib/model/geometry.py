@@ -160,6 +160,7 @@ PUBLISHED = {
 # Sizes of a Qwen model and the shapes of its parameters, from config.json and without building the model.
 
 SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
+PLANNED = ("llama", "mistral")  # have the layers of Qwen2 without biases: they are planned, and not trained
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
@@ -173,7 +174,7 @@ _MOST_OF_MANY, _MOST = 10_000, 2**31
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a Qwen2, Qwen3 or Qwen3-MoE model, in elements.
+    """The sizes of a Qwen2, Qwen3 or Qwen3-MoE model, in elements; or of one of PLANNED, if `is_trained` is false.
 
     Layers whose numbers are in `expert_layers` have `experts` experts, of which each token uses `experts_per_token`.
     All other layers have one MLP of width `intermediate`. `rope` is the config's `model.rope`, which `max_positions`
@@ -197,30 +198,37 @@ class Geometry:
     expert_intermediate: int = 0
     rope: Rope | None = None
     scaling: str = ""
+    is_trained: bool = True
 
     @staticmethod
-    def from_folder(folder: Path) -> "Geometry":
-        """Read `folder/config.json`. Raises DataError if it is unreadable, malformed, or of an unsupported model."""
+    def from_folder(folder: Path, may_be_planned: bool = False) -> "Geometry":
+        """Read `folder/config.json`. Raises DataError if it is unreadable, malformed, or of an unsupported model.
+
+        With `may_be_planned`, models of PLANNED are supported too.
+        """
         path = folder / "config.json"
         try:
             config = dict(read_json(path))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: not the config.json of a model ({error})") from error
-        return Geometry.checked(config, str(path))
+        return Geometry.checked(config, str(path), may_be_planned)
 
     @staticmethod
-    def checked(config: dict[str, Any], origin: str) -> "Geometry":
+    def checked(config: dict[str, Any], origin: str, may_be_planned: bool = False) -> "Geometry":
         """Read the config.json `config`, which came from anywhere and is called `origin` in messages.
 
         Raises DataError if it is malformed or of an unsupported model.
         """
-        if config.get("model_type") not in SUPPORTED:
+        if config.get("model_type") not in (*SUPPORTED, *(PLANNED if may_be_planned else ())):
             text = f"{origin}: model_type {short(config.get('model_type'))} is not one of {', '.join(SUPPORTED)}"
             is_mixed = any(key in config for key in _OF_MEDIA)
             media = ": it takes pictures, video or sound beside text, and only text is trained on" if is_mixed else ""
             raise DataError(f"{text}{media}; name a text model of the Qwen2, Qwen2.5 or Qwen3 series")
-        if config.get("use_sliding_window"):
-            raise DataError(f"{origin}: use_sliding_window is true, and packed blocks support whole documents only")
+        is_mistral = config["model_type"] == "mistral" and config.get("sliding_window")
+        if config.get("use_sliding_window") or is_mistral:
+            key = "sliding_window" if is_mistral else "use_sliding_window"
+            value = str(config[key]).lower()
+            raise DataError(f"{origin}: {key} is {value}, and packed blocks support whole documents only")
         try:
             if problem := next(_malformed(config), None):
                 raise DataError(f"{origin}: {problem}")
@@ -240,7 +248,7 @@ class Geometry:
         expert_layers = [layer for layer in range(layers) if experts and layer not in plain and (layer + 1) % step == 0]
         # Qwen2's q, k and v always have a bias; later models have one in all four of attention, or none.
         biased: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-        if kind != "qwen2":
+        if kind != "qwen2":  # Mistral's config has no such key
             biased = (*biased, "o_proj") if config.get("attention_bias") else ()
         return Geometry(
             vocab=config["vocab_size"],
@@ -253,12 +261,13 @@ class Geometry:
             tied=bool(config.get("tie_word_embeddings", False)),
             max_positions=positions_in(config),
             biased=biased,
-            normed_heads=kind != "qwen2",
+            normed_heads=kind not in ("qwen2", *PLANNED),
             expert_layers=frozenset(expert_layers),
             experts=int(experts),
             experts_per_token=config["num_experts_per_tok"] if has_experts else 0,
             expert_intermediate=config["moe_intermediate_size"] if has_experts else 0,
             scaling=scaling_type(config),
+            is_trained=kind in SUPPORTED,
         )
 
     def stretched(self, rope: Rope | None) -> "Geometry":

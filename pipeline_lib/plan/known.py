@@ -50,7 +50,10 @@ class Blocks:
 
 
 def geometry_of(config: Config, store: Store) -> Geometry:
-    """Return the sizes of the config's model. Raise DataError if they are not known here or the kind is unsupported."""
+    """Return the sizes of the config's model, which may be one that is only planned.
+
+    Raise DataError if they are not known here, or if the kind is not even planned.
+    """
     found = find_geometry(config, store)
     if found is not None:
         return found
@@ -75,7 +78,7 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
     model = config.model
     if isinstance(model, LocalModel):
         folder = Path(model.path)
-        return Geometry.from_folder(folder) if (folder / "config.json").is_file() else None
+        return Geometry.from_folder(folder, may_be_planned=True) if (folder / "config.json").is_file() else None
     # The model's key does not depend on the data, so data that is not known yet is left out.
     alone = config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
     if sealed := _sealed(alone, store, "model"):
@@ -158,7 +161,7 @@ def _looked_up(model: HubModel, store: Store) -> Geometry | None:
     config = entry.get("config")
     if not isinstance(config, dict):
         return None
-    geometry = Geometry.checked(config, f"{where}: config.json")
+    geometry = Geometry.checked(config, f"{where}: config.json", may_be_planned=True)
     if config.get("quantization_config"):
         raise DataError(
             f"{where}: its weights are quantized (quantization_config in its config.json), and training starts from "

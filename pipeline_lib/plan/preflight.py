@@ -30,7 +30,7 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import cut, how_to_install
 from pipeline_lib.core.units import gigabytes
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.geometry import PLANNED, SUPPORTED, Geometry
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
 from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
@@ -57,6 +57,7 @@ from pipeline_lib.plan.workload import Workload
 # They cost milliseconds, load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 
 
+_PLANNED_ONLY = f"models of type {' and '.join(PLANNED)} are planned here, and only {', '.join(SUPPORTED)} are trained"
 _LOOKED_AT_FILES = 100  # of a source, so that `check` stays fast on slow disks
 
 
@@ -122,7 +123,11 @@ def _known(config: Config, store: Store) -> _Known:
         geometry = find_geometry(config, store)
     except (DataError, OSError) as error:
         wrong.append(f"{model_key(config.model)}: {error}")
-    wrong += [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
+    of_model = [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
+    wrong += of_model
+    if geometry is not None and not geometry.is_trained:
+        wrong += [] if of_model else [f"{model_key(config.model)}: {_PLANNED_ONLY}"]
+        geometry = None
     if geometry is not None:
         wrong += geometry.problems(config.train, config.shard.block_tokens)
         try:
@@ -265,8 +270,9 @@ def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Stor
     for text in (*warnings_of(shown), *long_evaluations(shown, store)):
         say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
-        run = run_of(question_of(config, store))
-        for problem in (*too_little_disk(run, config, store), *later_problems(run)):
+        question = question_of(config, store)
+        run, untrained = run_of(question), () if question.geometry.is_trained else (_PLANNED_ONLY,)
+        for problem in (*untrained, *too_little_disk(run, config, store), *later_problems(run)):
             say(f"\nthe training would be refused: {problem}")
     if not what_if and found.refusal is None:
         kept = RESULTS / config.experiment / PLAN_NAME

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
@@ -32,6 +40,8 @@ CONFIGS = {
     "qwen3-bias": Qwen3Config(**SMALL, attention_bias=True, tie_word_embeddings=True),
     "moe": Qwen3MoeConfig(**SMALL, **EXPERTS, **HEADS),
     "moe-every-second": Qwen3MoeConfig(**SMALL, **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "llama": LlamaConfig(**SMALL, attention_bias=True),
+    "mistral": MistralConfig(**SMALL, sliding_window=None, head_dim=16),
 }
 
 

@@ -68,7 +68,8 @@ def test_the_sizes_are_known_from_kilobytes_and_looked_up_once(
 
 
 UNUSABLE = {
-    "another architecture": (files_of({"model_type": "llama"}), "model_type 'llama' is not one of qwen2, qwen3"),
+    "another architecture": (files_of({"model_type": "gemma2"}), "model_type 'gemma2' is not one of qwen2, qwen3"),
+    "a sliding window": (files_of({"model_type": "mistral", "sliding_window": 4096}), "sliding_window is 4096"),
     "pictures": (files_of({"model_type": "qwen3_vl", "vision_config": {}}), "it takes pictures, video or sound"),
     "quantized": (files_of({**QWEN, "quantization_config": {"quant_method": "awq"}}), "its weights are quantized"),
     "sizes are missing": (files_of({"model_type": "qwen3"}), "config.json: lacks 'num_attention_heads'"),
@@ -96,6 +97,24 @@ def test_what_cannot_be_trained_is_refused_before_the_download(
         geometry_of(config, store)
     assert len(hub.requests) == asked
     assert hub.sent_bytes("/cdn/") == 0
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
+LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+
+
+@pytest.mark.parametrize("source", HUBS)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_what_others_train_is_planned_and_refused_as_a_training(
+    hub: FakeHub, store: Store, source: str, kind: str
+) -> None:
+    hub.add("model", NAME, files_of({**LLAMA, "model_type": kind}))
+    config = config_of(source)
+    learned(config, store)
+    assert geometry_of(config, store).parameters == 8_030_261_248  # as Llama-3.1-8B's card says, without its buffers
+    with pytest.raises(ConfigError, match="models of type llama and mistral are planned here, and only qwen2, "):
+        refuse_wrong(config, store)
 
 
 @pytest.mark.parametrize("source", HUBS)

@@ -113,6 +113,19 @@ def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> Non
     assert not (tmp_path / "results").exists()
 
 
+def test_a_model_that_others_train_is_planned_with_a_word_on_it(plan: Plan, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 1024, **sizes}))
+    config = BIG.replace("{source: modelscope, name: Qwen/Qwen3-8B}", "{source: local, path: base}")
+    done = plan(config=config.replace("4096}", "2048}"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("plan of big: 43,258,368 parameters")
+    assert "\nthe training would be refused: models of type llama and mistral are planned here, and only qwen2, " in (
+        done.stdout
+    )
+
+
 def test_the_length_of_documents_may_be_told_before_there_is_data(plan: Plan, tmp_path: Path) -> None:
     """Of whole blocks attention takes longer; other keys may be changed with it."""
     done = plan("--what-if", "workload.document_tokens=2048", "train.seed=1")
