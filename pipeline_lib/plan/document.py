@@ -509,7 +509,8 @@ def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
         fractions = (
             f"{100 * workload.supervised_fraction:.0f} % supervised in blocks {100 * workload.real_fraction:.0f} % full"
         )
-        yield f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
+        told = workload.document_band is None  # as a what-if question may
+        yield fractions if told else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
     if machine is None:
         return
     if machine.is_host_assumed:

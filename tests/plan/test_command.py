@@ -133,6 +133,8 @@ def test_the_length_of_documents_may_be_told_before_there_is_data(plan: Plan, tm
     times = next(line for line in done.stdout.splitlines() if line.startswith("TIME"))
     first, second = (float(text) for text in re.findall(r"([0-9.]+) s a step \(", times))
     assert second > first
+    assert "documents of 1,024 tokens" in done.stdout
+    assert "documents of 2,048 tokens" not in done.stdout  # nobody assumes it
     assert not (tmp_path / "results").exists()
 
 
