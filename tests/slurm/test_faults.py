@@ -98,17 +98,18 @@ def _told(process: psutil.Process) -> str:
 
 @pytest.mark.timeout(1200)
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
-    """It asks for a minute, in which it cannot be done, and saves half a minute before that is over."""
+    """It asks for a minute, in which it cannot be done, and saves half a minute before that is over.
+
+    That the weights come out the same, test_srun.py sees after the same warning.
+    """
     project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
     project.edit("epochs: 12", "epochs: 55")
-    other = project.copy_to(project.root.parent / "undisturbed")
-    other.edit("nodes: 2, runtime_minutes: 1, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
     started = project.start_training()
     job = project.job()
     project.wait_for_event("run.requeued")
     slurm.wait_for(job, "PENDING", 60)
-    slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")  # for the test to end soon
-    completed(started, project, slurm, 700)
+    slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")  # for the next attempt to be the last
+    wait_for_attempt(2, started, project, slurm)
     requeued = project.events("run.requeued")
     assert 1 <= len(requeued) == slurm.restarts(job) <= 6
     assert {event["job"] for event in requeued} == {job}
@@ -116,8 +117,8 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     assert saved == [event["step"] for event in project.events("run.resumed")]
     assert project.steps_done() == list(range(1, project.steps_done()[-1] + 1))  # no step was made twice
     assert project.slurm_log(job).count("will be queued again") == len(requeued)  # the log is that of all attempts
-    other.snakemake(other.target("train"))
-    assert project.trained_weights() == other.trained_weights()
+    slurm.call("scancel", str(job))
+    assert ended(started, project, slurm) == 1
 
 
 @pytest.mark.timeout(1200)

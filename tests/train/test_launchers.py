@@ -22,7 +22,7 @@ def stage(arena: Arena) -> Callable[..., Stage]:
 
 
 def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable[..., Path]) -> None:
-    """As accelerate and deepspeed do in jobs of SLURM and on several hosts, which tests/slurm and tests/hosts see."""
+    """As accelerate and deepspeed do in jobs of SLURM, which tests/slurm sees."""
     made = stage("torchrun")
     assert made.run() == 0, made.output
 
