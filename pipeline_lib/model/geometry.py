@@ -224,11 +224,10 @@ class Geometry:
             is_mixed = any(key in config for key in _OF_MEDIA)
             media = ": it takes pictures, video or sound beside text, and only text is trained on" if is_mixed else ""
             raise DataError(f"{text}{media}; name a text model of the Qwen2, Qwen2.5 or Qwen3 series")
-        is_mistral = config["model_type"] == "mistral" and config.get("sliding_window")
-        if config.get("use_sliding_window") or is_mistral:
-            key = "sliding_window" if is_mistral else "use_sliding_window"
-            value = str(config[key]).lower()
-            raise DataError(f"{origin}: {key} is {value}, and packed blocks support whole documents only")
+        window = "sliding_window" if config["model_type"] == "mistral" else "use_sliding_window"
+        if config.get(window):
+            value = str(config[window]).lower()
+            raise DataError(f"{origin}: {window} is {value}, and packed blocks support whole documents only")
         try:
             if problem := next(_malformed(config), None):
                 raise DataError(f"{origin}: {problem}")

@@ -126,7 +126,8 @@ def _known(config: Config, store: Store) -> _Known:
     of_model = [problem for problem in _of_model(config, is_trained=False) if problem not in wrong]
     wrong += of_model
     if geometry is not None and not geometry.is_trained:
-        wrong += [] if of_model else [f"{model_key(config.model)}: {_PLANNED_ONLY}"]
+        if not of_model:  # else they say it
+            wrong.append(f"{model_key(config.model)}: {_PLANNED_ONLY}")
         geometry = None
     if geometry is not None:
         wrong += geometry.problems(config.train, config.shard.block_tokens)

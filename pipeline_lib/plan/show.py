@@ -136,7 +136,7 @@ def _answers(plan: PlanDocument) -> list[Row]:
 def _fit(plan: PlanDocument) -> str:
     """Return the memory that a rank and the host of a node need, of what they have."""
     machine, memory, device_bytes = plan.machine, plan.chosen_memory, plan.machine.gpu_memory_bytes
-    needed = known(memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes)  # CPUs need no reserve
+    needed = _needed_bytes(plan, memory)
     text = f"{gib(needed)} a {'GPU' if plan.cluster.is_gpu else 'rank'}"
     if device_bytes:
         free = 1 - needed / device_bytes
@@ -311,18 +311,20 @@ def _network(plan: PlanDocument) -> list[Row]:
 def _memory(plan: PlanDocument) -> list[Row]:
     is_gpu, memory = plan.cluster.is_gpu, plan.chosen_memory
     sizes = {part: getattr(memory, f"{part}_bytes") for part in PARTS if is_gpu or part != "reserve"}
-    total = known(memory.total_bytes if is_gpu else memory.allocated_bytes)  # only GPUs need the reserve
-    whole = max(total, plan.machine.gpu_memory_bytes or 0)
+    whole = max(_needed_bytes(plan, memory), plan.machine.gpu_memory_bytes or 0)
     peak = f"{_needed(plan, memory, plan.prediction)} a {'GPU' if is_gpu else 'rank'}; peak {memory.moment}"
     return [("memory", peak), *_bars("", sizes, whole, gib)]
 
 
 def _needed(plan: PlanDocument, memory: Memory, predicted: Prediction) -> str:
-    if not plan.cluster.is_gpu:
-        return gib(known(memory.allocated_bytes))
-    if predicted.step_s.value is None:
-        return gib(known(memory.total_bytes))
-    return banded(predicted.needed_memory_bytes, gib)
+    if plan.cluster.is_gpu and predicted.step_s.value is not None:
+        return banded(predicted.needed_memory_bytes, gib)
+    return gib(_needed_bytes(plan, memory))
+
+
+def _needed_bytes(plan: PlanDocument, memory: Memory) -> int:
+    """Return the bytes that a rank needs; only GPUs need the reserve."""
+    return known(memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes)
 
 
 def _disk(plan: PlanDocument) -> list[Row]:
@@ -369,8 +371,7 @@ def _strategies(plan: PlanDocument) -> Table:
     for name in (chosen, *others, *sorted(plan.words.verdicts.keys() - found.keys())):
         needed, took = "", ""
         if name in found:
-            memory = plan.memory[name]
-            needed = gib(memory.total_bytes if plan.cluster.is_gpu else memory.allocated_bytes)
+            needed = gib(_needed_bytes(plan, plan.memory[name]))
             took = banded(found[name].step_s, brief)
         table.add_row("*" if name == chosen else "", name, needed, took, plan.words.verdicts.get(name, ""))
     return table

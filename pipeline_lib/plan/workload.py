@@ -52,9 +52,17 @@ class Workload:
         block = config.shard.block_tokens
         longest = min(config.tokenize.max_tokens, block)
         document = max(1.0, longest / 4)
-        samples = max(1.0, 0.98 * block / document)
-        band = (min(document, _SHORT_DOCUMENT), float(longest))
-        return Workload(block, 0.98, 0.5, document, None, None, 0, True, samples, band)
+        return Workload(
+            block_tokens=block,
+            real_fraction=0.98,
+            supervised_fraction=0.5,
+            document_tokens=document,
+            blocks=None,
+            epoch_blocks=None,
+            is_assumed=True,
+            samples_per_block=max(1.0, 0.98 * block / document),
+            document_band=(min(document, _SHORT_DOCUMENT), float(longest)),
+        )
 
     def documents_at(self, end: End) -> float:
         """Return `document_tokens` at one end of its band; longer documents take longer."""

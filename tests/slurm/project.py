@@ -89,13 +89,13 @@ class SlurmProject(Project):
         """Steps of all attempts, as they were made."""
         return [row["step"] for row in self.rows()]
 
-    def wait_for_step(self, step: int, attempt: int = 1) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Until an attempt has made `step`."""
 
         def is_there() -> bool:
-            return any(row["step"] >= step and row["attempt"] >= attempt for row in self.rows())
+            return any(done >= step for done in self.steps_done())
 
-        until(is_there, f"step {step} of attempt {attempt}", lambda: self.said() + self.job_log())
+        until(is_there, f"step {step}", lambda: self.said() + self.job_log())
 
     def wait_for_event(self, name: str) -> None:
         """Until there is an event of that name."""
