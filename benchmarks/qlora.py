@@ -7,6 +7,7 @@ Each case runs in a process of its own. Weights are random, but for `quality`, w
 """
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -238,6 +239,7 @@ def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
     rows = row_blocks(case, tokenizer)
     held_out, learned = rows[:HELD_OUT_BLOCKS], rows[HELD_OUT_BLOCKS:]
     for name, settings in WAYS.items():
+        gc.collect()  # the model before may hold itself
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

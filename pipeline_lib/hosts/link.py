@@ -27,6 +27,7 @@ NO_FOLDER, NO_PYTHON = 121, 122  # exit codes of the remote shell
 _SSH_FAILED = 255
 _KEPT_LINES = 20
 _END_S = 5.0
+_LAST_WORDS_S = 1.0  # a child of the agent can hold its stderr open
 # Each link has a connection of its own, without the user's forwardings; the rest is up to ~/.ssh/config.
 _SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", "ClearAllForwardings=yes")
 _SSH_ALONE = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
@@ -60,6 +61,7 @@ class Link:
     channel: Channel
     process: "subprocess.Popen[bytes] | None" = None
     errors: list[str] = field(default_factory=list)
+    _reading_errors: threading.Thread | None = None
 
     def send(self, what: str, **fields: Any) -> None:
         """Tell the agent to do `what`."""
@@ -87,6 +89,8 @@ class Link:
             code = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return f"the connection has ended: {reason}"
+        if self._reading_errors is not None:
+            self._reading_errors.join(_LAST_WORDS_S)
         said = redact(self.errors[-1]) if self.errors else ""
         if code == NO_FOLDER:
             return f"there is no folder {Path.cwd()} on it: share this folder, or make it there with the same path"
@@ -129,9 +133,9 @@ def connect(host: str, setup: Sequence[str]) -> Link:
     if reader is None or writer is None:
         raise HostLost(host, "its agent has no pipes")
     errors: list[str] = []
-    link = Link(host, Channel(reader, writer, noise=errors.append), process, errors=errors)
-    threading.Thread(target=_keep_errors, args=(process.stderr, errors), daemon=True).start()
-    return link
+    reading = threading.Thread(target=_keep_errors, args=(process.stderr, errors), daemon=True)
+    reading.start()
+    return Link(host, Channel(reader, writer, noise=errors.append), process, errors, reading)
 
 
 def _remote(setup: Sequence[str]) -> str:

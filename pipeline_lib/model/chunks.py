@@ -48,7 +48,7 @@ def in_chunks(
         between = attend(layer, hidden, *args, **kwargs)
         # The empty tensor makes a node of the graph in any case, which keeps `between` before the chunks are computed.
         kept = _Kept.apply(torch.empty(0, requires_grad=True), between)  # type: ignore[no-untyped-call]
-        return _FedForward.apply(feed, layer, kept.grad_fn, has_random, between, *_trained(layer))  # type: ignore[no-untyped-call]
+        return _FedForward.apply(feed, layer, [kept], has_random, between, *_trained(layer))  # type: ignore[no-untyped-call]
 
     return forward
 
@@ -73,8 +73,15 @@ class _FedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, feed: Callable[..., Tensor], layer: Any, kept: Any, has_random: bool, between: Tensor, *_: Tensor
+        ctx: Any,
+        feed: Callable[..., Tensor],
+        layer: Any,
+        kept: list[Tensor],
+        has_random: bool,
+        between: Tensor,
+        *_: Tensor,
     ) -> Tensor:
+        # The tensor, not its node alone: up to torch 2.11 a node frees what it keeps when its last tensor is gone.
         ctx.feed, ctx.layer, ctx.kept = feed, layer, kept
         ctx.again = _Again(between.device, has_random)
         rows = between.flatten(0, -2)
@@ -88,10 +95,9 @@ class _FedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.kept is None:
+        if not ctx.kept:
             raise RuntimeError("the layer's chunks have been used; run the forward pass again")
-        [between] = ctx.kept.saved_tensors  # computes the first half of the layer again
-        ctx.kept = None  # with which the layer's input is freed
+        [between] = ctx.kept.pop().grad_fn.saved_tensors  # computes the first half again, and frees the layer's input
         rows, of_output = between.flatten(0, -2), gradient.flatten(0, -2)
         wants_rows, parameters = ctx.needs_input_grad[4], _trained(ctx.layer)
         of_rows = torch.empty_like(rows) if wants_rows else None
