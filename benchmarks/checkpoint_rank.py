@@ -21,7 +21,7 @@ from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.memory import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
@@ -213,7 +213,7 @@ def main() -> None:
     world = World.from_env(os.environ, "cuda" if torch.cuda.is_available() else "cpu")
     told: list[dict[str, Any]] = []
     events = EventLog(None, (lambda _, fields: told.append(fields),))
-    batch = batch_of_documents(given["tokens"], 1000, 0.5, Geometry.from_folder(folder).vocab)
+    batch = batch_of_documents(given["tokens"], 1000, 0.5, read_geometry(folder).vocab)
     with process_group(world, TIMEOUT_S):
         stepper = random_stepper(folder, train, 1, world)
         trained = sum(getattr(p, "ds_numel", p.numel()) for p in stepper.wrapped.parameters() if p.requires_grad)

@@ -31,6 +31,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.attention import packed_attention
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import LOGITS_AT_ONCE, predict
@@ -111,7 +112,7 @@ def run(case: Case, out: Path) -> dict[str, Any]:
     world = World.from_env(os.environ, "cuda" if torch.cuda.is_available() else "cpu")
     try:
         if case.kind == "parts":
-            return parts(case, Geometry.from_folder(folder), world.device)
+            return parts(case, read_geometry(folder), world.device)
         with process_group(world, 240):
             return timed_steps(case, folder, world)
     except torch.OutOfMemoryError as error:
@@ -120,7 +121,7 @@ def run(case: Case, out: Path) -> dict[str, Any]:
 
 def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
     """Seconds, memory and MFU of steps of one micro-batch, after one pass that compiles and is discarded."""
-    train, geometry = case.train(), Geometry.from_folder(folder)
+    train, geometry = case.train(), read_geometry(folder)
     stepper = random_stepper(folder, train, 1, world)
     batch = batch_of_documents(case.tokens, case.tokens, SUPERVISED, geometry.vocab)
     begun_s = time.perf_counter()

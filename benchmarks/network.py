@@ -26,7 +26,7 @@ from benchmarks.sizes import config_json
 from benchmarks.train.cases import parsed
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.units import brief, gbit_per_s
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import geometry_in
 from pipeline_lib.plan.predict import Prediction
 
 SILENCE_S = 150.0
@@ -137,7 +137,7 @@ def place_of(row: Row) -> str:
 def bench_of(arguments: argparse.Namespace, nodes: Nodes, links: Sequence[Row], is_gpu: bool) -> Bench:
     """What all cases share, the network as it was measured."""
     gpu = arguments.gpu if is_gpu else None
-    path = measured_of(arguments.measured, Geometry.from_config(config_json(arguments.size)), "full")
+    path = measured_of(arguments.measured, geometry_in(config_json(arguments.size)), "full")
     machines = {
         row["gbit_s"]: with_link(machine_for(nodes.count, nodes.gpus, gpu, path, internode_gbit_s=row["gbit_s"]), row)
         for row in links

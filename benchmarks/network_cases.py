@@ -10,6 +10,7 @@ from benchmarks.sizes import config_json
 from pipeline_lib.calibrate.run import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
+from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Rate
 from pipeline_lib.plan.predict import Prediction
@@ -140,7 +141,7 @@ class Bench:
 
     def _predict(self, strategy: Strategy, gbit_s: float | None, accumulation: int) -> Prediction:
         blocks, machine = self.micro * accumulation, self.machines[gbit_s]
-        geometry = Geometry.from_config(config_json(self.size, self.config))
+        geometry = geometry_in(config_json(self.size, self.config))
         workload = workload_of(self.block_tokens, blocks, machine.ranks)
         machine = known_layers(machine, geometry)
         return Setting(geometry, machine, workload, blocks * machine.ranks, None).predict(self.train(strategy))

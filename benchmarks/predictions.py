@@ -28,6 +28,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.model.batch import Batch
+from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of, read_measured
@@ -105,7 +106,7 @@ class Bench:
 
     def setting(self, size: str, method: str) -> Setting:
         """What the plan is asked about models of that size, on this machine as it was measured with such a model."""
-        geometry = Geometry.from_config(config_json(size))
+        geometry = geometry_in(config_json(size))
         machine = machine_for(1, self.ranks, self.gpu, measured_of(self.measured, geometry, method))
         workload = workload_of(BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), self.ranks)
         return Setting(geometry, machine, workload, blocks_of_rank(size) * self.ranks, None)

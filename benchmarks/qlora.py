@@ -35,7 +35,7 @@ from pipeline_lib.data.demo import conversations
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import Batch, loss_sum, make_batch
 from pipeline_lib.model.build import build_trainable
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.weights import base_parameters, load_weights, materialise, put
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
@@ -157,7 +157,7 @@ def run(case: Case, out: Path) -> dict[str, Any]:
 
 def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
     """Seconds and memory of steps of one micro-batch of `case.tokens` tokens, half of them supervised."""
-    train, geometry = case.train(), Geometry.from_folder(folder)
+    train, geometry = case.train(), read_geometry(folder)
     context = capped(case, world)
     stepper = random_stepper(folder, train, 2, world)
     batch = batch_of_documents(case.tokens, DOCUMENT_TOKENS, 0.5, geometry.vocab)

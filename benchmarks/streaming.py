@@ -29,7 +29,7 @@ from pipeline_lib.evaluate.stage import score
 from pipeline_lib.export.merge import Entry, export, plan_fold, write_tensors
 from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import build_trainable, load_base
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS
 from pipeline_lib.train.checkpoint import save_tensors
@@ -53,7 +53,7 @@ def write_model(folder: Path, size: str, layers: int | None) -> int:
     folder.mkdir(parents=True)
     write_json(folder / "config.json", model_config(size, layers))
     files: list[list[Entry]] = [[]]
-    for name, shape in Geometry.from_folder(folder).shapes().items():
+    for name, shape in read_geometry(folder).shapes().items():
         if sum(entry.size_bytes for entry in files[-1]) > SHARD_BYTES:
             files.append([])
         files[-1].append(Entry(name, shape, torch.bfloat16))
@@ -115,7 +115,7 @@ def evaluate(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     is_gpu, start_s = device().type == "cuda", time.monotonic()
     size_bytes = write_model(folder / "model", given.size, given.layers)
     found: dict[str, Any] = {"model_bytes": size_bytes, "write_s": time.monotonic() - start_s}
-    vocabulary = Geometry.from_folder(folder / "model").vocab
+    vocabulary = read_geometry(folder / "model").vocab
     blocks = blocks_of(given.blocks, given.tokens, vocabulary)
     if given.cold:
         forget(folder / "model")

@@ -24,7 +24,8 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.batch import Batch
-from pipeline_lib.model.geometry import Geometry, step_flops
+from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.model.loss import LossHead
 from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World, process_group
@@ -165,7 +166,7 @@ def _mfu(folder: Path, train: Train, results: list[Any], step_s: float, world: W
     tokens, squares = (
         int(statistics.median(getattr(result, field) for result in results)) for field in ("tokens", "squared_lengths")
     )
-    flops = step_flops(Geometry.from_folder(folder), train, tokens, squares)
+    flops = step_flops(read_geometry(folder), train, tokens, squares)
     most = possible * world.size * step_s
     return {"mfu": flops.causal / most, "mfu_full": flops.full_attention / most}
 

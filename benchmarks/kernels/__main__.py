@@ -23,7 +23,7 @@ from benchmarks.kernels.report import Report
 from benchmarks.kernels.summary import rows_of, summarise
 from benchmarks.kernels.update import measure_update
 from pipeline_lib.core.files import write_json
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.machine import Gpu, find_gpu
 from pipeline_lib.train.dist import World, process_group
 
@@ -42,7 +42,7 @@ def main(given: Sequence[str] | None = None) -> None:
     config = published(f"qwen3-{arguments.size}")
     if config is None:
         raise SystemExit(f"--size {arguments.size}: no published Qwen3")
-    report = Report(clock, _gpu(is_gpu), Geometry.from_config(config), arguments.tokens, world.is_first)
+    report = Report(clock, _gpu(is_gpu), geometry_in(config), arguments.tokens, world.is_first)
     torch.manual_seed(world.rank)
     groups: dict[str, Callable[[], None]] = {
         "products": lambda: measure_products(report),

@@ -17,7 +17,7 @@ from benchmarks.train.documents import documents_of
 from benchmarks.train.ours import batches_of
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.units import GIB
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import geometry_in
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
 
@@ -31,7 +31,7 @@ def foreseen(row: dict[str, Any], gpu: str | None, changes: Sequence[str], field
     variant = row["side"].removeprefix(OURS).removeprefix(": ")
     train = train_settings(case, [*changes, *variant.split(",")] if variant else changes)
     blocks = case.rank_blocks * row["ranks"]
-    geometry = Geometry.from_config(model_config(case.size, case.layers))
+    geometry = geometry_in(model_config(case.size, case.layers))
     taken = [documents for rank in range(row["ranks"]) for documents in documents_of(case, rank, STEPS)]
     batches = [batch for documents in taken for batch in batches_of(case, documents, train.micro_batch_blocks)]
     workload = workload_in(batches, case.block_tokens)

@@ -9,7 +9,8 @@ from benchmarks.train.cases import Case
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.rank import WARM_UP_STEPS
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.geometry import Geometry, StepFlops, step_flops
+from pipeline_lib.model.families import geometry_in
+from pipeline_lib.model.geometry import StepFlops, step_flops
 from pipeline_lib.plan.machine import peak_flops
 
 FLOPS = "the same for all sides: no padding, no recomputation, the head for supervised tokens only, r=16 adapters"
@@ -75,7 +76,7 @@ def _mfu(case: Case, ranks: int, gpu: str, steps: int, seconds: Sequence[float])
 
 def _work(case: Case, lengths: Sequence[int]) -> StepFlops:
     """Of documents of those lengths: the first token of each is predicted by nothing."""
-    geometry = Geometry.from_config(model_config(case.size, case.layers))
+    geometry = geometry_in(model_config(case.size, case.layers))
     train = Train.model_validate({"method": case.method, "precision": case.precision})
     predicted = sum(length - max(1, int(length * case.supervised_from)) for length in lengths)
     return step_flops(geometry, train, sum(lengths), sum(length**2 for length in lengths), predicted)

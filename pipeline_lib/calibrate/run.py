@@ -72,7 +72,7 @@ def with_layers(geometry: Geometry, layers: int) -> Geometry:
 
 
 def config_json(geometry: Geometry) -> dict[str, Any]:
-    """Return a config.json for `geometry`, the inverse of `Geometry.from_config`.
+    """Return a config.json for `geometry`, the inverse of `geometry_of`.
 
     Either all layers of `geometry` must have experts, or none.
     """

@@ -22,7 +22,7 @@ from pipeline_lib.data.documents import Document, first_answer, prompt_length, q
 from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
 from pipeline_lib.model.build import load_plain
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
 from pipeline_lib.report.results import Prompts
 from pipeline_lib.train.staging import host_free_bytes
@@ -44,14 +44,14 @@ def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.devic
 
     Raises DataError if the folder's config.json is invalid.
     """
-    geometry, free = Geometry.from_folder(folder), free_gpus()
+    geometry, free = read_geometry(folder), free_gpus()
     return torch.device("cuda" if free and gpus_to_hold(geometry, free[0], dtype.itemsize) == 1 else "cpu")
 
 
 def answers_here(folder: Path, settings: Evaluate) -> Answers:
     """Return how the model in `folder` can answer with the memory that is free here."""
     free = free_gpus()
-    return plan_answers(Geometry.from_folder(folder), settings, len(free), min(free, default=0), host_free_bytes())
+    return plan_answers(read_geometry(folder), settings, len(free), min(free, default=0), host_free_bytes())
 
 
 def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:

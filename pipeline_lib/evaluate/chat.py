@@ -32,8 +32,8 @@ from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate,
 from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record, settings_in
 from pipeline_lib.lineage.trace import store_of
 from pipeline_lib.model.build import load_plain
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train.staging import host_free_bytes
 
 # Loading of a model where it has room.
@@ -53,7 +53,7 @@ def place_for(folder: Path) -> Place:
 
     Raises DataError if there is too little memory.
     """
-    parameters, host_bytes = Geometry.from_folder(folder).parameters, host_free_bytes()
+    parameters, host_bytes = read_geometry(folder).parameters, host_free_bytes()
     if not torch.cuda.is_available():
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             if parameters * dtype.itemsize <= host_bytes:
@@ -216,7 +216,7 @@ class Chat:
     @cached_property
     def max_positions(self) -> int:
         """The most tokens that the model can attend to, those of the answer included."""
-        return Geometry.from_folder(self.folder).max_positions
+        return read_geometry(self.folder).max_positions
 
     def ask(self, question: str) -> bool:
         """Answer `question` as the next one of the conversation; return False if Ctrl-C stopped the answer.

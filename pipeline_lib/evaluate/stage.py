@@ -39,8 +39,8 @@ from pipeline_lib.evaluate.answers import (
 )
 from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, can_score, waiting_tokens
@@ -121,7 +121,7 @@ def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | 
     model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device, rope)
     groups = [list(_groups(blocks)) for blocks in sets]
     batches = [make_batch(group) for group in chain.from_iterable(groups)]
-    passes = _passes(batches, waiting_tokens(Geometry.from_folder(folder), model.dtype.itemsize, host_free_bytes()))
+    passes = _passes(batches, waiting_tokens(read_geometry(folder), model.dtype.itemsize, host_free_bytes()))
     if len(passes) > 1:
         say(f"evaluate: host memory holds the hidden states of a part of the blocks: {len(passes)} passes of the model")
     with _waiting_room(model, max(map(_tokens_of, passes))) as waiting:
@@ -132,7 +132,7 @@ def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | 
 def device_to_score(folder: Path, block_tokens: int) -> torch.device:
     """Return the GPU if it has enough free memory to score blocks of that length, else the CPU."""
     free = free_gpus()
-    fits = bool(free) and can_score(Geometry.from_folder(folder), block_tokens, free[0])
+    fits = bool(free) and can_score(read_geometry(folder), block_tokens, free[0])
     return torch.device("cuda", 0) if fits else torch.device("cpu")
 
 

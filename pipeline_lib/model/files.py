@@ -20,7 +20,9 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import cut, shortened
 from pipeline_lib.data.chat_template import ChatTemplate, has_template
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry, is_whole, short
+from pipeline_lib.model.config_json import is_whole, short
+from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
 
 # Which tensors the safetensors files of a model folder hold, and how they map to the model's parameters.
 # Only headers are read. Other formats are not supported, since a pickle can run code.
@@ -314,7 +316,7 @@ def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[s
     with _collected(problems):
         config_path = folder / "config.json"
         config = read_object(config_path)
-        geometry = Geometry.from_folder(folder)
+        geometry = read_geometry(folder)
         if wrong := list(_wrong_ids(config, geometry.vocab)):
             raise DataError(f"{config_path}: {'; '.join(wrong)}")
         problems += generation_problems(folder)

@@ -1,20 +1,17 @@
-"""Sizes of a Qwen model read from its config.json, the FLOPs of a training step, and sizes of published models."""
+"""Sizes of a model, the shapes of its parameters, and the FLOPs of a training step."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.core.files import read_json
-from pipeline_lib.core.text import cut
-from pipeline_lib.model.rope import original_positions, positions_in, refuse_scaled, scaling_type, stretched_positions
+from pipeline_lib.model.rope import original_positions, refuse_scaled, stretched_positions
 
 # A base in 4 bits (model/nf4.py): values of a row that share a scale, and the bytes of a value with all scales.
 NF4_BLOCK = 64
@@ -41,144 +38,74 @@ def frozen_names(names: Mapping[str, Iterable[str]], globs: Iterable[str]) -> se
     return frozen
 
 
-# Geometry of published Qwen models, so that a plan can be made before the download.
-# The values are from the config.json files on the Hugging Face hub.
+# Sizes of a model and the shapes of its parameters, without building it. A file of each family reads its config.json.
 
-_QWEN3_VOCAB = 151936
-
-# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-# vocab_size, tie_word_embeddings. Heads have 128 elements in Qwen3, and hidden_size / num_attention_heads in Qwen2.
-_Size = tuple[int, int, int, int, int, int, bool]
-_QWEN3: dict[str, _Size] = {
-    "0.6b": (1024, 3072, 28, 16, 8, _QWEN3_VOCAB, True),
-    "1.7b": (2048, 6144, 28, 16, 8, _QWEN3_VOCAB, True),
-    "4b": (2560, 9728, 36, 32, 8, _QWEN3_VOCAB, True),
-    "8b": (4096, 12288, 36, 32, 8, _QWEN3_VOCAB, False),
-    "14b": (5120, 17408, 40, 40, 8, _QWEN3_VOCAB, False),
-    "32b": (5120, 25600, 64, 64, 8, _QWEN3_VOCAB, False),
-    "30b-a3b": (2048, 6144, 48, 32, 4, _QWEN3_VOCAB, False),
-    "235b-a22b": (4096, 12288, 94, 64, 4, _QWEN3_VOCAB, False),
-}
-# The models' cards (30B's also counts its parameters), and for 480B slime's scripts/models/qwen3-coder-480B-A35B.sh.
-_QWEN3_CODER: dict[str, _Size] = {
-    "30b-a3b": _QWEN3["30b-a3b"],
-    "480b-a35b": (6144, 8192, 62, 96, 8, _QWEN3_VOCAB, False),
-}
-_QWEN2: dict[str, _Size] = {
-    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
-    "3b": (2048, 11008, 36, 16, 2, 151936, True),
-    "7b": (3584, 18944, 28, 28, 4, 152064, False),
-    "14b": (5120, 13824, 48, 40, 8, 152064, False),
-    "32b": (5120, 27648, 64, 40, 8, 152064, False),
-    "72b": (8192, 29568, 80, 64, 8, 152064, False),
-}
-# num_experts and moe_intermediate_size; 8 experts compute each token.
-_EXPERTS = {"30b-a3b": (128, 768), "235b-a22b": (128, 1536), "480b-a35b": (160, 2560)}
-
-# For each series: its table of sizes, and for each variant the max_position_embeddings of each size that exists.
-_2507 = {"4b": 262144, "30b-a3b": 262144, "235b-a22b": 262144}
-_CODER_SIZES = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
-_QWEN2_SIZES = ("0.5b", "1.5b", "7b", "72b")
-_SERIES: dict[str, tuple[dict[str, _Size], dict[str, dict[str, int]]]] = {
-    "qwen3": (
-        _QWEN3,
-        {
-            "": dict.fromkeys(_QWEN3, 40960),
-            "-base": dict.fromkeys(("0.6b", "1.7b", "4b", "8b", "14b", "30b-a3b"), 32768),
-            "-instruct-2507": _2507,
-            "-thinking-2507": _2507,
-        },
-    ),
-    "qwen3-coder": (_QWEN3_CODER, {"-instruct": dict.fromkeys(_QWEN3_CODER, 262144)}),
-    "qwen2.5": (
-        _QWEN2,
-        {
-            "": {**dict.fromkeys(_QWEN2, 131072), "0.5b": 32768, "3b": 32768},
-            "-instruct": dict.fromkeys(_QWEN2, 32768),
-        },
-    ),
-    "qwen2.5-coder": (
-        _QWEN2,
-        {variant: dict.fromkeys(_CODER_SIZES, 32768) for variant in ("", "-instruct")},
-    ),
-    "qwen2": (
-        _QWEN2,
-        {"": dict.fromkeys(_QWEN2_SIZES, 131072), "-instruct": dict.fromkeys(_QWEN2_SIZES, 32768)},
-    ),
-}
-
-
-def published(name: str) -> dict[str, Any] | None:
-    """Return a config for `Geometry.from_config` of the published model `name`; None if the name is unknown.
-
-    `name` is the model's name on the hub, in upper or lower case, with or without its owner: `Qwen/Qwen3-8B`.
-    """
-    found = PUBLISHED.get(name.lower().removeprefix("qwen/"))
-    return None if found is None else dict(found)
-
-
-def _config(series: str, size: str, values: _Size, positions: int) -> dict[str, Any]:
-    hidden, intermediate, layers, heads, kv_heads, vocab, tied = values
-    is_qwen3 = series.startswith("qwen3")
-    config: dict[str, Any] = {
-        "model_type": "qwen3" if is_qwen3 else "qwen2",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": tied,
-        "use_sliding_window": False,
-    }
-    if is_qwen3:
-        config |= {"head_dim": 128, "attention_bias": False}
-    if size in _EXPERTS:
-        experts, width = _EXPERTS[size]
-        config |= {
-            "model_type": "qwen3_moe",
-            "num_experts": experts,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": width,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    return config
-
-
-# Configs by model name in lower case, without the owner.
-PUBLISHED = {
-    f"{series}-{size}{variant}": _config(series, size, sizes[size], positions)
-    for series, (sizes, variants) in _SERIES.items()
-    for variant, by_size in variants.items()
-    for size, positions in by_size.items()
-}
-
-
-# Sizes of a Qwen model and the shapes of its parameters, from config.json and without building the model.
-
-SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
-PLANNED = ("llama", "mistral")  # have the layers of Qwen2 without biases: they are planned, and not trained
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
-_OF_MEDIA = ("vision_config", "audio_config", "thinker_config")  # keys of models that take more than text
-_EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
-# Upper bounds far above any real model, to catch typing errors. The bound on layers and experts is lower, since the
-# code loops over them.
-_MANY = ("num_hidden_layers", "num_experts", "num_local_experts")
-_MOST_OF_MANY, _MOST = 10_000, 2**31
+# Linears with a few outputs for each head, of which a recurrent state's decay and rate are made: they get no adapters,
+# and are not quantized.
+OF_HEADS = ("in_proj_b", "in_proj_a")
+CHUNK = 64  # tokens that the delta rule's kernels process at once
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The sizes of a layer's gated delta rule: heads of keys and of values, their widths, the convolution's width.
+
+    A head of values has a state of `key_dim` x `value_dim`. Several share a head of queries and keys.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def keys(self) -> int:
+        """The channels of all heads of keys, and as many of queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The channels of all heads of values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of the chunked delta rule for a token, forward; backward takes twice as many.
+
+        For each head of values: a chunk's products of keys with keys and with queries, the solution of its triangular
+        system for keys and values and the product with the values, of each of which half is needed; and three products
+        with the state.
+        """
+        of_chunk = CHUNK * (3 * self.key_dim + 2 * self.value_dim)
+        return self.value_heads * (of_chunk + 6 * self.key_dim * self.value_dim)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a decoder layer is made of: attention or a recurrent state, then an MLP or experts."""
+
+    is_recurrent: bool = False
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a Qwen2, Qwen3 or Qwen3-MoE model, in elements; or of one of PLANNED, if `is_trained` is false.
+    """The sizes of a model, in elements. If `is_trained` is false, it is one that is planned only.
 
     Layers whose numbers are in `expert_layers` have `experts` experts, of which each token uses `experts_per_token`.
-    All other layers have one MLP of width `intermediate`. `rope` is the config's `model.rope`, which `max_positions`
-    counts; `scaling` is the type of scaled rotary embeddings in config.json.
+    All other layers have one MLP of width `intermediate`. Layers whose numbers are in `delta_layers` have the gated
+    delta rule `delta` in place of attention. `gated_attention` means that q_proj has as many outputs again, a gate of
+    attention's output. `rope` is the config's `model.rope`, which `max_positions` counts; `scaling` is the type of
+    scaled rotary embeddings in config.json.
     """
 
     vocab: int
@@ -199,92 +126,77 @@ class Geometry:
     rope: Rope | None = None
     scaling: str = ""
     is_trained: bool = True
-
-    @staticmethod
-    def from_folder(folder: Path, may_be_planned: bool = False) -> "Geometry":
-        """Read `folder/config.json`. Raises DataError if it is unreadable, malformed, or of an unsupported model.
-
-        With `may_be_planned`, models of PLANNED are supported too.
-        """
-        path = folder / "config.json"
-        try:
-            config = dict(read_json(path))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{path}: not the config.json of a model ({error})") from error
-        return Geometry.checked(config, str(path), may_be_planned)
-
-    @staticmethod
-    def checked(config: dict[str, Any], origin: str, may_be_planned: bool = False) -> "Geometry":
-        """Read the config.json `config`, which came from anywhere and is called `origin` in messages.
-
-        Raises DataError if it is malformed or of an unsupported model.
-        """
-        if config.get("model_type") not in (*SUPPORTED, *(PLANNED if may_be_planned else ())):
-            text = f"{origin}: model_type {short(config.get('model_type'))} is not one of {', '.join(SUPPORTED)}"
-            is_mixed = any(key in config for key in _OF_MEDIA)
-            media = ": it takes pictures, video or sound beside text, and only text is trained on" if is_mixed else ""
-            raise DataError(f"{text}{media}; name a text model of the Qwen2, Qwen2.5 or Qwen3 series")
-        window = "sliding_window" if config["model_type"] == "mistral" else "use_sliding_window"
-        if config.get(window):
-            value = str(config[window]).lower()
-            raise DataError(f"{origin}: {window} is {value}, and packed blocks support whole documents only")
-        try:
-            if problem := next(_malformed(config), None):
-                raise DataError(f"{origin}: {problem}")
-            return Geometry.from_config(config)
-        except KeyError as error:
-            raise DataError(f"{origin}: lacks {error}") from error
-
-    @staticmethod
-    def from_config(config: dict[str, Any]) -> "Geometry":
-        """Read the keys of transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig, with the same defaults."""
-        kind = config.get("model_type", "qwen3")
-        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-        has_experts = kind == "qwen3_moe"
-        experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"] if has_experts else 0
-        step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        # By transformers' rule.
-        expert_layers = [layer for layer in range(layers) if experts and layer not in plain and (layer + 1) % step == 0]
-        # Qwen2's q, k and v always have a bias; later models have one in all four of attention, or none.
-        biased: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-        if kind != "qwen2":  # Mistral's config has no such key
-            biased = (*biased, "o_proj") if config.get("attention_bias") else ()
-        return Geometry(
-            vocab=config["vocab_size"],
-            hidden=config["hidden_size"],
-            intermediate=config["intermediate_size"],
-            layers=layers,
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            max_positions=positions_in(config),
-            biased=biased,
-            normed_heads=kind not in ("qwen2", *PLANNED),
-            expert_layers=frozenset(expert_layers),
-            experts=int(experts),
-            experts_per_token=config["num_experts_per_tok"] if has_experts else 0,
-            expert_intermediate=config["moe_intermediate_size"] if has_experts else 0,
-            scaling=scaling_type(config),
-            is_trained=kind in SUPPORTED,
-        )
+    gated_attention: bool = False
+    delta: Delta | None = None
+    delta_layers: frozenset[int] = frozenset()
 
     def stretched(self, rope: Rope | None) -> "Geometry":
-        """Return the geometry with `model.rope`. Raises DataError if the model has a scaling of its own."""
+        """Return the geometry with `model.rope`.
+
+        Raises DataError if the model has a scaling of its own, or recurrent layers.
+        """
         if rope is None:
             return self
+        if self.delta is not None:
+            raise DataError(
+                f"model.rope: is not supported for models with a gated delta rule; this one takes "
+                f"{self.max_positions:,} positions as it is"
+            )
         refuse_scaled(self.scaling)
         return replace(self, max_positions=stretched_positions(self.max_positions, rope), rope=rope)
 
+    @cached_property
+    def kinds(self) -> dict[LayerKind, int]:
+        """The number of layers of each kind."""
+        return dict(Counter(self.kind_of(layer) for layer in range(self.layers)))
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return the kind of the layer with that number, counted from 0."""
+        return LayerKind(layer in self.delta_layers, layer in self.expert_layers)
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with attention."""
+        return self.layers - len(self.delta_layers)
+
+    def layers_with(self, name: str) -> int:
+        """Return the number of layers that have the linear called `name`."""
+        return sum(count for kind, count in self.kinds.items() if name in self.linears_of(kind))
+
+    def linears_of(self, kind: LayerKind) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of every linear module of a layer of that kind, by module name, without experts."""
+        mixing = self._of_delta if kind.is_recurrent else self._of_attention
+        return mixing if kind.has_experts else mixing | self._of_mlp
+
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of every linear module in a layer without experts, by module name."""
+        """(inputs, outputs) of every linear module in layers of all kinds and without experts, by module name."""
+        return self._of_attention | self._of_delta | self._of_mlp
+
+    @cached_property
+    def _of_delta(self) -> dict[str, tuple[int, int]]:
+        if self.delta is None:
+            return {}
+        return {
+            "in_proj_qkv": (self.hidden, self.delta.channels),
+            "in_proj_z": (self.hidden, self.delta.values),
+            **{name: (self.hidden, self.delta.value_heads) for name in OF_HEADS},
+            "out_proj": (self.delta.values, self.hidden),
+        }
+
+    @cached_property
+    def _of_attention(self) -> dict[str, tuple[int, int]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
-            "q_proj": (self.hidden, q),
+            "q_proj": (self.hidden, 2 * q if self.gated_attention else q),
             "k_proj": (self.hidden, kv),
             "v_proj": (self.hidden, kv),
             "o_proj": (q, self.hidden),
+        }
+
+    @cached_property
+    def _of_mlp(self) -> dict[str, tuple[int, int]]:
+        return {
             "gate_proj": (self.hidden, self.intermediate),
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
@@ -360,19 +272,23 @@ class Geometry:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
         for layer in range(self.layers):
-            prefix, has_experts = f"model.layers.{layer}.", layer in self.expert_layers
-            for name, (inputs, outputs) in self.linears.items():
-                if name in _MLP and has_experts:
-                    continue
-                module = f"{prefix}{'mlp' if name in _MLP else 'self_attn'}.{name}"
+            prefix, kind = f"model.layers.{layer}.", self.kind_of(layer)
+            for name, (inputs, outputs) in self.linears_of(kind).items():
+                part = "mlp" if name in _MLP else "linear_attn" if kind.is_recurrent else "self_attn"
+                module = f"{prefix}{part}.{name}"
                 shapes[f"{module}.weight"] = (outputs, inputs)
                 if name in self.biased:
                     shapes[f"{module}.bias"] = (outputs,)
-            if has_experts:
+            if kind.has_experts:
                 shapes[f"{prefix}mlp.gate.weight"] = (self.experts, self.hidden)
                 shapes[f"{prefix}mlp.experts.gate_up_proj"] = (self.experts, 2 * self.expert_intermediate, self.hidden)
                 shapes[f"{prefix}mlp.experts.down_proj"] = (self.experts, self.hidden, self.expert_intermediate)
-            for norm in ("q_norm", "k_norm") if self.normed_heads else ():
+            if kind.is_recurrent and self.delta is not None:
+                of_delta = f"{prefix}linear_attn."
+                shapes |= {f"{of_delta}{name}": (self.delta.value_heads,) for name in ("dt_bias", "A_log")}
+                shapes[f"{of_delta}conv1d.weight"] = (self.delta.channels, 1, self.delta.width)
+                shapes[f"{of_delta}norm.weight"] = (self.delta.value_dim,)
+            for norm in ("q_norm", "k_norm") if self.normed_heads and not kind.is_recurrent else ():
                 shapes[f"{prefix}self_attn.{norm}.weight"] = (self.head_dim,)
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 shapes[f"{prefix}{norm}.weight"] = (self.hidden,)
@@ -385,10 +301,10 @@ class Geometry:
 
         These are the linears, the token's experts, the routers and the head, but not the embedding lookup.
         """
-        dense = self.layers - len(self.expert_layers)
         linears = sum(
-            (dense if name in _MLP else self.layers) * inputs * outputs
-            for name, (inputs, outputs) in self.linears.items()
+            count * inputs * outputs
+            for kind, count in self.kinds.items()
+            for inputs, outputs in self.linears_of(kind).values()
         )
         expert = 3 * self.hidden * self.expert_intermediate
         routed = self.experts_per_token * expert + self.experts * self.hidden
@@ -417,11 +333,11 @@ class Geometry:
 
     def _adapter_parameters(self, lora: Lora, experts: int) -> int:
         of_linears = sum(
-            lora.rank * (inputs + outputs) + (outputs if lora.dora else 0)
-            for inputs, outputs in self.adapted_linears(lora).values()
+            self.layers_with(name) * (lora.rank * (inputs + outputs) + (outputs if lora.dora else 0))
+            for name, (inputs, outputs) in self.adapted_linears(lora).items()
         )
         of_experts = sum(lora.rank * (inputs + outputs) for inputs, outputs in self.adapted_experts(lora).values())
-        return self.layers * of_linears + len(self.expert_layers) * experts * of_experts
+        return of_linears + len(self.expert_layers) * experts * of_experts
 
     def adapted_experts(self, lora: Lora) -> dict[str, tuple[int, int]]:
         """Return (inputs, outputs) of the matrices of an expert that get adapters."""
@@ -439,11 +355,16 @@ class Geometry:
         """Return the number of parameters of the base that are kept in 4 bits: the linears of dense layers."""
         if train.method != "lora" or train.lora.base != "nf4":
             return 0
-        return self.layers * sum(inputs * outputs for inputs, outputs in self.linears.values())
+        return sum(
+            self.layers_with(name) * inputs * outputs
+            for name, (inputs, outputs) in self.linears.items()
+            if name not in OF_HEADS
+        )
 
     def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
         """Return the entries of `linears` that get adapters; in models with experts, only those of the attention."""
         names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
+        names.difference_update(OF_HEADS)
         if self.expert_layers:
             names -= set(_MLP)
         return {name: widths for name, widths in self.linears.items() if name in names}
@@ -461,41 +382,6 @@ class Geometry:
     def is_head(self, name: str) -> bool:
         """Return True if the parameter `name` is the head, or an embedding tied to it."""
         return name == HEAD or (self.tied and name == EMBEDDING)
-
-
-def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each invalid number of a config.json. Raises KeyError for a missing number."""
-    has_experts = config["model_type"] == "qwen3_moe"
-    values = {key: config[key] for key in (*_SIZES, *(_EXPERT_SIZES if has_experts else ()))}
-    # For these keys null means the default, as in transformers.
-    values |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
-    values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
-    if has_experts:
-        experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
-        values[experts] = config[experts]
-        values |= {key: config[key] for key in ("decoder_sparse_step",) if key in config}
-        plain = config.get("mlp_only_layers") or ()
-        if not isinstance(plain, list | tuple) or not all(is_whole(layer) for layer in plain):
-            yield f"mlp_only_layers: {short(plain)} is no list of the numbers of layers"
-    for key, value in values.items():
-        most = _MOST_OF_MANY if key in _MANY else _MOST
-        if not is_whole(value) or not 1 <= value <= most:
-            yield f"{key}: {short(value)} is not a whole number from 1 to {most:,}"
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
-    if kv_heads is not None and heads % kv_heads:
-        yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
-    if config.get("head_dim") is None and config["model_type"] != "qwen3" and config["hidden_size"] % heads:
-        yield f"num_attention_heads: {heads} does not divide hidden_size, {config['hidden_size']}; give head_dim"
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether `value` is a whole number; a JSON boolean is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def short(value: Any) -> str:
-    """Return `value` as messages quote it: at most 40 characters."""
-    return cut(repr(value), 40)
 
 
 # FLOPs of a training step, by the two usual conventions. Recomputed activations, padding and pointwise work (norms,
@@ -525,12 +411,14 @@ def step_flops(
     since no other tokens reach it; None means all tokens. The backward pass is counted down to the first layer, even
     if frozen layers let it stop earlier.
     """
-    attention = 6.0 * geometry.layers * geometry.heads * geometry.head_dim * squared_lengths
+    attention = 6.0 * geometry.attention_layers * geometry.heads * geometry.head_dim * squared_lengths
     without_head = 0 if supervised_tokens is None else tokens - supervised_tokens
     # The head never has an adapter.
     is_frozen = train.method == "lora" or any(geometry.is_head(name) for name in frozen_parameters(geometry, train))
     of_head = (4.0 if is_frozen else 6.0) * geometry.vocab * geometry.hidden
     linear = flops_per_token(geometry, train) * tokens - of_head * without_head
+    if geometry.delta is not None:
+        linear += 3.0 * len(geometry.delta_layers) * geometry.delta.flops_per_token * tokens
     return StepFlops(linear + attention, linear + 2 * attention)
 
 

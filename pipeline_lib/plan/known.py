@@ -30,7 +30,8 @@ from pipeline_lib.core.units import MIB
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import Revisions, Snapshot
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import checked_geometry, geometry_in, published, read_geometry
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.workload import Workload, workload_from
 
 if TYPE_CHECKING:
@@ -78,15 +79,15 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
     model = config.model
     if isinstance(model, LocalModel):
         folder = Path(model.path)
-        return Geometry.from_folder(folder, may_be_planned=True) if (folder / "config.json").is_file() else None
+        return read_geometry(folder, may_be_planned=True) if (folder / "config.json").is_file() else None
     # The model's key does not depend on the data, so data that is not known yet is left out.
     alone = config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
     if sealed := _sealed(alone, store, "model"):
-        return Geometry.from_folder(sealed.folder("config.json"))
+        return read_geometry(sealed.folder("config.json"))
     if isinstance(model, TinyModel):
         return _tiny(model)
     table = published(model.name)
-    return Geometry.from_config(table) if table is not None else _looked_up(model, store)
+    return geometry_in(table) if table is not None else _looked_up(model, store)
 
 
 # What the hubs say of models that are in no table: the kilobytes of config.json, looked up once and remembered in the
@@ -161,7 +162,7 @@ def _looked_up(model: HubModel, store: Store) -> Geometry | None:
     config = entry.get("config")
     if not isinstance(config, dict):
         return None
-    geometry = Geometry.checked(config, f"{where}: config.json", may_be_planned=True)
+    geometry = checked_geometry(config, f"{where}: config.json", may_be_planned=True)
     if config.get("quantization_config"):
         raise DataError(
             f"{where}: its weights are quantized (quantization_config in its config.json), and training starts from "

@@ -30,7 +30,8 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import cut, how_to_install
 from pipeline_lib.core.units import gigabytes
-from pipeline_lib.model.geometry import PLANNED, SUPPORTED, Geometry
+from pipeline_lib.model.families import PLANNED, SUPPORTED
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
 from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of

@@ -13,7 +13,8 @@ from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config, HubModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import brief, gib, gigabytes, gpu_hours
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import content
 from pipeline_lib.plan.document import Question, answer, describe
 from pipeline_lib.plan.machine import Figure, Machine
@@ -88,7 +89,7 @@ def read_recipe(path: Path) -> Recipe:
     table = published(_hub_model(path, config).name)
     if table is None:
         raise ConfigError(str(path), ["model.name: the plan has no table of this model"])
-    geometry = Geometry.from_config(table)
+    geometry = geometry_in(table)
     question = Question(
         experiment=config.experiment,
         geometry=geometry,

@@ -13,6 +13,7 @@ from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.blocks import BlockIndex
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.document import Question, answer, run_of
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
@@ -28,7 +29,7 @@ def run(job: Job) -> dict[str, Any]:
     `strategy: auto` the plan contains the strategy that was chosen.
     """
     settings, shard = job.spec.settings, job.inputs["shard"].folder(*BLOCK_SIZES)
-    geometry = Geometry.from_folder(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
+    geometry = read_geometry(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
     blocks = read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
     _refuse_misfit(geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token))

@@ -24,7 +24,7 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model import batch
 from pipeline_lib.model.build import build_trainable
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.content import PlanDocument, known
@@ -104,7 +104,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         checkpoint.refuse_foreign(job.resume_from, job.spec)
     folder = job.input("model")
     reader, held_out = (BlockReader(job.input("shard") / part) for part in ("train", "validation"))
-    watch = MemoryWatch(world, Geometry.from_folder(folder), train, reader.block_tokens)
+    watch = MemoryWatch(world, read_geometry(folder), train, reader.block_tokens)
     timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
     with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
         batch_blocks = train.batch_blocks(reader.block_tokens, reader.samples_per_block())

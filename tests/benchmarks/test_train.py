@@ -22,12 +22,12 @@ from benchmarks.train.rows import row_of as document_row
 from benchmarks.train.table import show_scaling
 from benchmarks.train.weights import fill, put_whole_or_zero_3
 from pipeline_lib.core.units import GIB
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import geometry_in
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_every_case_has_a_model_settings_and_documents_that_fill_its_blocks(case: Case) -> None:
-    Geometry.from_config(model_config(case.size, case.layers))
+    geometry_in(model_config(case.size, case.layers))
     train = train_settings(case)
     assert case.rank_blocks % train.micro_batch_blocks == 0
     assert all(case.rank_documents % peer.documents == 0 for peer in case.peers if peer.batches != "trl")

@@ -7,6 +7,7 @@ import pytest
 from pipeline_lib.calibrate.rank import batch_of_documents, most_tokens, variants
 from pipeline_lib.calibrate.run import Task, config_json, with_layers
 from pipeline_lib.config.train import Train
+from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.step_time import shape_of, variant_of
 from pipeline_lib.plan.workload import Workload
@@ -32,7 +33,7 @@ def task_of(train: Train, device: str = "cpu", geometry: Geometry = SMALL) -> Ta
 @each_geometry
 def test_a_small_model_has_the_real_widths(geometry: Geometry) -> None:
     small = with_layers(geometry, 3)
-    assert Geometry.from_config(config_json(small)) == small
+    assert geometry_in(config_json(small)) == small
     assert small.layers == 3
     assert shape_of(small) == shape_of(geometry)
 

@@ -10,7 +10,7 @@ import torch
 
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.units import gib
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import predict
@@ -111,7 +111,7 @@ def test_the_peak_is_as_predicted(
     run_ranks(train, ranks, job, timeout_s=300)
     shutil.rmtree(job.run_dir)  # a checkpoint of a gigabyte
     measured = rows(job.out)[-1]["peak_memory_bytes"]
-    geometry = Geometry.from_folder(job.input("model"))
+    geometry = read_geometry(job.input("model"))
     accumulation = 16 // ranks // job.train.micro_batch_blocks
     predicted = predict(
         geometry, job.train, Ranks(ranks, ranks, has_triton(torch.device("cuda", 0))), WIDE_BLOCK_TOKENS, accumulation

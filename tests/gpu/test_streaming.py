@@ -8,7 +8,7 @@ import torch
 from pipeline_lib.evaluate.stage import score
 from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import load_base
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.evaluation import scoring_bytes
 from tests.model.test_streaming import blocks
 from tests.train.loading import write_large
@@ -31,5 +31,5 @@ def test_it_is_the_whole_models_in_less_memory(tmp_path: Path) -> None:
         expected = token_losses(model, batch.to(torch.device("cuda"))).double().sum()
     found = losses.nats[: sum(int(block.documents.max()) + 1 for block in held_out[:8])].sum()
     assert found == pytest.approx(float(expected), rel=1e-3)
-    assert peak < scoring_bytes(Geometry.from_folder(tmp_path), 512, 2)
+    assert peak < scoring_bytes(read_geometry(tmp_path), 512, 2)
     assert peak < model_bytes

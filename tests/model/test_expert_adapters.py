@@ -20,7 +20,8 @@ from pipeline_lib.export.merge import export_adapter, plan_fold
 from pipeline_lib.model.batch import loss_sums, make_batch, probe_logits
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.experts import adapted_experts
-from pipeline_lib.model.geometry import Geometry, flops_per_token
+from pipeline_lib.model.families import geometry_in
+from pipeline_lib.model.geometry import flops_per_token
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.traffic import trained_shapes
@@ -117,7 +118,7 @@ def test_initial_values_are_those_of_peft(folder: Path) -> None:
 
 
 def test_the_plan_counts_what_is_trained(folder: Path) -> None:
-    geometry, ours = Geometry.from_config(read_json(folder / "config.json")), trainable(loaded(folder, TRAIN))
+    geometry, ours = geometry_in(read_json(folder / "config.json")), trainable(loaded(folder, TRAIN))
     assert geometry.adapter_parameters(LORA) == sum(p.numel() for p in ours.values())
     shapes = sorted(tuple(p.shape) for p in ours.values())
     assert sorted(trained_shapes(geometry, TRAIN).values()) == shapes
@@ -195,7 +196,7 @@ def test_targets_that_the_model_lacks_are_named(folder: Path) -> None:
     wrong = Lora(rank=8, targets=("gate_proj",))
     with pytest.raises(DataError, match=r"no linear .* called gate_proj; it has q_proj.*experts\.gate_up_proj"):
         add_adapters(base, wrong, 0)
-    geometry = Geometry.from_config(read_json(folder / "config.json"))
+    geometry = geometry_in(read_json(folder / "config.json"))
     [problem] = geometry.adapter_problems(TRAIN.model_copy(update={"lora": wrong}))
     assert problem.startswith("train.lora.targets: this model has no gate_proj; it has q_proj")
     assert problem.endswith("experts.gate_up_proj, experts.down_proj")

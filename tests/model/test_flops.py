@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.geometry import Geometry, flops_per_token, published, step_flops
+from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.model.geometry import Geometry, flops_per_token, step_flops
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
 SMALL: dict[str, Any] = {
@@ -50,7 +51,7 @@ def test_it_is_what_torch_counts_in_a_real_step(method: Any) -> None:
     embedded = torch.randn(1, 64, 32, requires_grad=True)  # as if a layer came before
     with FlopCounterMode(display=False) as counter:
         model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
-    geometry = Geometry.from_config(config.to_dict())
+    geometry = geometry_in(config.to_dict())
     expected = step_flops(geometry, train, 64, 64**2).full_attention
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)  # the angles are a product in some versions
 
@@ -76,7 +77,7 @@ def test_of_experts_those_count_that_a_token_uses() -> None:
     """Qwen3-30B-A3B: 3.3 B active with the embedding, of which 0.31 B are looked up; 23.1 GFLOP a token at 4096."""
     config = published("qwen3-30b-a3b")
     assert config is not None
-    geometry = Geometry.from_config(config)
+    geometry = geometry_in(config)
     assert geometry.matmul_parameters == pytest.approx(3.04e9, rel=5e-3)
     assert step_flops(geometry, Train(), 4096, 4096**2).causal / 4096 == pytest.approx(23.1e9, rel=5e-3)
 

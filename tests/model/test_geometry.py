@@ -19,6 +19,7 @@ from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.families import geometry_in, read_geometry
 from pipeline_lib.model.geometry import Geometry, frozen_names
 from pipeline_lib.model.lora import add_adapters
 
@@ -53,7 +54,7 @@ def on_meta(config: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_names_and_shapes_are_those_of_the_real_model(config: Any) -> None:
-    found = Geometry.from_config(config.to_dict()).shapes()
+    found = geometry_in(config.to_dict()).shapes()
     assert found == {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
 
 
@@ -65,7 +66,7 @@ def test_matmul_parameters_are_the_matrices_without_embedding_and_idle_experts(c
             expected += parameter.numel() * EXPERTS["num_experts_per_tok"] / EXPERTS["num_experts"]
         elif parameter.ndim == 2 and "embed" not in name:
             expected += parameter.numel()
-    assert Geometry.from_config(config.to_dict()).matmul_parameters == expected
+    assert geometry_in(config.to_dict()).matmul_parameters == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_adapter_parameters_are_those_that_are_made(name: str, dora: bool, targe
     lora = Lora(rank=4, targets=targets, dora=dora)
     made = add_adapters(on_meta(config), lora, seed=0)
     counted = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
-    assert Geometry.from_config(config.to_dict()).adapter_parameters(lora) == counted
+    assert geometry_in(config.to_dict()).adapter_parameters(lora) == counted
 
 
 @pytest.mark.parametrize("globs", [(), ("model.embed_tokens.*",), ("lm_head.*", "model.layers.[0-1].*"), ("*norm*",)])
@@ -92,7 +93,7 @@ def test_frozen_parameters_are_not_counted_and_not_trained(tmp_path: Path, name:
     train = Train(freeze=globs)
     made = build_trainable(tmp_path, train)
     counted = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
-    assert Geometry.from_folder(tmp_path).trained_parameters(train) == counted
+    assert read_geometry(tmp_path).trained_parameters(train) == counted
 
 
 def test_a_glob_that_freezes_nothing_or_all_is_refused() -> None:
@@ -126,7 +127,7 @@ def test_a_glob_that_freezes_nothing_or_all_is_refused() -> None:
 def test_what_cannot_be_trained_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     write_json(tmp_path / "config.json", config)
     with pytest.raises(DataError, match=said):
-        Geometry.from_folder(tmp_path)
+        read_geometry(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline_lib.model.geometry import EMBEDDING, HEAD, PUBLISHED, Geometry, published
+from pipeline_lib.model.families import PUBLISHED, geometry_in, published
+from pipeline_lib.model.geometry import EMBEDDING, HEAD
 
 # Parameters in all, and without embedding and head, in billions: as model cards and blogs of Qwen give them.
 CARDS: dict[str, tuple[float, float]] = {
@@ -55,7 +56,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 def test_parameters_are_those_of_the_model_card() -> None:
     for name, said in CARDS.items():
-        geometry = Geometry.from_config(config_of(name))
+        geometry = geometry_in(config_of(name))
         ends = sum(geometry.vocab * geometry.hidden for each in (EMBEDDING, HEAD) if each in geometry.shapes())
         found = [billions / 1e9 for billions in (geometry.parameters, geometry.parameters - ends)]
         assert found == pytest.approx(said, rel=0.012), name  # some cards cut off, and do not round
@@ -66,7 +67,7 @@ def test_parameters_are_those_of_the_model_card() -> None:
     [("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, 3.3), ("Qwen/Qwen3-Coder-480B-A35B-Instruct", 480, 35)],
 )
 def test_so_are_those_that_a_token_activates(name: str, total: float, activated: float) -> None:
-    geometry = Geometry.from_config(config_of(name))
+    geometry = geometry_in(config_of(name))
     embedding = geometry.vocab * geometry.hidden
     assert geometry.parameters / 1e9 == pytest.approx(total, rel=0.005)
     assert (geometry.matmul_parameters + embedding) / 1e9 == pytest.approx(activated, rel=0.02)
@@ -74,8 +75,8 @@ def test_so_are_those_that_a_token_activates(name: str, total: float, activated:
 
 
 def test_parameters_and_positions_are_those_that_were_published() -> None:
-    assert {name: Geometry.from_config(config_of(name)).parameters for name in EXACT} == EXACT
-    assert {name: Geometry.from_config(config_of(name)).max_positions for name in POSITIONS} == POSITIONS
+    assert {name: geometry_in(config_of(name)).parameters for name in EXACT} == EXACT
+    assert {name: geometry_in(config_of(name)).max_positions for name in POSITIONS} == POSITIONS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -86,7 +87,7 @@ def test_transformers_makes_the_same_model_of_it(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(real)  # type: ignore[no-untyped-call]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert Geometry.from_config(config).shapes() == shapes
+    assert geometry_in(config).shapes() == shapes
     assert not getattr(real, "use_sliding_window", False)
     assert real.max_position_embeddings == config["max_position_embeddings"]
 

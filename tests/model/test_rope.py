@@ -15,7 +15,7 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.model.batch import logits_at, make_batch, probe_logits
 from pipeline_lib.model.build import build_trainable, load_base
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.rope import positions_in, stretched
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import load_weights
@@ -108,14 +108,14 @@ def test_the_exported_keys_are_those_that_transformers_takes(
 )
 def test_the_positions_are_the_original_ones_times_the_factor(keys: dict[str, Any], rope: Rope, expected: int) -> None:
     config = {**(published("Qwen/Qwen3-8B") or {}), "max_position_embeddings": 32768, **keys}
-    geometry = Geometry.from_config(config).stretched(rope)
+    geometry = geometry_in(config).stretched(rope)
     assert geometry.max_positions == positions_in(stretched(config, rope)) == expected
     assert list(geometry.too_long(expected)) == []
     assert len(list(geometry.too_long(expected + 1))) == 1
 
 
 def test_a_block_that_is_too_long_names_the_factor_that_would_do() -> None:
-    geometry = Geometry.from_config(published("Qwen/Qwen3-8B") or {})
+    geometry = geometry_in(published("Qwen/Qwen3-8B") or {})
     [problem] = geometry.too_long(65536)
     assert problem == (
         "shard.block_tokens: 65536 tokens are more than the model's 40960 positions; lower it, or set model.rope: "
@@ -135,7 +135,7 @@ def test_a_block_that_is_too_long_names_the_factor_that_would_do() -> None:
 )
 def test_a_model_with_a_scaling_of_its_own_keeps_it(tmp_path: Path, folder: Path, keys: dict[str, Any]) -> None:
     """Its blocks may have the positions that this gives, and `model.rope` is refused."""
-    geometry = Geometry.from_config({**(published("Qwen/Qwen3-8B") or {}), **keys})
+    geometry = geometry_in({**(published("Qwen/Qwen3-8B") or {}), **keys})
     assert geometry.max_positions == 131072
     [problem] = geometry.too_long(131073)
     assert problem.endswith("positions; lower it")

@@ -16,7 +16,7 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import Batch, make_batch, token_losses
 from pipeline_lib.model.build import load_base
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import largest_part_parameters
 from tests.ranks import run_ranks
@@ -101,7 +101,7 @@ def grown_bytes(environ: Mapping[str, str], folder: Path) -> int:
 def test_no_more_than_two_parts_are_held_however_many_there_are(tmp_path: Path) -> None:
     write_large(tmp_path / "small", layers=1)
     model_bytes = 2 * write_large(tmp_path / "large", layers=40)
-    two_parts = 2 * 2 * largest_part_parameters(Geometry.from_folder(tmp_path / "large"))
+    two_parts = 2 * 2 * largest_part_parameters(read_geometry(tmp_path / "large"))
     grown = run_ranks(grown_bytes, 1, tmp_path)[0]
     print(f"{grown / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, two parts of {two_parts / 1e6:.0f} MB")
     assert grown < two_parts + 20e6 < model_bytes / 6

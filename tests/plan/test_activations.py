@@ -23,6 +23,7 @@ from pipeline_lib.model import recompute as recompute_module
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
 from pipeline_lib.model.experts import GROUPED
+from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.lora import fuse_adapters
 from pipeline_lib.plan import workload
@@ -177,7 +178,7 @@ def saved_bytes(kind: str, train: Train) -> tuple[float, Geometry]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
         layer(hidden, position_embeddings=angles, attention_mask=None, **shared_with(train.context_ranks))
     assert not train.compile or not torch._dynamo.utils.counters["graph_break"]
-    return sum(kept.values()) / TOKENS, Geometry.from_config({**config.to_dict(), "model_type": kind})
+    return sum(kept.values()) / TOKENS, geometry_in({**config.to_dict(), "model_type": kind})
 
 
 WAYS = [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp32")]
@@ -331,7 +332,7 @@ def test_what_is_computed_again_is_not_kept(
         if isinstance(thing, Tensor) and thing is not result
     }
     gc.unfreeze()
-    geometry = Geometry.from_config({**config.to_dict(), "model_type": "qwen3"})
+    geometry = geometry_in({**config.to_dict(), "model_type": "qwen3"})
     stream_bytes = stream.itemsize * geometry.hidden  # the input was there before
     predicted = kept_per_token(geometry, train, False, recompute) - stream_bytes
     assert sum(alive.values()) / TOKENS == pytest.approx(predicted, rel=0.02, abs=3)

@@ -11,7 +11,7 @@ import pytest
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import Choice, choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.document import Question, answer, why_chosen
@@ -43,7 +43,7 @@ def setting_of(model: str, cluster: tuple[str, int, int]) -> Setting:
     config = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None)
     machine = machine_of(config, "bf16", None)
     assert machine is not None
-    return Setting(Geometry.from_config(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
+    return Setting(geometry_in(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
 
 
 def chosen(model: str, cluster: tuple[str, int, int], method: str, **keys: object) -> tuple[Choice, Setting] | None:
@@ -161,7 +161,7 @@ def test_a_plan_of_many_nodes_takes_seconds(model: str, nodes: int, block_tokens
     cluster = Cluster(nodes=nodes, gpus_per_node=8, gpu="h200", internode_gbit_s=400)
     question = Question(
         experiment="large",
-        geometry=Geometry.from_config(published(f"Qwen/{model}") or {}),
+        geometry=geometry_in(published(f"Qwen/{model}") or {}),
         train=Train(strategy="auto", global_batch_tokens=blocks * block_tokens),
         cluster=cluster,
         tracking=Tracking(),

@@ -11,7 +11,7 @@ import pytest
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import (
     Wanted,
     choose,
@@ -41,7 +41,7 @@ def wanted(
     cluster = Cluster(gpus_per_node=per_node, gpu=gpu, memory_gb=memory_gb)
     machine = machine_of(cluster, "bf16", None)
     assert machine
-    setting = Setting(Geometry.from_config(published(name) or {}), machine, BLOCKS, batch_blocks, None)
+    setting = Setting(geometry_in(published(name) or {}), machine, BLOCKS, batch_blocks, None)
     settings = Train.model_validate({"strategy": "auto", "global_batch_tokens": batch_blocks * 2048, **train})
     return Wanted(setting, settings, held, deepspeed)
 

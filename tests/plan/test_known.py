@@ -19,7 +19,7 @@ from pipeline_lib.data.demo import build_tiny, write_tokenizer
 from pipeline_lib.data.download import run as download
 from pipeline_lib.data.shard import run as shard
 from pipeline_lib.data.tokenize import run as tokenize
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
 from pipeline_lib.plan.preflight import lengths_of_runs, question_of
 
@@ -92,7 +92,7 @@ def test_a_tiny_model_is_known_before_it_is_built(tmp_path: Path, model: dict[st
     built = tmp_path / "model"
     built.mkdir()
     build_tiny(config.model, built, lambda text: None)  # type: ignore[arg-type]
-    assert predicted == Geometry.from_folder(built)
+    assert predicted == read_geometry(built)
 
 
 def test_a_tiny_model_around_a_tokenizer_is_known_before_it_is_built(tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_a_tiny_model_around_a_tokenizer_is_known_before_it_is_built(tmp_path: P
     config = load_config(written(tmp_path, SMALL.replace("vocab_tokens: 512", f"tokenizer: {folder}")))
     predicted, store = find_geometry(config, Store(tmp_path / "none")), Store(tmp_path / "store")
     experiment = sealed_stages(tmp_path / "config.yaml", store, "model")
-    assert predicted == Geometry.from_folder(store.sealed(experiment.ref("model")))
+    assert predicted == read_geometry(store.sealed(experiment.ref("model")))
 
 
 def test_what_was_downloaded_counts_more_than_what_is_expected(sealed: tuple[Config, Store], tmp_path: Path) -> None:
     config, store = sealed
     known = geometry_of(config, store)
     [folder] = [path.parent for path in (store.root / "download").glob("*/config.json")]
-    assert known == Geometry.from_folder(folder)
+    assert known == read_geometry(folder)
     write_json(folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 7})
     try:
         with pytest.raises(IntegrityError, match=r"config\.json: content differs"):

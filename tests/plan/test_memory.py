@@ -6,7 +6,8 @@ import pytest
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.loss import LOGITS_AT_ONCE
 from pipeline_lib.plan import memory, workload
 from pipeline_lib.plan.machine import Ranks
@@ -207,7 +208,7 @@ def test_what_is_larger_stays_larger() -> None:
 
 def test_zero3_gathers_all_experts_of_a_layer_whatever_its_limits() -> None:
     """4.5 GiB of each layer of 235B in bf16, in a buffer and copied out of it; and a gradient of 3 GiB."""
-    large = Geometry.from_config(published("Qwen/Qwen3-235B-A22B") or {})
+    large = geometry_in(published("Qwen/Qwen3-235B-A22B") or {})
     of_layer = 3 * 128 * 4096 * 1536
     found = of(large, Ranks(64, 8, True), strategy="zero3", recompute="full")
     assert found.moment == "in the backward pass"

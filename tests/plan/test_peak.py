@@ -14,7 +14,7 @@ from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.model import build, loss, recompute
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.plan import memory, workload
 from pipeline_lib.plan.machine import Ranks
@@ -75,7 +75,7 @@ def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str,
     AttentionInterface.register("memory_test", attention)
     train = Train.model_validate(settings)
     config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
-    geometry = Geometry.from_config(config.to_dict())
+    geometry = geometry_in(config.to_dict())
     predicted = predict(geometry, train, Ranks(1, 1), TOKENS)
     assert predicted.allocated_bytes == pytest.approx(peak_bytes(train, config), rel=TOLERANCE)
 
@@ -103,7 +103,7 @@ def test_peaks_of_experts_that_were_measured_are_within_the_error(
     widths = {**(published("Qwen/Qwen3-30B-A3B") or {}), "num_hidden_layers": layers}
     settings = {"strategy": "fsdp", "reshard": False, "recompute": "none", "compile": compiled, "method": method}
     train = Train.model_validate({**settings, "lora": {"rank": 16, "alpha": 32, "targets": targets}})
-    found = predict(Geometry.from_config(widths), train, Ranks(ranks, ranks, has_triton=True), 16_384, accumulation=1)
+    found = predict(geometry_in(widths), train, Ranks(ranks, ranks, has_triton=True), 16_384, accumulation=1)
     assert measured_gib * 2**30 == pytest.approx(found.allocated_bytes, rel=found.error)
     assert found.error < 0.15
 
@@ -168,7 +168,7 @@ def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, me
         model = add_adapters(model.to(build.DTYPES[precision]), train.lora, 0)
         fuse_adapters(model)
     build.prepare_layers(model, train)
-    geometry, found = Geometry.from_config(config.to_dict()), []
+    geometry, found = geometry_in(config.to_dict()), []
     for at_once in (LONG_TOKENS, LONG_TOKENS // 4):
         monkeypatch.setattr(workload, "FED_AT_ONCE", at_once)
         predicted = predict(geometry, train, Ranks(1, 1), LONG_TOKENS)

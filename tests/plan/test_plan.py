@@ -22,6 +22,7 @@ from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.data.order import Group, epoch_blocks
+from pipeline_lib.model.families import geometry_in, read_geometry
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import stage
 from pipeline_lib.plan.content import Summary
@@ -57,7 +58,7 @@ def geometry_of(name: str) -> Geometry:
 def test_parameters_are_those_of_the_real_model(tied: bool) -> None:
     config = Qwen3Config(**SMALL, tie_word_embeddings=tied)
     model = Qwen3ForCausalLM(config)
-    assert Geometry.from_config(config.to_dict()).parameters == model.num_parameters()
+    assert geometry_in(config.to_dict()).parameters == model.num_parameters()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -74,13 +75,13 @@ def test_adapter_parameters_are_those_that_peft_makes(targets: Any) -> None:
     model = get_peft_model(Qwen3ForCausalLM(config), LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM"))
     made = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lora = Lora(rank=4, targets=targets)
-    assert Geometry.from_config(config.to_dict()).adapter_parameters(lora) == made
+    assert geometry_in(config.to_dict()).adapter_parameters(lora) == made
 
 
 def test_another_kind_of_model_is_refused_by_name(tmp_path: Any) -> None:
     write_json(tmp_path / "config.json", {"model_type": "llama"})
     with pytest.raises(DataError, match="model_type 'llama' is not one of qwen2, qwen3"):
-        Geometry.from_folder(tmp_path)
+        read_geometry(tmp_path)
 
 
 def test_a_checkpoint_is_12_bytes_for_each_trained_parameter() -> None:

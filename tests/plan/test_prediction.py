@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pipeline_lib.calibrate.run import with_layers
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.document import describe, why_chosen
@@ -515,7 +516,7 @@ def test_fp8_gains_what_it_gained_on_a_gpu(
     size: str, layers: int, block_tokens: int, document_tokens: float, supervised: float, gain: float
 ) -> None:
     """Of benchmarks/RESULTS.md, on one H200; wide linears gain more, since rounding goes by their edges."""
-    geometry = with_layers(Geometry.from_config(published(f"Qwen/Qwen3-{size}") or {}), layers)
+    geometry = with_layers(geometry_in(published(f"Qwen/Qwen3-{size}") or {}), layers)
     machine = machine_of(Cluster.model_validate({"gpus_per_node": 1, "gpu": "h200"}), "bf16", None)
     assert machine is not None
     workload = Workload(block_tokens, 1.0, supervised, document_tokens, None, None)
@@ -530,7 +531,7 @@ def test_fp8_gains_what_it_gained_on_a_gpu(
 
 def test_experts_are_not_rounded_to_fp8() -> None:
     """Only their attention is, which is little of a layer."""
-    with_experts = Geometry.from_config(published("Qwen/Qwen3-30B-A3B") or {})
+    with_experts = geometry_in(published("Qwen/Qwen3-30B-A3B") or {})
     gains = []
     for geometry in (with_experts, QWEN3_8B):
         bf16, fp8 = (

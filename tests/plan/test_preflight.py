@@ -18,7 +18,7 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest
 from pipeline_lib.data.demo import build_tiny
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
 from pipeline_lib.plan.preflight import refuse_impossible, refuse_too_large, refuse_wrong
@@ -235,7 +235,7 @@ def on_a_gpu_with(memory_bytes: int, store: Store, strategy: str) -> Config:
 
 def test_what_fits_without_the_margin_is_refused_to_auto_and_left_to_who_names_it(store: Store) -> None:
     """Who names a strategy is warned by the plan; auto never takes what may not fit."""
-    geometry = Geometry.from_config(published("Qwen/Qwen3-0.6B") or {})
+    geometry = geometry_in(published("Qwen/Qwen3-0.6B") or {})
     leanest = Train(recompute="full", compile=True)
     needed = predict(geometry, leanest, Ranks(1, 1, has_triton=True), 1024, 64).total_bytes
     assert len(problems(on_a_gpu_with(needed - 1, store, "ddp"), store)) == 1

@@ -16,7 +16,8 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import brief, gib, gpu_hours, rounded
-from pipeline_lib.model.geometry import Geometry, published
+from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.content import PART_NAMES, Figure, PlanDocument
 from pipeline_lib.plan.document import Answer, answer, describe, lacking
@@ -145,7 +146,7 @@ def test_what_is_given_or_measured_is_not_called_assumed(tmp_path: Path) -> None
     name, block_tokens, cluster, train = CASES["8B on 8 H200"]
     assumed = planned(name, block_tokens, {**cluster, "memory_gb": None}, **train).content["summary"]["assumed"]
     assert "1,536 GB of host memory" in assumed
-    measured = measured_at(tmp_path, Geometry.from_config(published("Qwen/Qwen3-8B") or {}))
+    measured = measured_at(tmp_path, geometry_in(published("Qwen/Qwen3-8B") or {}))
     some = planned(name, block_tokens, measured, **train).content["summary"]["assumed"]
     assert some[1:] == ["9 of 10 speeds are typical of H200"]  # 8 GPUs of one node have no links between nodes
     assert planned_case("a GPU that is not named").content["summary"]["assumed"] == given[:1]
@@ -395,7 +396,7 @@ def measured_at(tmp_path: Path, geometry: Geometry) -> dict[str, Any]:
 
 
 def test_parts_that_were_measured_of_another_model_are_not_counted(tmp_path: Path) -> None:
-    cluster = measured_at(tmp_path, Geometry.from_config(published("Qwen/Qwen3-8B") or {}))
+    cluster = measured_at(tmp_path, geometry_in(published("Qwen/Qwen3-8B") or {}))
     for name, said in (
         ("Qwen/Qwen3-8B", "1 of 12 measured, and 1 parts of this model; the others"),
         ("Qwen/Qwen3-0.6B", "1 of 12 measured, and none of the 1 measured parts is of this model; the others"),

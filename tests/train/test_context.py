@@ -17,7 +17,7 @@ from pipeline_lib.model.attention import packed_attention
 from pipeline_lib.model.batch import IGNORED, Portion, load_probe, loss_sum, make_batch, read_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.context import Part
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.traffic import exchanges_of
@@ -186,7 +186,7 @@ def test_layers_of_every_kind_work_in_parts(
 ) -> None:
     """And exchange what the plan says."""
     arena, whole = of_whole_blocks
-    geometry = Geometry.from_folder(arena.store.sealed(arena.model))
+    geometry = read_geometry(arena.store.sealed(arena.model))
     parts = run_ranks(layers_in_parts, ranks, arena, VARIANTS[:count], timeout_s=500.0)[0]
     for variant, (found, exchanged), (expected, _) in zip(VARIANTS[:count], parts, whole[:count], strict=True):
         tolerance = 2e-2 if variant.get("precision") == "bf16" else 1e-5

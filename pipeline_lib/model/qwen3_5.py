@@ -1,0 +1,146 @@
+"""Qwen3.5 and what followed with the same model_type (Qwen3.6-27B, Qwen3.8-27B): their text model.
+
+Three of four layers have a recurrent state, the gated delta rule (model/delta.py), in place of attention; the gate of
+the other layers' attention is a second half of q_proj. Repositories hold a model of pictures, video and text, and a
+head that predicts several tokens at once. Only the text model is trained; the others' tensors stay as they are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline_lib.model.config_json import short, wrong_heads, wrong_numbers
+from pipeline_lib.model.family import Config, Family
+from pipeline_lib.model.geometry import Delta, Geometry
+from pipeline_lib.model.rope import positions_in, scaling_type
+
+_TEXT = "qwen3_5_text"
+_RECURRENT, _ATTENDING = "linear_attention", "full_attention"  # values of layer_types
+_INTERVAL = 4  # one of so many layers has attention, if layer_types is not given
+
+# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+# linear_num_value_heads, tie_word_embeddings. Sources: THUDM/slime, scripts/models/qwen3.5-*.sh; copies of the
+# config.json of 0.8B, 4B and 27B in public repositories; for 9B, transformers' defaults, which are its config. The sums
+# of 0.8B's and 2B's parameters are those that others counted (752,393,024 and 1,881,825,088).
+_SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 16, True),
+    "qwen3.5-2b": (2048, 6144, 24, 8, 2, 16, True),
+    "qwen3.5-4b": (2560, 9216, 32, 16, 4, 32, True),
+    "qwen3.5-9b": (4096, 12288, 32, 16, 4, 32, False),
+    "qwen3.5-27b": (5120, 17408, 64, 24, 4, 48, False),
+}
+_SAME_SIZES = {
+    **{f"{name}-base": name for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")},
+    **dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), "qwen3.5-27b"),
+}
+
+
+def _config(size: str) -> dict[str, Any]:
+    hidden, intermediate, layers, heads, kv_heads, value_heads, tied = _SIZES[size]
+    return {
+        "model_type": _TEXT,
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": tied,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+
+
+def _text(config: Config) -> Config:
+    """Return the text model's config, which stands in the whole model's one; the latter's tied head counts too."""
+    if config.get("model_type") == _TEXT:
+        return config
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    return {"model_type": _TEXT, **tied, **config["text_config"]}
+
+
+# The keys of transformers' Qwen3_5TextConfig that are sizes, with its defaults for those that may be absent.
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _numbers(config: Config) -> dict[str, Any]:
+    return {key: config[key] for key in _NEEDED} | {key: config.get(key, value) for key, value in _DEFAULTS.items()}
+
+
+def _layer_types(config: Config) -> list[str]:
+    given = config.get("layer_types")
+    interval = config.get("full_attention_interval", _INTERVAL)
+    layers = config["num_hidden_layers"]
+    return given or [_ATTENDING if (layer + 1) % interval == 0 else _RECURRENT for layer in range(layers)]
+
+
+def _problems(config: Config) -> Iterator[str]:
+    if not isinstance(config.get("text_config", {}), dict):
+        yield f"text_config: {short(config['text_config'])} is no object"
+        return
+    text = _text(config)
+    numbers = _numbers(text)
+    numbers |= {key: text[key] for key in ("max_position_embeddings", "full_attention_interval") if key in text}
+    if wrong := list(wrong_numbers(numbers)):
+        yield from wrong
+        return
+    yield from wrong_heads(numbers)
+    keys, values = numbers["linear_num_key_heads"], numbers["linear_num_value_heads"]
+    if values % keys:
+        yield f"linear_num_key_heads: {keys} does not divide linear_num_value_heads, {values}"
+    types, layers = text.get("layer_types"), numbers["num_hidden_layers"]
+    if types is not None and (
+        not isinstance(types, list) or len(types) != layers or not set(types) <= {_RECURRENT, _ATTENDING}
+    ):
+        yield f"layer_types: {short(types)} is no list of {_RECURRENT} and {_ATTENDING} for {layers} layers"
+
+
+def _geometry(config: Config) -> Geometry:
+    text = _text(config)
+    numbers, types = _numbers(text), _layer_types(text)
+    return Geometry(
+        vocab=numbers["vocab_size"],
+        hidden=numbers["hidden_size"],
+        intermediate=numbers["intermediate_size"],
+        layers=numbers["num_hidden_layers"],
+        heads=numbers["num_attention_heads"],
+        kv_heads=numbers["num_key_value_heads"],
+        head_dim=numbers["head_dim"],
+        tied=bool(text.get("tie_word_embeddings", False)),
+        max_positions=positions_in(text),
+        biased=("q_proj", "k_proj", "v_proj", "o_proj") if text.get("attention_bias") else (),
+        gated_attention=True,
+        delta=Delta(
+            key_heads=numbers["linear_num_key_heads"],
+            value_heads=numbers["linear_num_value_heads"],
+            key_dim=numbers["linear_key_head_dim"],
+            value_dim=numbers["linear_value_head_dim"],
+            width=numbers["linear_conv_kernel_dim"],
+        ),
+        delta_layers=frozenset(layer for layer, kind in enumerate(types) if kind == _RECURRENT),
+        scaling=scaling_type(text),
+    )
+
+
+QWEN3_5 = Family(
+    types=("qwen3_5", _TEXT),
+    geometry=_geometry,
+    problems=_problems,
+    published={name: _config(_SAME_SIZES.get(name, name)) for name in (*_SIZES, *_SAME_SIZES)},
+    text=_text,
+    prefix="model.language_model.",
+    beside=("model.visual.", "mtp."),
+)
