@@ -30,6 +30,7 @@ from pipeline_lib.model.experts import (
     tell_router_logits,
     with_router_logits,
 )
+from pipeline_lib.model.families import family_in
 from pipeline_lib.model.files import read_object
 from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.loss import return_losses
@@ -206,8 +207,14 @@ def load_plain(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **opt
 
 
 def _config_of(folder: Path, rope: Rope | None) -> PreTrainedConfig:
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return config if rope is None else type(config).from_dict(stretched(read_object(folder / "config.json"), rope))
+    """Return the text model's config."""
+    whole: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    content = read_object(folder / "config.json")
+    text = family_in(content).text(content)
+    if rope is None and text is content:
+        return whole
+    kind: type[PreTrainedConfig] = type(whole.get_text_config())
+    return kind.from_dict(stretched(text, rope))
 
 
 def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED, rope: Rope | None = None) -> PreTrainedModel:

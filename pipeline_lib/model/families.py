@@ -31,8 +31,8 @@ def published(name: str) -> dict[str, Any] | None:
 
 
 def family_in(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json whose model_type is known; without one it counts as Qwen3's."""
-    return _BY_TYPE[config.get("model_type", "qwen3")]
+    """Return the family of a config.json; one of an unknown model_type counts as Qwen3's."""
+    return _BY_TYPE.get(str(config.get("model_type")), QWEN3)
 
 
 def geometry_in(config: Mapping[str, Any]) -> Geometry:

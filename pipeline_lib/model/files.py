@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,7 @@ from pipeline_lib.core.text import cut, shortened
 from pipeline_lib.data.chat_template import ChatTemplate, has_template
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.model.config_json import is_whole, short
-from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.families import family_in, read_geometry
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
 
 # Which tensors the safetensors files of a model folder hold, and how they map to the model's parameters.
@@ -45,9 +45,12 @@ class Header:
     kind: str  # element type by safetensors' name: `BF16`
 
 
+AnyHeader = TypeVar("AnyHeader", bound=Header)
+
+
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter, of `sizes` elements from `offsets` on, whose values are the stored tensor `name`."""
+    """A box of a parameter, of `sizes` elements from `offsets` on, whose values are the text model's tensor `name`."""
 
     name: str
     offsets: tuple[int, ...]
@@ -104,6 +107,13 @@ def find_headers(folder: Path) -> dict[str, Header]:
 def named(headers: Iterable[Header], index: Mapping[str, str]) -> dict[str, Header]:
     """Return `headers` by name, without those that `index` assigns to another file."""
     return {each.name: each for each in headers if index.get(each.name, each.path.name) == each.path.name}
+
+
+def of_text(headers: Mapping[str, AnyHeader], folder: Path) -> dict[str, AnyHeader]:
+    """Return those of `headers`, all in `folder`, that belong to the text model, by transformers' names."""
+    family = family_in(read_object(folder / "config.json"))
+    names = {stored: family.text_name(stored) for stored in headers}
+    return {name: headers[stored] for stored, name in names.items() if name is not None}
 
 
 def copies_of(shape: tuple[int, ...], names: Sequence[str], stored: Mapping[str, Header]) -> list[list[Piece]]:
@@ -302,7 +312,7 @@ def refuse_untaken_config(folder: Path) -> None:
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        get_activation(config.hidden_act)  # type: ignore[no-untyped-call]
+        get_activation(config.get_text_config().hidden_act)  # type: ignore[no-untyped-call]
     except (StrictDataclassError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise DataError(
             f"{folder / 'config.json'}: transformers does not take it ({shortened(str(error), 200)})"
@@ -317,7 +327,7 @@ def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[s
         config_path = folder / "config.json"
         config = read_object(config_path)
         geometry = read_geometry(folder)
-        if wrong := list(_wrong_ids(config, geometry.vocab)):
+        if wrong := list(_wrong_ids(family_in(config).text(config), geometry.vocab)):
             raise DataError(f"{config_path}: {'; '.join(wrong)}")
         problems += generation_problems(folder)
         with _collected(problems):
@@ -335,7 +345,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _wrong_ids(config: dict[str, Any], vocab: int) -> Iterator[str]:
+def _wrong_ids(config: Mapping[str, Any], vocab: int) -> Iterator[str]:
     """Yield a message for each invalid token id in a config.json with a vocabulary of `vocab` tokens."""
     for key in _IDS:
         value = config.get(key)
@@ -371,7 +381,7 @@ def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> Non
     if damaged:  # their tensors are unknown, so missing ones cannot be reported
         problems += damaged
         return
-    stored = named(headers, index)
+    stored = of_text(named(headers, index), folder)
     copies = [
         copies_of(shape, [name, HEAD] if geometry.tied and name == EMBEDDING else [name], stored)
         for name, shape in geometry.shapes().items()

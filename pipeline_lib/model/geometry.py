@@ -46,7 +46,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 # Linears with a few outputs for each head, of which a recurrent state's decay and rate are made: they get no adapters,
 # and are not quantized.
 OF_HEADS = ("in_proj_b", "in_proj_a")
-CHUNK = 64  # tokens that the delta rule's kernels process at once
+DELTA_CHUNK = 64  # tokens that the delta rule's kernels process at once
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Delta:
         system for keys and values and the product with the values, of each of which half is needed; and three products
         with the state.
         """
-        of_chunk = CHUNK * (3 * self.key_dim + 2 * self.value_dim)
+        of_chunk = DELTA_CHUNK * (3 * self.key_dim + 2 * self.value_dim)
         return self.value_heads * (of_chunk + 6 * self.key_dim * self.value_dim)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, refuse_misfit
+from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, of_text, refuse_misfit
 from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
 # Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards weights and moments.
@@ -181,12 +181,14 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
 def match_tensors(
     model: nn.Module, folder: Path
 ) -> tuple[dict[str, Stored], list[tuple[nn.Parameter, list[str], list[list[Piece]]]]]:
-    """Return the tensors in `folder` by name, and each base parameter of `model` with its names and `copies_of` it.
+    """Return the text model's tensors in `folder`, and each base parameter of `model` with its names and copies.
+
+    Tensors go by transformers' names; copies are those of `copies_of`.
 
     The weights of quantized linears come last, each as the parameter of its codes. Raises DataError unless the files
     hold exactly the tensors of the model.
     """
-    stored = find_tensors(folder)
+    stored = of_text(find_tensors(folder), folder)
     sources = [
         (parameter, names, copies_of(whole_shape(parameter), names, stored))
         for parameter, names in base_parameters(model)
