@@ -20,7 +20,7 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
-from pipeline_lib.model import attention, experts
+from pipeline_lib.model import attention, delta, experts
 from pipeline_lib.model.attention import PACKED, PACKED_FLASH, sized
 from pipeline_lib.model.chunks import attended, fed_forward, in_chunks
 from pipeline_lib.model.experts import (
@@ -248,6 +248,7 @@ def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if getattr(model.config, "sliding_window", None) is not None:
         raise DataError(f"{folder}: this model attends in a sliding window, which is not supported for packed blocks")
     model.config.use_cache = False
+    delta.install(model)
     return_losses(model)
     return model
 

@@ -21,8 +21,15 @@ from pipeline_lib.plan.workload import tokens_at_once
 
 
 def attended(layer: Any, hidden: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
-    """Return the first half of a dense decoder layer of transformers: `hidden` [B, T, H] plus its attention."""
-    result: Tensor = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **kwargs)[0]
+    """Return the first half of a dense decoder layer of transformers: `hidden` [B, T, H] plus its attention.
+
+    In a layer with Gated DeltaNet, that takes the place of attention.
+    """
+    normed = layer.input_layernorm(hidden)
+    if hasattr(layer, "linear_attn"):
+        result: Tensor = layer.linear_attn(normed, **kwargs)
+    else:
+        result = layer.self_attn(hidden_states=normed, **kwargs)[0]
     return hidden + result
 
 

@@ -93,7 +93,13 @@ def fully_recomputed(
 
 
 def _saves_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Return whether the attention of `layer` is saved for a backward pass; else compiled code reuses its memory."""
+    """Return whether the attention of `layer` is saved for a backward pass; else compiled code reuses its memory.
+
+    The delta rule's result is never kept: its time does not grow with the square of a document, and the result is as
+    large as the layer's input.
+    """
+    if not hasattr(layer, "self_attn"):
+        return False
     if any(isinstance(value, Tensor) and value.requires_grad for value in args):
         return True
     projections: list[Any] = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
@@ -103,14 +109,14 @@ def _saves_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
 # Selective checkpointing. The choice of experts is recomputed, since transformers normalizes its weights in place; from
 # the same router logits it comes out the same.
 
-# Operators whose results it keeps: matmuls, attention and collectives.
+# Operators whose results it keeps: matmuls, attention, the delta rule and collectives.
 _KEPT = frozenset(
     {
         *("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
         *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
         *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
         *("aten::_scaled_dot_product_fused_attention_overrideable", "qwen3_pipeline::flash_attention"),
-        *("qwen3_pipeline::cudnn_attention", "qwen3_pipeline::adapted"),
+        *("qwen3_pipeline::cudnn_attention", "qwen3_pipeline::delta_rule", "qwen3_pipeline::adapted"),
         *("qwen3_pipeline::adapted_nf4", "qwen3_pipeline::frozen_nf4"),
         *("transformers::grouped_mm_fallback", "_c10d_functional::reduce_scatter_tensor"),
     }

@@ -1,0 +1,214 @@
+"""Gated DeltaNet layers over packed documents: each document is computed as if it were alone.
+
+Two parts of such a layer carry something from token to token, and both stop at the beginning of a document here: a
+causal convolution over a few tokens, and the gated delta rule, whose state is a matrix for each head. The convolution
+is plain torch, which compiled layers fuse. The delta rule is a custom operator, so that compiled layers contain it as
+one opaque step. On GPUs it runs the Triton kernels of fla-core in half precision; anything else takes transformers'
+function, document by document.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import MethodType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from pipeline_lib.core.errors import ConfigError, TrainingError
+from pipeline_lib.core.text import how_to_install
+from pipeline_lib.model.attention import has_kernel
+from pipeline_lib.model.context import Part
+
+CHUNK = 64  # tokens that the kernels take at once
+
+_LAYERS = frozenset({"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+
+
+def install(model: nn.Module) -> None:
+    """Let the Gated DeltaNet layers of a transformers model heed `cu_seq_lens_q`; names and weights stay the same."""
+    for module in model.modules():
+        if type(module).__name__ in _LAYERS:
+            module.forward = MethodType(packed_forward, module)
+
+
+def packed_forward(
+    module: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    part: Part | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute a Gated DeltaNet layer of transformers within documents: [B, T, H] from `hidden_states` [B, T, H].
+
+    `cu_seq_lens_q` is as in `packed_attention`. Without it or with a cache, as in generation, transformers' own forward
+    runs. Raises TrainingError if the tokens are a part of the blocks.
+    """
+    if cu_seq_lens_q is None or cache_params is not None:
+        ends = {} if cu_seq_lens_q is None else {"cu_seq_lens_q": cu_seq_lens_q}
+        own = type(module).forward
+        return own(module, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **ends, **kwargs)  # type: ignore[no-any-return]
+    if part is not None:
+        raise TrainingError(
+            "Gated DeltaNet layers need all tokens of a document on one rank; set cluster.context_ranks: 1"
+        )
+    batch, length, _ = hidden_states.shape
+    positions = positions_of(cu_seq_lens_q, batch * length)
+    # Each part is convolved by itself, so that it is contiguous, as the kernels want it, without a copy.
+    sizes = [module.key_dim, module.key_dim, module.value_dim]
+    weights = module.conv1d.weight[:, 0].split(sizes)
+    query, key, value = (
+        convolved(mixed, weight, positions, module.activation)
+        for mixed, weight in zip(module.in_proj_qkv(hidden_states).flatten(0, 1).split(sizes, -1), weights, strict=True)
+    )
+    gate = module.in_proj_z(hidden_states)
+    # In fp32: log_decay would be -inf in fp16, and decays multiply over thousands of tokens.
+    beta = module.in_proj_b(hidden_states).float().sigmoid()
+    step = F.softplus(module.in_proj_a(hidden_states).float() + module.dt_bias.float())
+    log_decay = -module.A_log.float().exp() * step
+    output, _ = delta_rule(
+        query.view(batch * length, -1, module.head_k_dim),
+        key.view(batch * length, -1, module.head_k_dim),
+        value.view(batch * length, -1, module.head_v_dim),
+        log_decay.flatten(0, 1),
+        beta.flatten(0, 1),
+        cu_seq_lens_q,
+    )
+    output = module.norm(output.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
+    return module.out_proj(output.view(batch, length, -1))  # type: ignore[no-any-return]
+
+
+# The convolution
+
+
+def positions_of(ends: Tensor, tokens: int) -> Tensor:
+    """Return the position [tokens] of each token in its document; `ends` are cu_seq_lens, which may be repeated."""
+    index = torch.arange(tokens, dtype=ends.dtype, device=ends.device)
+    return index - ends[torch.searchsorted(ends, index, right=True) - 1]
+
+
+def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str) -> Tensor:
+    """Return the activation of the causal convolution of each channel within documents: [N, C] from `mixed` [N, C].
+
+    `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N] are those in the
+    documents. It is computed in fp32 and returned in the dtype of `mixed`.
+    """
+    tokens, width = len(mixed), weight.shape[1]
+    values, weights = mixed.float(), weight.float()
+    total = values * weights[:, -1]
+    for back in range(1, min(width, tokens)):
+        earlier = F.pad(values, (0, 0, back, 0))[:tokens]
+        total = total + torch.where(positions[:, None] >= back, earlier * weights[:, -1 - back], 0.0)
+    activated: Tensor = ACT2FN[activation](total)
+    return activated.to(mixed.dtype)
+
+
+# The delta rule. With the state S of a head, [D, E], a token's key k and query q, both of norm 1, and its value v:
+# S <- decay S; S <- S + k (beta (v - S' k))'; its output is S' q / sqrt(D).
+
+
+@torch.library.custom_op("qwen3_pipeline::delta_rule", mutates_args=())
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule within documents: query and key [N, G, D], value [N, H, E], G divides H.
+
+    Queries and keys are normalized here. `log_decay` and `beta` are [N, H] in fp32; `ends` are cu_seq_lens. Returns the
+    output [N, H, E], and what the kernels' backward pass needs beside the inputs: [N, H, CHUNK], or [N, H, 0] without
+    kernels. Raises ConfigError if there should be kernels and fla-core is not installed.
+    """
+    if has_kernel(value):
+        return _kernels().forward(query, key, value, log_decay, beta, ends)  # type: ignore[no-any-return]
+    outputs = [_alone(*one) for one in _documents(ends, query, key, value, log_decay, beta)]
+    return torch.cat(outputs), _transforms(value)
+
+
+@delta_rule.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    return value.new_empty(value.shape), _transforms(value)
+
+
+def _transforms(value: Tensor) -> Tensor:
+    return value.new_empty((*value.shape[:2], CHUNK if has_kernel(value) else 0))
+
+
+@torch.library.custom_op("qwen3_pipeline::delta_rule_backward", mutates_args=())
+def delta_rule_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    transforms: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value, log_decay and beta; the reference is computed again for them."""
+    if has_kernel(value):
+        return _kernels().backward(gradient, query, key, value, log_decay, beta, transforms, ends)  # type: ignore[no-any-return]
+    # Autograd is off inside of operators, and functorch is not.
+    found = [
+        torch.func.vjp(_alone, *inputs)[1](of_output)
+        for of_output, *inputs in _documents(ends, gradient, query, key, value, log_decay, beta)
+    ]
+    of_query, of_key, of_value, of_decay, of_beta = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return of_query, of_key, of_value, of_decay, of_beta
+
+
+@delta_rule_backward.register_fake
+def _(gradient: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, log_decay, beta = (tensor.new_empty(tensor.shape) for tensor in inputs[:5])
+    return query, key, value, log_decay, beta
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ends = inputs
+    ctx.save_for_backward(*tensors, output[1], ends)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*delta_rule_backward(gradient, *ctx.saved_tensors), None)
+
+
+delta_rule.register_autograd(_backward, setup_context=_save)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    try:
+        from pipeline_lib.model import delta_kernels
+    except ImportError as error:
+        text = f"Gated DeltaNet layers on a GPU need fla-core: {how_to_install('delta')}"
+        raise ConfigError("model", [text]) from error
+    return delta_kernels
+
+
+def _documents(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the rows of `tensors` that are a document's, for each document. On a GPU this waits for the lengths."""
+    for begin, end in pairwise(ends.tolist()):
+        if begin < end:
+            yield tuple(tensor[begin:end] for tensor in tensors)
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """Return the output [n, H, E] of one document, in transformers' arithmetic, which is fp32."""
+    repeats = value.shape[1] // key.shape[1]
+    query, key = (tensor.repeat_interleave(repeats, dim=1) for tensor in (query, key))
+    tensors = (tensor[None] for tensor in (query, key, value, log_decay, beta))
+    output: Tensor = _reference()(*tensors, chunk_size=CHUNK, use_qk_l2norm_in_kernel=True)[0][0]
+    return output
+
+
+@functools.cache
+def _reference() -> Callable[..., Any]:
+    """Return transformers' function itself: where fla-core is installed, that name stands for fla's kernels."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    plain: Callable[..., Any] = inspect.unwrap(torch_chunk_gated_delta_rule)
+    return plain
