@@ -10,6 +10,7 @@ function, document by document.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import MethodType, ModuleType
 from typing import Any
@@ -23,8 +24,7 @@ from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.attention import has_kernel
 from pipeline_lib.model.context import Part
-
-CHUNK = 64  # tokens that the kernels take at once
+from pipeline_lib.model.geometry import DELTA_CHUNK
 
 _LAYERS = frozenset({"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 
@@ -120,22 +120,22 @@ def delta_rule(
     """Compute the gated delta rule within documents: query and key [N, G, D], value [N, H, E], G divides H.
 
     Queries and keys are normalized here. `log_decay` and `beta` are [N, H] in fp32; `ends` are cu_seq_lens. Returns the
-    output [N, H, E], and what the kernels' backward pass needs beside the inputs: [N, H, CHUNK], or [N, H, 0] without
+    output [N, H, E] and the inverses [N, H, DELTA_CHUNK] that the kernels' backward pass needs, [N, H, 0] without
     kernels. Raises ConfigError if there should be kernels and fla-core is not installed.
     """
     if has_kernel(value):
         return _kernels().forward(query, key, value, log_decay, beta, ends)  # type: ignore[no-any-return]
     outputs = [_alone(*one) for one in _documents(ends, query, key, value, log_decay, beta)]
-    return torch.cat(outputs), _transforms(value)
+    return torch.cat(outputs), _inverses(value)
 
 
 @delta_rule.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    return value.new_empty(value.shape), _transforms(value)
+    return value.new_empty(value.shape), _inverses(value)
 
 
-def _transforms(value: Tensor) -> Tensor:
-    return value.new_empty((*value.shape[:2], CHUNK if has_kernel(value) else 0))
+def _inverses(value: Tensor) -> Tensor:
+    return value.new_empty((*value.shape[:2], DELTA_CHUNK if has_kernel(value) else 0))
 
 
 @torch.library.custom_op("qwen3_pipeline::delta_rule_backward", mutates_args=())
@@ -146,17 +146,17 @@ def delta_rule_backward(
     value: Tensor,
     log_decay: Tensor,
     beta: Tensor,
-    transforms: Tensor,
+    inverses: Tensor,
     ends: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value, log_decay and beta; the reference is computed again for them."""
     if has_kernel(value):
-        return _kernels().backward(gradient, query, key, value, log_decay, beta, transforms, ends)  # type: ignore[no-any-return]
-    # Autograd is off inside of operators, and functorch is not.
-    found = [
-        torch.func.vjp(_alone, *inputs)[1](of_output)
-        for of_output, *inputs in _documents(ends, gradient, query, key, value, log_decay, beta)
-    ]
+        return _kernels().backward(gradient, query, key, value, log_decay, beta, inverses, ends)  # type: ignore[no-any-return]
+    found = []
+    with _recording(value.device):
+        for of_output, *inputs in _documents(ends, gradient, query, key, value, log_decay, beta):
+            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            found.append(torch.autograd.grad(_alone(*leaves), leaves, of_output))
     of_query, of_key, of_value, of_decay, of_beta = (torch.cat(parts) for parts in zip(*found, strict=True))
     return of_query, of_key, of_value, of_decay, of_beta
 
@@ -177,6 +177,15 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 
 
 delta_rule.register_autograd(_backward, setup_context=_save)
+
+
+@contextmanager
+def _recording(device: torch.device) -> Iterator[None]:
+    """Let autograd record inside of an operator, where it is off, whatever modes the operator was called in."""
+    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    keys = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), nothing)
+    with keys, torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 @functools.cache
@@ -201,7 +210,7 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
     repeats = value.shape[1] // key.shape[1]
     query, key = (tensor.repeat_interleave(repeats, dim=1) for tensor in (query, key))
     tensors = (tensor[None] for tensor in (query, key, value, log_decay, beta))
-    output: Tensor = _reference()(*tensors, chunk_size=CHUNK, use_qk_l2norm_in_kernel=True)[0][0]
+    output: Tensor = _reference()(*tensors, chunk_size=DELTA_CHUNK, use_qk_l2norm_in_kernel=True)[0][0]
     return output
 
 

@@ -19,7 +19,7 @@ from fla.ops.utils.constant import RCP_LN2
 from fla.utils import IS_NVIDIA_HOPPER
 from torch import Tensor
 
-from pipeline_lib.model.delta import CHUNK
+from pipeline_lib.model.geometry import DELTA_CHUNK
 
 
 class _Chunks(NamedTuple):
@@ -40,8 +40,8 @@ class _Chunks(NamedTuple):
 
 def _chunks_of(ends: Tensor, tokens: int) -> _Chunks:
     documents = len(ends) - 1
-    begins = F.pad(((ends.diff() + (CHUNK - 1)) // CHUNK).cumsum(0), (1, 0)).to(ends.dtype)
-    rows = torch.arange(tokens // CHUNK + documents, dtype=ends.dtype, device=ends.device)
+    begins = F.pad(((ends.diff() + (DELTA_CHUNK - 1)) // DELTA_CHUNK).cumsum(0), (1, 0)).to(ends.dtype)
+    rows = torch.arange(tokens // DELTA_CHUNK + documents, dtype=ends.dtype, device=ends.device)
     document = (torch.searchsorted(begins, rows, right=True) - 1).clamp(max=documents - 1)
     return _Chunks(ends, begins, torch.stack([document.to(ends.dtype), rows - begins[document]], dim=1))
 
@@ -49,21 +49,21 @@ def _chunks_of(ends: Tensor, tokens: int) -> _Chunks:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule`: the output [N, H, E] and the inverses [N, H, CHUNK] that its backward pass needs."""
+    """Compute `delta_rule`: the output [N, H, E] and the inverses [N, H, DELTA_CHUNK] that its backward pass needs."""
     with torch.cuda.device(value.device):
         chunks = _chunks_of(ends, len(value))
         query, key, value, log_decay, beta = _batched(query, key, value, log_decay, beta)
         query, key = l2norm_fwd(query)[0], l2norm_fwd(key)[0]
-        decay = chunk_local_cumsum(log_decay, chunk_size=CHUNK, scale=RCP_LN2, **chunks.named())
+        decay = chunk_local_cumsum(log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named())
         keys, values, inverses = chunk_gated_delta_rule_fwd_intra(
-            k=key, v=value, g=decay, beta=beta, chunk_size=CHUNK, **chunks.named()
+            k=key, v=value, g=decay, beta=beta, chunk_size=DELTA_CHUNK, **chunks.named()
         )
         states, changes, _ = chunk_gated_delta_rule_fwd_h(
-            k=key, w=keys, u=values, g=decay, chunk_size=CHUNK, **chunks.in_order()
+            k=key, w=keys, u=values, g=decay, chunk_size=DELTA_CHUNK, **chunks.in_order()
         )
         scale = query.shape[-1] ** -0.5
         output = chunk_fwd_o(
-            q=query, k=key, v=changes, h=states, g=decay, scale=scale, chunk_size=CHUNK, **chunks.named()
+            q=query, k=key, v=changes, h=states, g=decay, scale=scale, chunk_size=DELTA_CHUNK, **chunks.named()
         )
     return output[0], inverses[0]
 
@@ -85,12 +85,17 @@ def backward(
             gradient, query, key, value, log_decay, beta, inverses
         )
         (query, of_norms), (key, of_key_norms) = l2norm_fwd(query), l2norm_fwd(key)
-        decay = chunk_local_cumsum(log_decay, chunk_size=CHUNK, scale=RCP_LN2, **chunks.named())
+        decay = chunk_local_cumsum(log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named())
         keys, values = recompute_w_u_fwd(k=key, v=value, beta=beta, A=inverses, g=decay, **chunks.named())
         states, changes, _ = chunk_gated_delta_rule_fwd_h(
-            k=key, w=keys, u=values, g=decay, chunk_size=CHUNK, **chunks.in_order()
+            k=key, w=keys, u=values, g=decay, chunk_size=DELTA_CHUNK, **chunks.in_order()
         )
-        shared: dict[str, Any] = {"g": decay, "scale": query.shape[-1] ** -0.5, "chunk_size": CHUNK, "do": of_output}
+        shared: dict[str, Any] = {
+            "g": decay,
+            "scale": query.shape[-1] ** -0.5,
+            "chunk_size": DELTA_CHUNK,
+            "do": of_output,
+        }
         of_changes = chunk_bwd_dv_local(q=query, k=key, **shared, **chunks.named())
         of_states, _, of_changes = chunk_gated_delta_rule_bwd_dhu(
             q=query, k=key, w=keys, dv=of_changes, **shared, **chunks.in_order()
@@ -104,7 +109,7 @@ def backward(
         )
         of_query = l2norm_bwd(query, of_norms, of_query)
         of_key = l2norm_bwd(key, of_key_norms, of_key.add_(more_key))
-        of_decay = chunk_local_cumsum(of_decay.add_(more_decay), chunk_size=CHUNK, reverse=True, **chunks.named())
+        of_decay = chunk_local_cumsum(of_decay.add_(more_decay), chunk_size=DELTA_CHUNK, reverse=True, **chunks.named())
     return of_query[0], of_key[0], of_value[0], of_decay[0], of_beta[0]
 
 

@@ -17,6 +17,8 @@ from pipeline_lib.model.rope import original_positions, refuse_scaled, stretched
 NF4_BLOCK = 64
 NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (256 * NF4_BLOCK)
 
+DELTA_CHUNK = 64  # tokens of a document that the gated delta rule takes at once (model/delta.py)
+
 # Which parameters `train.freeze` freezes.
 
 
