@@ -44,7 +44,7 @@ LENGTHS = st.lists(
 )
 few = settings(max_examples=15, deadline=None)
 MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-SMALL = {
+SMALL: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "layer_types": MIXED, "head_dim": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": KEY_HEADS},
     **{"linear_num_value_heads": HEADS, "linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH},
@@ -166,7 +166,8 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
 
 def layer_of() -> Any:
     torch.manual_seed(0)
-    return Qwen3_5GatedDeltaNet(DENSE, 0)
+    config: Any = DENSE  # which has all that a layer reads
+    return Qwen3_5GatedDeltaNet(config, 0)
 
 
 def gradients(layer: nn.Module) -> list[Tensor]:
@@ -179,7 +180,7 @@ def of_documents(layer: Any, hidden: Tensor, direction: Tensor, lengths: list[in
     own, leaf = type(layer).forward, hidden.clone().requires_grad_()
     layer.zero_grad()
     output = torch.cat([own(layer, leaf[None, part])[0] for part in parts_of(lengths)])
-    output.backward(direction)
+    output.backward(direction)  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     return [output.detach(), leaf.grad, *gradients(layer)]
 
@@ -303,7 +304,7 @@ def test_compiled_layers_are_one_graph_that_they_share(model: PreTrainedModel) -
     compiled = torch.compile(
         lambda layer, hidden, ends: layer(hidden, cu_seq_lens_q=ends), backend=counter, fullgraph=True
     )
-    layers = [layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")]
+    layers: list[Any] = [layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")]
     hidden = torch.randn(1, 24, 32)
     for layer in layers:
         for lengths in ([5, 12, 7], [1, 2, 3, 10, 8]):
