@@ -25,6 +25,8 @@ WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow")
 MAIN_SPLIT = "train"
 GENERATION_NAME = "generation_config.json"
+# What serving a model of pictures, video and text needs beside; training does not read them.
+MEDIA_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_NAME)
 
 # Identifies content that is made from the running Python's documentation.
@@ -224,7 +226,7 @@ def is_model_file(name: str) -> bool:
     """Return whether a file with this name, at the top level of a model's folder or repository, is used."""
     if "/" in name:
         return False
-    return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES)
+    return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES, *MEDIA_FILES)
 
 
 def missing_model_files(names: Iterable[str]) -> list[str]:

@@ -46,8 +46,12 @@ def model_card(
     parity: Mapping[str, Any],
     record: Record,
     ledger: Ledger,
+    beside: Sequence[str] = (),
 ) -> str:
-    """Return the text of README.md for the model folder `this`; `ledger` may be empty if the data is unknown."""
+    """Return the text of README.md for the model folder `this`; `ledger` may be empty if the data is unknown.
+
+    `beside` are the beginnings of the names of tensors that were copied from the base.
+    """
     made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
     base = base_model(record)
     sources = [(one.name, *map(count, (one.rows, one.kept, one.supervised_tokens))) for one in ledger.sources]
@@ -63,6 +67,7 @@ def model_card(
         f"{tunes}, {count(training.steps, 'steps')}, {count(training.supervised_tokens, 'supervised tokens')}. "
         f"{_proof(parity)}",
         *_stretched(made),
+        *_untrained(beside),
         *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
         "",
         "How well it does on held-out answers is measured after this page is written: see the report of the "
@@ -99,6 +104,18 @@ def _stretched(made: Mapping[str, Manifest]) -> list[str]:
         return []
     text = f"trained with rotary embeddings stretched by {rope.type}, factor {rope.factor:g}, at every length"
     return ["", f"The model was {text}: `config.json` has the values, and the base model alone needs them too."]
+
+
+def _untrained(beside: Sequence[str]) -> list[str]:
+    """Return a paragraph about the tensors beside the text model; no lines if there are none."""
+    if not beside:
+        return []
+    text = f"Only the text model was trained. Tensors called {' and '.join(f'`{name}*`' for name in beside)} are the "
+    guesses = (
+        " `mtp.*` is the head that guesses further tokens: a server that speculates with it stays exact, and may have "
+        "fewer guesses accepted than with the base model."
+    )
+    return ["", f"{text}base model's, bit for bit.{guesses if 'mtp.' in beside else ''}"]
 
 
 def cell(text: str) -> str:

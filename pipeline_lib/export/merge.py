@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_lib.config.content import GENERATION_NAME, TOKENIZER_FILES
+from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, TOKENIZER_FILES
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
@@ -29,6 +29,7 @@ from pipeline_lib.export.card import model_card
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.batch import load_probe
 from pipeline_lib.model.build import DTYPES, build_trainable
+from pipeline_lib.model.families import family_in
 from pipeline_lib.model.files import (
     ADAPTER,
     INDEX_NAME,
@@ -95,12 +96,21 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class Recipe:
-    """The source of a merged tensor: the base's, the `piece` of a trained parameter, or the base's with an adapter."""
+    """The source of a merged tensor: the base's, the `piece` of a trained parameter, or the base's with an adapter.
+
+    A tensor of another part of the model than the text model is copied as it is.
+    """
 
     stored: Stored
     trained: str | None
     piece: Piece
     adapter: str | None  # the adapted module, by peft's name
+    beside: str = ""  # how the names of its part begin, if it is none of the text model
+
+    def entry(self, dtype: torch.dtype | None) -> Entry:
+        """Return what is written of it, in `dtype`; if that is None, in that of the base."""
+        own = KINDS[self.stored.kind]
+        return Entry(self.stored.name, self.stored.shape, own if dtype is None or self.beside else dtype)
 
 
 @dataclass
@@ -156,6 +166,11 @@ class Fold:
     quantized: frozenset[str] = frozenset()
     computed_in: torch.dtype = torch.float32
 
+    @property
+    def beside(self) -> list[str]:
+        """The parts beside the text model: how the names of their tensors begin."""
+        return sorted({recipe.beside for recipe in self.recipes.values()} - {""})
+
     def value(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the merged tensor `name`, rounded to `dtype` once."""
         recipe = self.recipes[name]
@@ -206,7 +221,8 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
         for piece in first:  # if a tied weight is stored twice, only the first copy is written
             module = of_experts.get(id(parameter), PEFT_PREFIX + piece.name.removesuffix(".weight"))
             has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(".bias")
-            recipes[piece.name] = Recipe(stored[piece.name], trained_name, piece, module if has_adapter else None)
+            tensor = stored[piece.name]
+            recipes[tensor.name] = Recipe(tensor, trained_name, piece, module if has_adapter else None)
     # The comparison of logits might miss a small tensor that is not used.
     used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
     unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
@@ -214,7 +230,13 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
         raise IntegrityError(
             f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
         )
-    quantized = frozenset(name for _, name in quantized_linears(model))
+    for part in family_in(read_object(base / "config.json")).beside:
+        for name, tensor in find_tensors(base).items():
+            if name.startswith(part):
+                everything = Piece(name, (0,) * len(tensor.shape), tensor.shape)
+                recipes[name] = Recipe(tensor, None, everything, None, part)
+    refuse_unreadable_kinds(recipe.stored for recipe in recipes.values())
+    quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
     return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora, quantized, DTYPES[train.precision])
 
 
@@ -312,7 +334,7 @@ def run(job: Job) -> dict[str, Any]:
         )
     parity = compare_with_trained(job.out, trained, train) if is_proven else {"unproven": UNPROVEN}
     write_json(job.out / "parity.json", parity)
-    tell_origin(job, train, parity)
+    tell_origin(job, train, parity, fold.beside)
     if not is_proven:
         job.say(f"merge: {UNPROVEN}")
         return parity
@@ -343,9 +365,8 @@ def export(
     the weights that were not written as planned.
     """
     files: dict[str, list[Entry]] = defaultdict(list)
-    for name, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
-        stored = recipe.stored
-        files[stored.path.name].append(Entry(name, stored.shape, dtype or KINDS[stored.kind]))
+    for _, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
+        files[recipe.stored.path.name].append(recipe.entry(dtype))
     sizes_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
     require_space(out, sizes_bytes, "the merged model")
     for file_name, entries in sorted(files.items()):
@@ -357,12 +378,13 @@ def export(
     _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
     stored_config = stretched(read_object(base / "config.json"), rope)
     config = {key: value for key, value in stored_config.items() if key not in CODE_KEYS}
-    config["use_cache"] = True
+    if "text_config" not in config:
+        config["use_cache"] = True
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(out / "config.json", config)
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *MEDIA_FILES):
         if name != GENERATION_NAME and (base / name).exists():
             shutil.copyfile(base / name, out / name)
     tokenizer = read_tokenizer_config(out)
@@ -438,8 +460,10 @@ def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
     }
 
 
-def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
+def tell_origin(job: Job, train: Train, parity: Mapping[str, Any], beside: Sequence[str] = ()) -> None:
     """Write lineage.json and README.md, which record what the model was made from and how it was checked.
+
+    `beside` are the beginnings of the names of tensors that were copied from the base.
 
     The data's token ledger is left out if it is missing from the store or has been changed.
     """
@@ -453,4 +477,5 @@ def tell_origin(job: Job, train: Train, parity: Mapping[str, Any]) -> None:
         path = job.store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
         if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
             ledger = read_one(Ledger, path)
-    write_text(job.out / "README.md", model_card(job.spec.ref, model_type, train, training, parity, record, ledger))
+    card = model_card(job.spec.ref, model_type, train, training, parity, record, ledger, beside)
+    write_text(job.out / "README.md", card)

@@ -48,7 +48,6 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 # Linears with a few outputs for each head, of which a recurrent state's decay and rate are made: they get no adapters,
 # and are not quantized.
 OF_HEADS = ("in_proj_b", "in_proj_a")
-DELTA_CHUNK = 64  # tokens that the delta rule's kernels process at once
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
@@ -29,6 +37,41 @@ SIZES: dict[str, Any] = {
 def write_dense(folder: Path, tied: bool, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
     """A small Qwen3."""
     return write_random(folder, Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)), dtype, **save)
+
+
+def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    """A small Qwen3.5 as repositories have it: with a model of pictures and a head that predicts several tokens."""
+    linear: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+    }
+    kinds = ["linear_attention", "full_attention"]
+    config = Qwen3_5Config(
+        text_config={**SIZES, **linear, "layer_types": kinds, "rope_parameters": rope, "tie_word_embeddings": True},
+        vision_config={
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 4},
+            **{"out_hidden_size": SIZES["hidden_size"]},
+        },
+        image_token_id=60,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+        tie_word_embeddings=True,
+    )
+    write_random(folder, Qwen3_5ForConditionalGeneration(config), dtype, **save)
+    (folder / "preprocessor_config.json").write_text('{"patch_size": 16}')
+    *_, last = sorted(folder.glob("*.safetensors"))
+    several = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
+    save_file({**load_file(last), **several}, last, {"format": "pt"})
+    if (index := folder / "model.safetensors.index.json").exists():
+        content = read_json(index)
+        content["weight_map"] |= dict.fromkeys(several, last.name)
+        write_json(index, content)
+    return folder
 
 
 def write_large(folder: Path, layers: int) -> int:
