@@ -12,13 +12,14 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AttentionInterface, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AttentionInterface, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from pipeline_lib.config.train import Lora, Train
-from pipeline_lib.model import build, chunks, experts
+from pipeline_lib.model import build, chunks, delta, experts
 from pipeline_lib.model import recompute as recompute_module
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
@@ -41,17 +42,25 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+DELTA: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]}
 CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3_5_text": Qwen3_5TextConfig(**{**SIZES, "num_hidden_layers": 2}, **DELTA, head_dim=32, rope_parameters=ROPE),
 }
 LAYERS: dict[str, Any] = {
     "qwen2": Qwen2DecoderLayer,
     "qwen3": Qwen3DecoderLayer,
     "qwen3_moe": Qwen3MoeDecoderLayer,
+    "qwen3_5_text": Qwen3_5DecoderLayer,
 }
 RANK = 3
+OF_DELTA = ["in_proj_qkv", "in_proj_z", "out_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -110,16 +119,19 @@ AttentionInterface.register("memory_test", attention)
 experts.register()
 
 
-def layer_of(kind: str, train: Train) -> tuple[nn.Module, Any]:
-    """A layer in the dtypes that the strategy of `train` gives it, and its config."""
+def layer_of(kind: str, train: Train, number: int) -> tuple[nn.Module, Any]:
+    """The layer with that number in the dtypes that the strategy of `train` gives it, and its config."""
     config: Any = CONFIGS[kind]
     config._attn_implementation = "memory_test"
     by_autocast = train.strategy == "ddp" and train.precision == "bf16"
     base = torch.float32 if train.precision == "fp32" or (by_autocast and train.method == "full") else torch.bfloat16
     config._experts_implementation = GROUPED
-    layer: nn.Module = LAYERS[kind](config, 0).to(base)
+    layer: nn.Module = LAYERS[kind](config, number).to(base)
+    delta.install(layer)
     if train.method == "lora":
-        names: list[str] = LINEARS if train.lora.targets == "all-linear" else [str(name) for name in train.lora.targets]
+        names: list[str] = (
+            [*LINEARS, *OF_DELTA] if train.lora.targets == "all-linear" else [str(name) for name in train.lora.targets]
+        )
         config_of_adapters = LoraConfig(r=RANK, target_modules=names, lora_dropout=train.lora.dropout)
         layer = inject_adapter_in_model(config_of_adapters, layer)
         for name, parameter in layer.named_parameters():
@@ -146,12 +158,12 @@ def shared_with(ranks: int) -> dict[str, Part]:
     return {"part": Part(0, ranks, group.group_name)}
 
 
-def saved_bytes(kind: str, train: Train) -> tuple[float, Geometry]:
-    """Bytes a token that autograd keeps, without weights, their casts, and angles that all layers share.
+def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geometry]:
+    """Bytes a token that autograd keeps in that layer, without weights, their casts, and angles that layers share.
 
     Compiled layers are cut in two as torch.compile does it, and run without its kernels.
     """
-    layer, config = layer_of(kind, train)
+    layer, config = layer_of(kind, train, number)
     torch.compiler.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
@@ -176,7 +188,8 @@ def saved_bytes(kind: str, train: Train) -> tuple[float, Geometry]:
     if train.strategy == "ddp" and train.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
-        layer(hidden, position_embeddings=angles, attention_mask=None, **shared_with(train.context_ranks))
+        ends = {"cu_seq_lens_q": torch.tensor([0, TOKENS // 3, TOKENS])} if kind == "qwen3_5_text" else {}
+        layer(hidden, position_embeddings=angles, attention_mask=None, **ends, **shared_with(train.context_ranks))
     assert not train.compile or not torch._dynamo.utils.counters["graph_break"]
     return sum(kept.values()) / TOKENS, geometry_in({**config.to_dict(), "model_type": kind})
 
