@@ -2,8 +2,8 @@
 
 At the widths of Qwen3.5-9B, 16 key heads and 32 value heads of 128, over documents of 512, 4,096 and 16,384 tokens that
 fill a block: the delta rule as training calls it, fla-core's own function, and transformers' function document by
-document; and the convolution of 8,192 channels beside fla-core's function and compiled masked sums. It takes up to 2
-minutes, most of which Triton needs to compile and choose kernels. `--tiny` tries it on CPUs.
+document; and the convolution of 8,192 channels, compiled, beside fla-core's. It takes up to 2 minutes, most of which
+Triton needs to compile and choose kernels. `--tiny` tries it on CPUs.
 
 The delta rule in chunks of C tokens multiplies, for each value head and chunk, 3 times [C, D] by [D, E] (reading the
 state for the values and for the queries, and writing it), and 5 times by a triangle of C x C (keys by keys, queries by
@@ -23,7 +23,7 @@ from benchmarks.kernels.clock import Call, Clock
 from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.report import gradients, random
 from pipeline_lib.model import delta
-from pipeline_lib.model.delta import _convolved, convolution, delta_rule
+from pipeline_lib.model.delta import convolved, delta_rule, positions_of
 from pipeline_lib.model.geometry import DELTA_CHUNK
 from pipeline_lib.plan.machine import find_gpu
 
@@ -124,12 +124,8 @@ def convolutions(channels: int, tokens: int, ends: Tensor) -> dict[str, Callable
             random(channels, KERNEL, device=device).requires_grad_(),
         ]
 
-    def ours(mixed: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = convolution(mixed, weight, ends, "silu")
-        return output
-
     def plain(mixed: Tensor, weight: Tensor) -> Tensor:
-        return _convolved(mixed, weight, ends, "silu")
+        return convolved(mixed, weight, positions_of(ends, tokens), "silu")
 
     def of_fla(mixed: Tensor, weight: Tensor) -> Tensor:
         from fla.modules.causal_conv1d import causal_conv1d
@@ -138,10 +134,9 @@ def convolutions(channels: int, tokens: int, ends: Tensor) -> dict[str, Callable
         return output
 
     if device.type == "cpu":
-        return {"ours": lambda: gradients(ours, inputs())}
+        return {"ours": lambda: gradients(plain, inputs())}
     return {
-        "ours": lambda: gradients(ours, inputs()),
-        "masked sums, compiled": lambda: gradients(torch.compile(plain), inputs()),
+        "ours, compiled": lambda: gradients(torch.compile(plain), inputs()),
         "fla-core": lambda: gradients(of_fla, inputs()),
     }
 

@@ -1,10 +1,10 @@
 """Gated DeltaNet layers over packed documents: each document is computed as if it were alone.
 
 Two parts of such a layer carry something from token to token, and both stop at the beginning of a document here: a
-causal convolution over a few tokens, and the gated delta rule, whose state is a matrix for each head. Each is a custom
-operator, so that compiled layers contain it as one opaque step, which keeps its inputs and little else. On GPUs they
-run the Triton kernels of fla-core in half precision; anything else takes plain torch: a convolution of masked sums, and
-transformers' delta rule document by document.
+causal convolution over a few tokens, and the gated delta rule, whose state is a matrix for each head. The convolution
+is plain torch, which compiled layers fuse. The delta rule is a custom operator, so that compiled layers contain it as
+one opaque step. On GPUs it runs the Triton kernels of fla-core in half precision; anything else takes transformers'
+function, document by document.
 """
 
 import functools
@@ -59,11 +59,12 @@ def packed_forward(
             "Gated DeltaNet layers need all tokens of a document on one rank; set cluster.context_ranks: 1"
         )
     batch, length, _ = hidden_states.shape
+    positions = positions_of(cu_seq_lens_q, batch * length)
     # Each part is convolved by itself, so that it is contiguous, as the kernels want it, without a copy.
     sizes = [module.key_dim, module.key_dim, module.value_dim]
     weights = module.conv1d.weight[:, 0].split(sizes)
     query, key, value = (
-        convolution(mixed, weight, cu_seq_lens_q, module.activation)
+        convolved(mixed, weight, positions, module.activation)
         for mixed, weight in zip(module.in_proj_qkv(hidden_states).flatten(0, 1).split(sizes, -1), weights, strict=True)
     )
     gate = module.in_proj_z(hidden_states)
@@ -92,58 +93,13 @@ def positions_of(ends: Tensor, tokens: int) -> Tensor:
     return index - ends[torch.searchsorted(ends, index, right=True) - 1]
 
 
-@torch.library.custom_op("qwen3_pipeline::convolution", mutates_args=())
-def convolution(mixed: Tensor, weight: Tensor, ends: Tensor, activation: str) -> Tensor:
+def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str) -> Tensor:
     """Return the activation of the causal convolution of each channel within documents: [N, C] from `mixed` [N, C].
 
-    `weight` is [C, K]: the last of a channel's weights is that of the token itself. `ends` are cu_seq_lens. It is
-    computed in fp32 and returned in the dtype of `mixed`.
+    `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N] are those in the
+    documents. It is computed in fp32 and returned in the dtype of `mixed`.
     """
-    if has_kernel(mixed):
-        return _kernels().convolution(mixed, weight, ends, activation)  # type: ignore[no-any-return]
-    return _convolved(mixed, weight, ends, activation)
-
-
-@convolution.register_fake
-def _(mixed: Tensor, weight: Tensor, ends: Tensor, activation: str) -> Tensor:
-    return mixed.new_empty(mixed.shape)
-
-
-@torch.library.custom_op("qwen3_pipeline::convolution_backward", mutates_args=())
-def convolution_backward(
-    gradient: Tensor, mixed: Tensor, weight: Tensor, ends: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `mixed` and `weight`; the sums are computed again for them."""
-    if has_kernel(mixed):
-        return _kernels().convolution_backward(gradient, mixed, weight, ends, activation)  # type: ignore[no-any-return]
-    with _recording(mixed.device):
-        mixed, weight = mixed.detach().requires_grad_(), weight.detach().requires_grad_()
-        of_mixed, of_weight = torch.autograd.grad(
-            _convolved(mixed, weight, ends, activation), (mixed, weight), gradient
-        )
-    return of_mixed, of_weight
-
-
-@convolution_backward.register_fake
-def _(gradient: Tensor, mixed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return mixed.new_empty(mixed.shape), weight.new_empty(weight.shape)
-
-
-def _save_for_convolution(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _of_convolution(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return (*convolution_backward(gradient, *ctx.saved_tensors, ctx.activation), None, None)
-
-
-convolution.register_autograd(_of_convolution, setup_context=_save_for_convolution)
-
-
-def _convolved(mixed: Tensor, weight: Tensor, ends: Tensor, activation: str) -> Tensor:
     tokens, width = len(mixed), weight.shape[1]
-    positions = positions_of(ends, tokens)
     values, weights = mixed.float(), weight.float()
     total = values * weights[:, -1]
     for back in range(1, min(width, tokens)):

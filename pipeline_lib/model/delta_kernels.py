@@ -1,4 +1,4 @@
-"""The convolution and the gated delta rule over packed documents by the Triton kernels of fla-core.
+"""The gated delta rule over packed documents by the Triton kernels of fla-core, forward and backward.
 
 A call never waits for the GPU: the chunks of all documents are listed there, in as many rows as there can be chunks.
 Importing this module needs fla-core and Triton.
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
-from fla.modules.causal_conv1d import causal_conv1d_bwd, causal_conv1d_fwd
 from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_bwd_kernel_dqkwg, chunk_fwd_o
@@ -45,38 +44,6 @@ def _chunks_of(ends: Tensor, tokens: int) -> _Chunks:
     rows = torch.arange(tokens // DELTA_CHUNK + documents, dtype=ends.dtype, device=ends.device)
     document = (torch.searchsorted(begins, rows, right=True) - 1).clamp(max=documents - 1)
     return _Chunks(ends, begins, torch.stack([document.to(ends.dtype), rows - begins[document]], dim=1))
-
-
-def convolution(mixed: Tensor, weight: Tensor, ends: Tensor, activation: str) -> Tensor:
-    """Compute `convolution` of model/delta.py."""
-    with torch.cuda.device(mixed.device):
-        output: Tensor = causal_conv1d_fwd(
-            x=mixed[None],
-            weight=weight.contiguous(),
-            bias=None,
-            residual=None,
-            activation=activation,
-            chunk_size=DELTA_CHUNK,
-            **_chunks_of(ends, len(mixed)).named(),
-        )[0]
-    return output[0]
-
-
-def convolution_backward(
-    gradient: Tensor, mixed: Tensor, weight: Tensor, ends: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Compute `convolution_backward` of model/delta.py."""
-    with torch.cuda.device(mixed.device):
-        of_mixed, of_weight, *_ = causal_conv1d_bwd(
-            x=mixed[None],
-            dy=gradient.contiguous()[None],
-            dht=None,
-            weight=weight.contiguous(),
-            activation=activation,
-            chunk_size=DELTA_CHUNK,
-            **_chunks_of(ends, len(mixed)).named(),
-        )
-    return of_mixed[0], of_weight
 
 
 def forward(

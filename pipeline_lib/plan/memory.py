@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, gigabytes
-from pipeline_lib.model.geometry import NF4_BLOCK, NF4_BYTES, Geometry
+from pipeline_lib.model.geometry import DELTA_CHUNK, NF4_BLOCK, NF4_BYTES, OF_HEADS, Delta, Geometry, LayerKind
 from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.workload import (
@@ -35,7 +35,11 @@ from pipeline_lib.plan.workload import (
 FP32_BYTES = 4
 HALF_BYTES = 2
 _CHOICE_BYTES = 40  # for each expert of a token: index, weight, and its positions in the order by experts
-_SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("in_proj_qkv", "in_proj_z", *OF_HEADS),
+    ("gate_proj", "up_proj"),
+)
 _FED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -64,17 +68,24 @@ class Arithmetic:
         return FP32_BYTES if self.by_autocast and train.method == "full" else self.number_bytes
 
 
-def kept_per_token(geometry: Geometry, train: Train, has_experts: bool, recompute: str) -> float:
-    """Return the bytes per token, padding included, that a layer keeps from the forward to the backward pass."""
+def kept_per_token(geometry: Geometry, train: Train, kind: LayerKind, recompute: str) -> float:
+    """Return the bytes per token, padding included, that a layer of that kind keeps from forward to backward pass."""
     arithmetic = Arithmetic.of(train)
     stream = arithmetic.stream_bytes(train) * geometry.hidden
     if recompute != "none":
-        return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, has_experts)
-    return attended_per_token(geometry, train) + fed_per_token(geometry, train, has_experts)
+        return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, kind)
+    return mixed_per_token(geometry, train, kind) + fed_per_token(geometry, train, kind.has_experts)
 
 
-def attended_per_token(geometry: Geometry, train: Train) -> float:
-    """Return the bytes per token that the first half of a layer keeps: its norm, the attention and its projections."""
+def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
+    """Return the bytes per token that the first half of a layer keeps, which mixes a document's tokens."""
+    if kind.is_recurrent and geometry.delta is not None:
+        return _carried_per_token(geometry, geometry.delta, train, kind)
+    return _attended_per_token(geometry, train)
+
+
+def _attended_per_token(geometry: Geometry, train: Train) -> float:
+    """Return the bytes per token that a norm, attention and its projections keep."""
     arithmetic, hidden = Arithmetic.of(train), geometry.hidden
     number = arithmetic.number_bytes
     q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
@@ -85,9 +96,12 @@ def attended_per_token(geometry: Geometry, train: Train) -> float:
     kept: float = number * (2 * q + 2 * of_keys) + FP32_BYTES * geometry.heads
     if train.context_ranks > 1 and (train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)):
         kept += number * q
+    if geometry.gated_attention:  # the gate, or its sigmoid; what it gates, which adapters and eager layers copy
+        copies = 2 if train.method == "full" and is_compiled(train) else 3
+        kept += number * q * (copies if number < FP32_BYTES or is_compiled(train) else copies + 1)
     # Of each row that a norm processes, one fp32 number.
     kept += FP32_BYTES * (1 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
-    names = [name for name in geometry.linears if name not in _FED]
+    names = [name for name in geometry.linears_of(LayerKind()) if name not in _FED]
     if train.method == "lora":  # between the two factors of each adapter
         kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
     if is_compiled(train):
@@ -97,8 +111,42 @@ def attended_per_token(geometry: Geometry, train: Train) -> float:
         return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
     kept += FP32_BYTES * (hidden + normed)  # inputs of norms
     if train.method == "full":  # the normalized values that a norm multiplies by its weight
-        kept += hidden * (FP32_BYTES if arithmetic.by_autocast else number) + normed * number
+        kept += hidden * _normalized_bytes(geometry, arithmetic)
+        kept += normed * (FP32_BYTES if _has_fp32_norms(geometry) else number)
     return kept + _inputs_of_linears(geometry, train, arithmetic, names)
+
+
+def _carried_per_token(geometry: Geometry, delta: Delta, train: Train, kind: LayerKind) -> float:
+    """Return the bytes per token that a norm, the gated delta rule and its projections keep."""
+    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
+    number, compiled = arithmetic.number_bytes, is_compiled(train)
+    # What is convolved, and as queries, keys and values what comes of it; the gate, and what is gated; the inverses.
+    kept: float = number * (2 * delta.channels + 2 * delta.values + delta.value_heads * DELTA_CHUNK)
+    # Of each row that a norm processes, one fp32 number; and of each head, what its decay and its rate are made of.
+    kept += FP32_BYTES * (1 + delta.value_heads)
+    names = [name for name in geometry.linears_of(kind) if name not in _FED]
+    if train.method == "lora":
+        kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
+    if compiled:
+        kept += delta.value_heads * (2 * FP32_BYTES + number)
+        kept += arithmetic.stream_bytes(train) * hidden + number * hidden
+        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
+    kept += 4 * FP32_BYTES * delta.value_heads + FP32_BYTES * hidden
+    # The gated norm computes in fp32: its input, the gate and its activation, beside the normalized values.
+    kept += delta.values * (3 * FP32_BYTES - number)
+    if train.method == "full":
+        kept += hidden * FP32_BYTES + delta.values * (FP32_BYTES if arithmetic.by_autocast else number)
+    return kept + _inputs_of_linears(geometry, train, arithmetic, names)
+
+
+def _has_fp32_norms(geometry: Geometry) -> bool:
+    """Return whether norms multiply by their weights before they round: those of the Qwen3.5 family do."""
+    return geometry.delta is not None
+
+
+def _normalized_bytes(geometry: Geometry, arithmetic: Arithmetic) -> int:
+    """Return the bytes of a normalized value of the hidden state, in eager layers whose norms are trained."""
+    return FP32_BYTES if arithmetic.by_autocast or _has_fp32_norms(geometry) else arithmetic.number_bytes
 
 
 def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
@@ -115,14 +163,14 @@ def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:
     return compute_bytes(train) * heads * geometry.head_dim
 
 
-def before_chunks(geometry: Geometry, train: Train) -> float:
+def before_chunks(geometry: Geometry, train: Train, kind: LayerKind) -> float:
     """Return what the first half keeps per token where the second runs in chunks: the tensor between them too.
 
     Where layers are compiled, that takes the place of o_proj's result.
     """
     arithmetic = Arithmetic.of(train)
     instead = arithmetic.number_bytes if is_compiled(train) else 0
-    return attended_per_token(geometry, train) + geometry.hidden * (arithmetic.stream_bytes(train) - instead)
+    return mixed_per_token(geometry, train, kind) + geometry.hidden * (arithmetic.stream_bytes(train) - instead)
 
 
 def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
@@ -139,7 +187,7 @@ def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
     if not compiled:
         kept += FP32_BYTES * geometry.hidden
         if train.method == "full":
-            kept += geometry.hidden * (FP32_BYTES if arithmetic.by_autocast else number)
+            kept += geometry.hidden * _normalized_bytes(geometry, arithmetic)
     # Compiled, down_proj's result is not needed again; those of experts are: they are weighted.
     if has_experts:
         kept += _experts(geometry, train, number, 3 if compiled else 4)
@@ -157,8 +205,8 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
     widths = {name: inputs for name, (inputs, _) in geometry.linears.items() if name in names}
     if train.method == "full":
         widths.pop("o_proj", None)
-    elif train.lora.targets != "all-linear":
-        widths = {name: width for name, width in widths.items() if name in train.lora.targets}
+    else:
+        widths = {name: width for name, width in widths.items() if name in geometry.adapted_linears(train.lora)}
     if train.method == "lora" and train.lora.dropout > 0:  # each adapter keeps its dropped-out input, and a mask byte
         return float((arithmetic.number_bytes + 1) * sum(widths.values()))
     if not arithmetic.by_autocast or has_fused_adapters(train):
@@ -181,27 +229,27 @@ def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> floa
     return of_experts + inputs * number * geometry.hidden + FP32_BYTES * geometry.experts
 
 
-def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, has_experts: bool) -> float:
-    """Return the bytes of results of products and of attention, which `selective` keeps beside the layer's input.
+def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: LayerKind) -> float:
+    """Return the bytes of results of products, and of attention or the delta rule.
 
-    Compiled layers do not keep down_proj's result.
+    These `selective` keeps beside the layer's input. Compiled layers do not keep down_proj's result.
     """
-    outputs = {name: output for name, (_, output) in geometry.linears.items()}
-    if has_experts:
-        outputs = {name: output for name, output in outputs.items() if name.endswith(("q_proj", "k_proj", "v_proj"))}
-        outputs["o_proj"] = geometry.hidden
+    outputs = {name: output for name, (_, output) in geometry.linears_of(kind).items()}
+    if kind.has_experts:
         of_each = 2 * geometry.expert_intermediate + geometry.hidden
         outputs["experts"] = geometry.experts_per_token * of_each + geometry.experts
     elif is_compiled(train):
         outputs.pop("down_proj")
-    attention = geometry.heads * geometry.head_dim
-    total = sum(outputs.values()) + attention
+    mixed, of_heads = geometry.heads * geometry.head_dim, FP32_BYTES * geometry.heads
+    if kind.is_recurrent and geometry.delta is not None:
+        mixed, of_heads = geometry.delta.values + geometry.delta.value_heads * DELTA_CHUNK, 0
+    total = sum(outputs.values()) + mixed
     if has_fused_adapters(train):
-        total += train.lora.rank * len(geometry.adapted_linears(train.lora))
+        total += train.lora.rank * sum(name in outputs for name in geometry.adapted_linears(train.lora))
     elif train.method == "lora":
         targets = outputs if train.lora.targets == "all-linear" else train.lora.targets
         total += sum(outputs[name] for name in targets if name in outputs and name != "experts")
-    return arithmetic.number_bytes * total + FP32_BYTES * geometry.heads
+    return arithmetic.number_bytes * total + of_heads
 
 
 # The moments of a step at which memory can peak, and what each uses beside the state that a rank keeps.
@@ -358,13 +406,16 @@ def _backward(geometry: Geometry, train: Train, model: Model, tokens: int) -> Mo
 
 
 def _in_a_layer(geometry: Geometry, train: Train, tokens: int) -> float:
-    """Return the bytes of one layer's backward pass beside what all layers keep: what passes, and is computed again."""
+    """Return the bytes of one layer's backward pass beside what all layers keep: what passes, and is computed again.
+
+    The layer is of the kind that needs most.
+    """
     if feeds_in_chunks(train, bool(geometry.expert_layers), tokens):
         return _in_a_layer_in_chunks(geometry, train, tokens)
     width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
     of_token: float = 3 * compute_bytes(train) * width + 3 * FP32_BYTES * geometry.hidden + _sent(geometry, train)
     if recompute_of(train) != "none":
-        of_token += kept_per_token(geometry, train, bool(geometry.expert_layers), "none")
+        of_token += max(kept_per_token(geometry, train, kind, "none") for kind in geometry.kinds)
     return tokens * of_token
 
 
@@ -388,7 +439,8 @@ def _in_a_layer_in_chunks(geometry: Geometry, train: Train, tokens: int) -> floa
     if train.method == "full":  # gradients of weights, in fp32, of a chunk and added up
         chunk += 2 * FP32_BYTES * sum(math.prod(geometry.linears[name]) for name in _FED)
     attention = stream + number * (2 * q + 2 * k) + (FP32_BYTES + 2 * number) * q + _sent(geometry, train)
-    return tokens * before_chunks(geometry, train) + max(tokens * 2 * stream + chunk, tokens * attention)
+    before = max(before_chunks(geometry, train, kind) for kind in geometry.kinds)
+    return tokens * before + max(tokens * 2 * stream + chunk, tokens * attention)
 
 
 def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
@@ -408,13 +460,10 @@ def _end_of_backward(train: Train, model: Model, accumulation: int) -> Moment:
 
 
 def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
-    with_experts = len(geometry.expert_layers)
     recompute = recompute_of(train)
-    plain = kept_per_token(geometry, train, False, recompute) if with_experts < geometry.layers else 0.0
-    routed = kept_per_token(geometry, train, True, recompute) if with_experts else 0.0
-    kept = plain * (geometry.layers - with_experts) + routed * with_experts
+    kept = sum(count * kept_per_token(geometry, train, kind, recompute) for kind, count in geometry.kinds.items())
     if keeps_attention(train, tokens * train.context_ranks / train.micro_batch_blocks):  # a block may be one document
-        kept += geometry.layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
+        kept += geometry.attention_layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
     return round(tokens * kept)
 
 

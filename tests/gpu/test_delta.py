@@ -15,7 +15,7 @@ from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import has_kernel
 from pipeline_lib.model.batch import logits_at, loss_sum, make_batch
 from pipeline_lib.model.build import build_trainable, load_base, prepare_layers
-from pipeline_lib.model.delta import convolution, delta_rule
+from pipeline_lib.model.delta import convolved, delta_rule, positions_of
 from pipeline_lib.model.weights import load_weights
 from tests.gpu.test_kernels import BF16_ERROR, documents_and_batch, load_on_gpu, relative_error
 
@@ -54,32 +54,6 @@ def compute(tensors: list[Tensor], ends: Tensor) -> list[Tensor]:
     torch.manual_seed(1)
     direction = torch.randn(output.shape).to(output)
     return [output.detach(), *torch.autograd.grad(output, leaves, direction)]
-
-
-# The convolution
-
-
-def test_the_convolution_agrees_with_the_reference() -> None:
-    """It reads a part of each row, as it does in a layer."""
-    torch.manual_seed(0)
-    tokens, ends = sum(LENGTHS), ends_of(LENGTHS, filled=2)
-    rows, direction = torch.randn(2, tokens, 96).to(GPU, torch.bfloat16)
-    weight = torch.randn(64, 4).to(GPU, torch.bfloat16)
-
-    def convolve(rows: Tensor, weight: Tensor, ends: Tensor) -> list[Tensor]:
-        leaves = [rows.clone().requires_grad_(), weight.clone().requires_grad_()]
-        output = convolution(leaves[0][:, 16:80], leaves[1], ends, "silu")
-        return [output.detach(), *torch.autograd.grad(output, leaves, direction[:, 16:80].to(output))]
-
-    found = convolve(rows, weight, ends)
-    expected = convolve(rows.float().cpu(), weight.float().cpu(), ends.cpu())
-    assert [relative_error(*pair) < BF16_ERROR for pair in zip(found, expected, strict=True)] == [True] * 3
-    begin, end = sum(LENGTHS[:2]), sum(LENGTHS[:3])
-    changed = rows.clone()
-    changed[:begin] += 1.0
-    changed[end:] += 1.0
-    after = convolve(changed, weight, ends)
-    assert all(torch.equal(one[begin:end], other[begin:end]) for one, other in zip(found[:2], after[:2], strict=True))
 
 
 # The delta rule
@@ -151,8 +125,9 @@ def test_the_host_does_not_wait() -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            weight = torch.ones(HEADS * 128, 4, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-            torch.autograd.grad(convolution(leaves[2].flatten(1), weight, ends, "silu").sum(), [leaves[2], weight])
+            positions = positions_of(ends, len(leaves[2]))
+            weight = torch.ones(HEADS * 128, 4, device=GPU)
+            convolved(leaves[2].flatten(1), weight, positions, "silu")
             torch.autograd.grad(delta_rule(*leaves, ends)[0], leaves, direction)
         finally:
             torch.cuda.set_sync_debug_mode("default")
