@@ -99,12 +99,13 @@ def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str)
     `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N] are those in the
     documents. It is computed in fp32 and returned in the dtype of `mixed`.
     """
-    tokens, width = len(mixed), weight.shape[1]
-    values, weights = mixed.float(), weight.float()
-    total = values * weights[:, -1]
-    for back in range(1, min(width, tokens)):
-        earlier = F.pad(values, (0, 0, back, 0))[:tokens]
-        total = total + torch.where(positions[:, None] >= back, earlier * weights[:, -1 - back], 0.0)
+    tokens, before = len(mixed), weight.shape[1] - 1
+    # All products are of parts of one tensor: it is what autograd keeps, in the dtype of `mixed`.
+    padded, weights = F.pad(mixed, (0, 0, before, 0)), weight.float()
+    total = padded[before:] * weights[:, before]
+    for back in range(1, before + 1):
+        earlier = padded[before - back : before - back + tokens] * weights[:, before - back]
+        total = total + torch.where(positions[:, None] >= back, earlier, 0.0)
     activated: Tensor = ACT2FN[activation](total)
     return activated.to(mixed.dtype)
 
