@@ -1,10 +1,12 @@
 """Context parallelism (Ulysses): each rank of a group holds a part of the tokens of every block.
 
-Only attention needs the other tokens of a document. One all-to-all before it trades tokens for heads, so that each rank
-attends with some of the heads over all tokens, and one after it trades back (DeepSpeed-Ulysses, arXiv 2309.14509).
-Blocks are cut at any token, and all ranks of a group do the same work whatever the documents are.
+Only attention, and what takes its place in Gated DeltaNet layers, needs the other tokens of a document. One all-to-all
+before it trades tokens for heads, so that each rank attends with some of the heads over all tokens, and one after it
+trades back (DeepSpeed-Ulysses, arXiv 2309.14509). Blocks are cut at any token, and all ranks of a group do the same
+work whatever the documents are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,18 @@ def tokens_to_heads(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tu
     received = exchange(torch.cat(parts, dim=3), part.group).transpose(0, 1).flatten(1, 2)
     of_query, of_key, of_value = received.transpose(1, 2).split([each.shape[3] for each in parts], dim=1)
     return of_query, of_key, of_value
+
+
+def tokens_to_channels(tensors: Sequence[Tensor], part: Part) -> list[Tensor]:
+    """Trade this rank's tokens of all channels for all tokens of its channels, in one exchange.
+
+    For P parts, each of `tensors` is [B, T / P, C], of one dtype and with its own C, which P divides; the results are
+    [B, T, C / P]. The channels of a rank are adjacent.
+    """
+    batch, length = tensors[0].shape[:2]
+    parts = [tensor.reshape(batch, length, part.count, -1) for tensor in tensors]
+    received = exchange(torch.cat(parts, dim=3).permute(2, 0, 1, 3), part.group).transpose(0, 1).flatten(1, 2)
+    return [*received.split([each.shape[3] for each in parts], dim=2)]
 
 
 def heads_to_tokens(output: Tensor, part: Part) -> Tensor:

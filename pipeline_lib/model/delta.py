@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.attention import has_kernel
-from pipeline_lib.model.context import Part
+from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_channels
 from pipeline_lib.model.geometry import DELTA_CHUNK
 
 _LAYERS = frozenset({"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
@@ -48,40 +48,46 @@ def packed_forward(
     """Compute a Gated DeltaNet layer of transformers within documents: [B, T, H] from `hidden_states` [B, T, H].
 
     `cu_seq_lens_q` is as in `packed_attention`. Without it or with a cache, as in generation, transformers' own forward
-    runs. Raises TrainingError if the tokens are a part of the blocks.
+    runs. With `part`, the tokens are this rank's part: each rank convolves all tokens for some of the heads. Raises
+    TrainingError if the ranks cannot share the heads equally.
     """
     if cu_seq_lens_q is None or cache_params is not None:
         ends = {} if cu_seq_lens_q is None else {"cu_seq_lens_q": cu_seq_lens_q}
         own = type(module).forward
         return own(module, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **ends, **kwargs)  # type: ignore[no-any-return]
-    if part is not None:
-        raise TrainingError(
-            "Gated DeltaNet layers need all tokens of a document on one rank; set cluster.context_ranks: 1"
-        )
-    batch, length, _ = hidden_states.shape
-    positions = positions_of(cu_seq_lens_q, batch * length)
-    # Each part is convolved by itself, so that it is contiguous, as the kernels want it, without a copy.
     sizes = [module.key_dim, module.key_dim, module.value_dim]
-    weights = module.conv1d.weight[:, 0].split(sizes)
+    inputs = [*module.in_proj_qkv(hidden_states).split(sizes, -1)]
+    inputs += [module.in_proj_a(hidden_states), module.in_proj_b(hidden_states)]
+    weights = [*module.conv1d.weight[:, 0].split(sizes), module.A_log, module.dt_bias]
+    if part is not None:
+        if (key_heads := module.key_dim // module.head_k_dim) % part.count:
+            text = f"{part.count} ranks cannot share {key_heads} key heads of Gated DeltaNet equally"
+            raise TrainingError(f"train.context_ranks: {text}")
+        inputs = tokens_to_channels(inputs, part)
+        weights = [weight.chunk(part.count)[part.number] for weight in weights]
+    batch, length = inputs[0].shape[:2]
+    *mixed, step, strength = (tensor.flatten(0, 1) for tensor in inputs)
+    *of_convolution, decay_log, bias = weights
+    positions = positions_of(cu_seq_lens_q, batch * length)
+    # Queries, keys and values are convolved by themselves: so they are contiguous, as the kernels want, without copies.
     query, key, value = (
-        convolved(mixed, weight, positions, module.activation)
-        for mixed, weight in zip(module.in_proj_qkv(hidden_states).flatten(0, 1).split(sizes, -1), weights, strict=True)
+        convolved(channels, weight, positions, module.activation)
+        for channels, weight in zip(mixed, of_convolution, strict=True)
     )
-    gate = module.in_proj_z(hidden_states)
-    # In fp32: log_decay would be -inf in fp16, and decays multiply over thousands of tokens.
-    beta = module.in_proj_b(hidden_states).float().sigmoid()
-    step = F.softplus(module.in_proj_a(hidden_states).float() + module.dt_bias.float())
-    log_decay = -module.A_log.float().exp() * step
     output, _ = delta_rule(
         query.view(batch * length, -1, module.head_k_dim),
         key.view(batch * length, -1, module.head_k_dim),
         value.view(batch * length, -1, module.head_v_dim),
-        log_decay.flatten(0, 1),
-        beta.flatten(0, 1),
+        # In fp32: it would be -inf in fp16, and decays multiply over thousands of tokens.
+        -decay_log.float().exp() * F.softplus(step.float() + bias.float()),
+        strength.float().sigmoid(),
         cu_seq_lens_q,
     )
-    output = module.norm(output.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
-    return module.out_proj(output.view(batch, length, -1))  # type: ignore[no-any-return]
+    if part is not None:
+        output = heads_to_tokens(output.view(batch, length, -1, module.head_v_dim), part)
+    gate = module.in_proj_z(hidden_states)
+    output = module.norm(output.reshape(-1, module.head_v_dim), gate.reshape(-1, module.head_v_dim))
+    return module.out_proj(output.view(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]
 
 
 # The convolution

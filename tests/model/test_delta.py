@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,11 @@ from pipeline_lib.model.context import Part
 from pipeline_lib.model.delta import convolved, delta_rule, install, positions_of
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan import workload
+from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.mesh import portion_of
 from tests.model.test_attention import assert_documents_are_as_alone, packed, plain_model
 from tests.model.test_streaming import blocks
+from tests.ranks import run_ranks
 from tests.train.conftest import VOCAB, make_documents
 
 CPU = torch.device("cpu")
@@ -236,11 +240,42 @@ def test_ends_that_are_withheld_from_a_part_are_noticed(part: str, monkeypatch: 
     assert error(of_blocks(layer, hidden, direction, ends_of(lengths)), expected) > 1000 * ROUNDING
 
 
-def test_a_part_of_the_tokens_is_refused() -> None:
+def in_parts(environ: Mapping[str, str]) -> list[Any]:
+    """What this rank has of the output and the gradients: of all its tokens' inputs, and its share of parameters'."""
+    world = World.from_env(environ, "cpu")
+    with process_group(world, 60):
+        part = portion_of(world, Train(context_ranks=world.size)).part
+        assert part is not None
+        layer = layer_of()
+        install(layer)
+        hidden, direction = (part.of(tensor) for tensor in torch.randn(2, 2, 32, 32))
+        leaf = hidden.requires_grad_()
+        output = layer(leaf, cu_seq_lens_q=ends_of(SHARED), part=part)
+        output.backward(direction)
+        return [tensor.detach().numpy() for tensor in (output, leaf.grad, *gradients(layer)) if tensor is not None]
+
+
+SHARED = [3, 13, 16, 27, 5]  # documents of two blocks of 32 tokens, cut in the middle of some
+
+
+def test_ranks_that_share_blocks_compute_what_one_does() -> None:
+    """Each has half of the heads: of the channels of the convolution, and of decays."""
     layer = layer_of()
     install(layer)
-    with pytest.raises(TrainingError, match="context_ranks"):
-        layer(torch.zeros(1, 4, 32), cu_seq_lens_q=ends_of([4]), part=Part(0, 2, "group"))
+    hidden, direction = torch.randn(2, 2, 32, 32)
+    expected = of_blocks(layer, hidden.flatten(0, 1), direction.flatten(0, 1), ends_of(SHARED), rows=2)
+    found = run_ranks(in_parts, 2)
+    first, second = ([torch.from_numpy(each) for each in found[rank]] for rank in range(2))
+    whole = [torch.cat(pair, dim=1).flatten(0, 1) for pair in zip(first[:2], second[:2], strict=True)]
+    summed = [one + other for one, other in zip(first[2:], second[2:], strict=True)]
+    assert error([*whole, *summed], expected) < ROUNDING
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
+    layer = layer_of()
+    install(layer)
+    with pytest.raises(TrainingError, match="train.context_ranks: 4 ranks cannot share 2 key heads"):
+        layer(torch.zeros(1, 4, 32), cu_seq_lens_q=ends_of([16]), part=Part(0, 4, "group"))
 
 
 def test_a_gpu_without_fla_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
