@@ -1,8 +1,10 @@
 """Gated DeltaNet on a real GPU: fla-core's kernels against the reference on the CPU. Skipped where there is none."""
 
+import importlib
 import importlib.util
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,3 +235,44 @@ def test_recomputation_changes_no_bit(folder: Path) -> None:
             other = others[name]
             assert gradient is not None and other is not None
             assert relative_error(other, gradient) < 1e-5, name
+
+
+# Last, since a kernel that reads where it must not stops all that follows.
+
+
+def tuners() -> dict[str, Any]:
+    """The kernels with products that have run, by name: of each one's configurations Triton takes the fastest."""
+    found: dict[str, Any] = {}
+    for module in ("gated_delta_rule.chunk_fwd", "gated_delta_rule.wy_fast", "common.chunk_delta_h", "common.chunk_o"):
+        found |= vars(importlib.import_module(f"fla.ops.{module}"))
+    for name, kernel in found.items():
+        while kernel is not None and not hasattr(kernel, "configs"):
+            kernel = getattr(kernel, "fn", None)
+        found[name] = kernel
+    return {name: kernel for name, kernel in found.items() if kernel is not None and kernel.cache}
+
+
+@pytest.mark.slow
+def test_whatever_configuration_triton_takes_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers have made wrong code of some: flash-linear-attention, issues 640 and 984."""
+    from triton.runtime.errors import OutOfResources
+
+    tensors, ends = inputs_of(sum(LENGTHS), 128), ends_of(LENGTHS)
+    expected = compute([tensor.float().cpu() for tensor in tensors], ends.cpu())
+    compute(tensors, ends)
+    tried, wrong = 0, []
+    for name, kernel in tuners().items():
+        for config in list(kernel.configs):
+            with monkeypatch.context() as patch:
+                patch.setattr(kernel, "configs", [config])
+                try:
+                    found = compute(tensors, ends)
+                except OutOfResources:  # as while it chooses
+                    continue
+            errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+            tried += 1
+            if not all(error < bound for error, bound in zip(errors, BOUNDS, strict=True)):
+                wrong.append(f"{name} {config}: {errors}")
+    print(f"{tried} configurations of {len(tuners())} kernels, {len(wrong)} of them wrong")
+    assert tried > len(tuners()) > 5
+    assert not wrong, "\n".join(wrong)
