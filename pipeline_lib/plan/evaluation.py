@@ -51,6 +51,8 @@ def scoring_bytes(geometry: Geometry, block_tokens: int, number_bytes: int) -> i
     tokens = max(BATCH_TOKENS, block_tokens)
     width = max(geometry.intermediate, geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden))
     channels = geometry.heads * geometry.head_dim
+    if geometry.delta is not None:
+        channels = max(2 * channels, geometry.delta.channels)
     of_layer = number_bytes * tokens * (3 * width + 6 * geometry.hidden + 3 * channels)
     of_loss = _LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * geometry.vocab)
     return 2 * number_bytes * largest_part_parameters(geometry) + max(of_layer, of_loss)

@@ -531,6 +531,9 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     channels, document = geometry.heads * geometry.head_dim, setting.workload.document_tokens
     attention = f"2 x {channels} x {document:.6g} / {speeds.attention_flop_s:.6g}"
     attention_s = 2 * channels * document / speeds.attention_flop_s
+    if geometry.delta is not None:
+        attending = geometry.attention_layers / geometry.layers
+        attention, attention_s = f"{attending:.4g} x {attention}", attending * attention_s
     rest_s = layer.forward.per_token_s - products_s - attention_s
     yield f"forward of one token, matrix products: {products} = {products_s:.6g} s"
     yield f"forward of one token, attention: {attention} = {attention_s:.6g} s"

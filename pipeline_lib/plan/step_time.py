@@ -1,7 +1,7 @@
 """Predict the time of one optimizer step: computation, exchanges, and their overlap."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, NF4_BYTES, Geometry
@@ -85,6 +85,7 @@ _COMPILED_RECOMPUTE_LAUNCHES = {"none": (0, 0), "selective": (0, 8), "full": (40
 _ENDS_LAUNCHES = (60, 40)
 # The rate of grouped expert products, relative to a dense product: fitted to four runs on H200.
 _GROUPED = 0.5
+_DELTA = 0.2  # the same of the gated delta rule: assumed
 _UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}  # for each trained tensor
 # The host's pace varies from minute to minute, even on one machine; so one measurement may be off by this factor.
 _HOST_PACE = {End.BAD: 1.4, End.EXPECTED: 1.0, End.GOOD: 0.8}
@@ -108,7 +109,9 @@ def shape_of(geometry: Geometry) -> tuple[int, ...]:
     """Return the widths that determine the cost of a layer and of the ends."""
     dense = (geometry.vocab, geometry.hidden, geometry.intermediate, geometry.heads, geometry.kv_heads)
     routed = (geometry.experts, geometry.experts_per_token, geometry.expert_intermediate)
-    return (*dense, geometry.head_dim, *routed)
+    if geometry.delta is None:
+        return (*dense, geometry.head_dim, *routed)
+    return (*dense, geometry.head_dim, *routed, *astuple(geometry.delta), len(geometry.delta_layers), geometry.layers)
 
 
 @dataclass(frozen=True)
@@ -205,14 +208,19 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
         of_expert = 3 * geometry.hidden * geometry.expert_intermediate
         share = len(geometry.expert_layers) / geometry.layers
         products += (1 / _GROUPED - 1) * share * geometry.experts_per_token * of_expert
-    matmul_s, attention_s = 1 / speeds.matmul_flop_s, 2 * channels * document_tokens / speeds.attention_flop_s
+    attending = geometry.attention_layers / geometry.layers
+    matmul_s = 1 / speeds.matmul_flop_s
+    attention_s = attending * 2 * channels * document_tokens / speeds.attention_flop_s
+    of_delta = 0 if geometry.delta is None else geometry.delta.flops_per_token
+    delta_s = (1 - attending) * of_delta * matmul_s / _DELTA
     pointwise_s, backward_pointwise_s = _pointwise(geometry, train, speeds)
     if train.precision == "fp8":  # counted as the half-precision products that would take as long
         rounded = geometry.adapted_linears(Lora()).values()  # not experts, so those that can have adapters
         products -= (1 - 1 / _FP8_GAIN) * sum(inputs * outputs for inputs, outputs in rounded)
-    forward_s = 2 * (products + adapters) * matmul_s + attention_s + pointwise_s
+    forward_s = 2 * (products + adapters) * matmul_s + attention_s + delta_s + pointwise_s
     of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
-    backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * attention_s + backward_pointwise_s
+    mixing_s = attention_s + delta_s
+    backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * mixing_s + backward_pointwise_s
     kept_s = attention_s if keeps_attention(train, document_tokens) else 0.0
     again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s - kept_s}[recompute_of(train)]
     fixed = _weight_passes(geometry, train, speeds)
@@ -245,7 +253,10 @@ def _pointwise(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[float,
 
 
 def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
-    heads = (geometry.heads + geometry.kv_heads) * geometry.head_dim
+    heads: float = (geometry.heads + geometry.kv_heads) * geometry.head_dim
+    if geometry.delta is not None:  # its channels are convolved and normalized, its values gated
+        recurrent = len(geometry.delta_layers) / geometry.layers
+        heads += recurrent * (geometry.delta.channels + 2 * geometry.delta.values - heads)
     width = geometry.intermediate
     if geometry.expert_layers:
         width = geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden)

@@ -174,7 +174,12 @@ def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, 
         return {name: shape for name, shape in geometry.shapes().items() if name not in frozen}
     linears, experts = geometry.adapted_linears(train.lora), geometry.adapted_experts(train.lora)
     adapted = [
-        *((layer, name, 1, widths) for layer in range(geometry.layers) for name, widths in linears.items()),
+        *(
+            (layer, name, 1, widths)
+            for layer in range(geometry.layers)
+            for name, widths in geometry.linears_of(geometry.kind_of(layer)).items()
+            if name in linears
+        ),
         *(
             (layer, name, geometry.experts, widths)
             for layer in geometry.expert_layers
