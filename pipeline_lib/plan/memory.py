@@ -131,7 +131,9 @@ def _carried_per_token(geometry: Geometry, delta: Delta, train: Train, kind: Lay
         kept += delta.value_heads * (2 * FP32_BYTES + number)
         kept += arithmetic.stream_bytes(train) * hidden + number * hidden
         return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
-    kept += 4 * FP32_BYTES * delta.value_heads + FP32_BYTES * hidden + FP32_BYTES * delta.channels  # before activation
+    kept += 4 * FP32_BYTES * delta.value_heads + FP32_BYTES * hidden
+    # Of the convolution its sums too, and its input only if its weights are trained.
+    kept += delta.channels * (FP32_BYTES - (0 if train.method == "full" else number))
     # The gated norm computes in fp32: its input, the gate and its activation, beside the normalized values.
     kept += delta.values * (3 * FP32_BYTES - number)
     if train.method == "full":
