@@ -220,8 +220,19 @@ class Geometry:
     def problems(self, train: Train, block_tokens: int) -> Iterator[str]:
         """Yield what of `train` and of blocks of `block_tokens` tokens does not fit the model."""
         yield from self.too_long(block_tokens)
+        if why := self.left_out.get(train.strategy):
+            yield f"train.strategy: {train.strategy} does not work for this model: {why}; fsdp shards as much"
+        if self.delta is not None and train.precision == "fp8":
+            yield "train.precision: fp8 does not work for models with a gated delta rule; set it to bf16"
         yield from self._context_problems(train)
         yield from self.adapter_problems(train)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The strategies that the model cannot be trained with, and why."""
+        if self.delta is None:
+            return {}
+        return {"zero3": "the weights of its convolutions are used where DeepSpeed does not gather them"}
 
     def _context_problems(self, train: Train) -> Iterator[str]:
         """Yield a problem if `train.context_ranks` ranks cannot share the heads equally."""
@@ -229,10 +240,14 @@ class Geometry:
         if not self._can_share_heads(ranks):
             legal = [count for count in range(1, self.heads + 1) if self._can_share_heads(count)]
             text = f"{ranks} ranks cannot share the model's {self.heads} attention heads and {self.kv_heads} KV heads"
+            if self.delta is not None:
+                text += f" and {self.delta.key_heads} key heads of its delta rule"
             yield f"train.context_ranks: {text} equally; it may be {', '.join(map(str, legal))}"
 
     def _can_share_heads(self, ranks: int) -> bool:
         """Return whether `ranks` ranks can have equally many heads, and equally many KV heads or one."""
+        if self.delta is not None and self.delta.key_heads % ranks:
+            return False
         return self.heads % ranks == 0 and max(ranks, self.kv_heads) % min(ranks, self.kv_heads) == 0
 
     def adapter_problems(self, train: Train) -> Iterator[str]:

@@ -20,6 +20,7 @@ from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.files import ADAPTER
+from pipeline_lib.model.geometry import OF_HEADS
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
 
@@ -274,7 +275,10 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     linears = {
         name.rpartition(".")[2]: None
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | Nf4Linear) and module is not head and (not experts or ".self_attn." in name)
+        if isinstance(module, nn.Linear | Nf4Linear)
+        and module is not head
+        and not name.endswith(OF_HEADS)
+        and (not experts or ".self_attn." in name)
     }
     targets = linears if lora.targets == "all-linear" else lora.targets
     if absent := [name for name in targets if name not in linears and name not in matrices]:

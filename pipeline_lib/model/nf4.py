@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.geometry import NF4_BLOCK as BLOCK
+from pipeline_lib.model.geometry import OF_HEADS
 
 # The format (Dettmers et al. 2023, arXiv 2305.14314, section 3): each block of 64 values of a row has 4-bit codes and
 # the largest magnitude in it, `absmax`. These are quantized too: less their mean over the whole weight, in blocks of
@@ -209,7 +210,7 @@ def quantize_linears(layers: list[nn.Module]) -> None:
         for name, module in list(layer.named_modules()):
             if name.endswith("experts"):
                 raise DataError("train.lora.base: nf4 does not work for models with experts; set it to unquantized")
-            if not isinstance(module, nn.Linear):
+            if not isinstance(module, nn.Linear) or name.endswith(OF_HEADS):
                 continue
             if module.in_features % BLOCK:
                 text = f"nf4 needs inputs in multiples of {BLOCK}, but {name} has {module.in_features}"

@@ -199,7 +199,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
     If `train` names a strategy, the others are only for comparison, and the way that needs least memory is chosen if
     nothing fits. With `strategy: auto`, raise DataError if nothing fits.
     """
-    left_out = {} if has_deepspeed else dict.fromkeys(_OF_DEEPSPEED, "DeepSpeed is not installed here")
+    without = {} if has_deepspeed else dict.fromkeys(_OF_DEEPSPEED, "DeepSpeed is not installed here")
+    left_out = {**without, **setting.geometry.left_out}
     if train.strategy != AUTO:
         own = groups(setting, train, held)
         # Other strategies are compared without the keys that belong to the named one.
@@ -362,6 +363,7 @@ def _lean_settings(wanted: Wanted) -> Iterator[Train]:
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
     strategies = [name for name in OFFLOADS if name not in ("auto", "hsdp")] if shard_ranks is None else ["hsdp"]
+    strategies = [name for name in strategies if name not in wanted.setting.geometry.left_out]
     if not wanted.has_deepspeed:
         strategies = [name for name in strategies if not name.startswith("zero")]
     for strategy in strategies:

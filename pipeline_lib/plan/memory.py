@@ -156,11 +156,15 @@ def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
     return max(geometry.kv_heads, train.context_ranks)
 
 
-def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:
-    """Return the bytes that attention exchanges forward for each token of a rank, if ranks share blocks.
+def exchanged_bytes_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> int:
+    """Return the bytes that a layer exchanges forward for each token of a rank, if ranks share blocks.
 
-    These are queries, keys, values and outputs (model/context.py), including what stays on the rank.
+    These are queries, keys, values and outputs (model/context.py), including what stays on the rank; and what the
+    decays and rates of a delta rule are made of.
     """
+    if kind.is_recurrent and geometry.delta is not None:
+        delta = geometry.delta
+        return compute_bytes(train) * (delta.channels + 2 * delta.value_heads + delta.values)
     heads = 2 * geometry.heads + 2 * exchanged_kv_heads(geometry, train)
     return compute_bytes(train) * heads * geometry.head_dim
 
@@ -423,7 +427,9 @@ def _in_a_layer(geometry: Geometry, train: Train, tokens: int) -> float:
 
 def _sent(geometry: Geometry, train: Train) -> int:
     """Return the bytes per token that are sent beside what is received, if ranks share blocks."""
-    return exchanged_bytes_per_token(geometry, train) if train.context_ranks > 1 else 0
+    if train.context_ranks == 1:
+        return 0
+    return max(exchanged_bytes_per_token(geometry, train, kind) for kind in geometry.kinds)
 
 
 def _in_a_layer_in_chunks(geometry: Geometry, train: Train, tokens: int) -> float:

@@ -233,7 +233,7 @@ def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]
         return list(_groups(setting, train, free))
     found: list[Group] = []
     is_hsdp = "shard_ranks" not in free and train.shard_ranks is not None
-    for strategy in ("hsdp",) if is_hsdp else STRATEGIES:
+    for strategy in ("hsdp",) if is_hsdp else (name for name in STRATEGIES if name not in setting.geometry.left_out):
         update: dict[str, Any] = {"strategy": strategy}
         if strategy != "hsdp":
             update["shard_ranks"] = None

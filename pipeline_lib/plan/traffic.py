@@ -102,7 +102,9 @@ def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> li
     """
     if train.context_ranks == 1:
         return []
-    of_pass, pieces = float(tokens * geometry.layers * exchanged_bytes_per_token(geometry, train)), 2 * geometry.layers
+    kinds = geometry.kinds.items()
+    of_token = sum(count * exchanged_bytes_per_token(geometry, train, kind) for kind, count in kinds)
+    of_pass, pieces = float(tokens * of_token), 2 * geometry.layers
     back = 1 if recompute_of(train) == "none" else 2
     return [
         Exchange("attention heads", "forward", "all-to-all", "context", of_pass, pieces, times, False),

@@ -39,22 +39,20 @@ def write_dense(folder: Path, tied: bool, dtype: torch.dtype = torch.float32, **
     return write_random(folder, Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)), dtype, **save)
 
 
-def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
-    """A small Qwen3.5 as repositories have it: with a model of pictures and a head that predicts several tokens."""
+def multimodal(sizes: dict[str, Any]) -> PreTrainedModel:
+    """A small Qwen3.5 with a model of pictures; its layers are recurrent, but for the last of each two."""
     linear: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [1, 1, 0],
-    }
-    kinds = ["linear_attention", "full_attention"]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    kinds = ["linear_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
     config = Qwen3_5Config(
-        text_config={**SIZES, **linear, "layer_types": kinds, "rope_parameters": rope, "tie_word_embeddings": True},
+        text_config={
+            **{**sizes, **linear, "layer_types": kinds, "tie_word_embeddings": True},
+            "rope_parameters": {**rope, "mrope_section": [1, 1, 0]},
+        },
         vision_config={
             **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 4},
-            **{"out_hidden_size": SIZES["hidden_size"]},
+            **{"out_hidden_size": sizes["hidden_size"]},
         },
         image_token_id=60,
         video_token_id=61,
@@ -62,7 +60,18 @@ def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, **save: A
         vision_end_token_id=63,
         tie_word_embeddings=True,
     )
-    write_random(folder, Qwen3_5ForConditionalGeneration(config), dtype, **save)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    """A small Qwen3.5 as repositories have it, with random values everywhere."""
+    write_random(folder, multimodal(SIZES), dtype, **save)
+    add_other_parts(folder, dtype)
+    return folder
+
+
+def add_other_parts(folder: Path, dtype: torch.dtype) -> None:
+    """Add to the model of pictures and text in `folder` a head that predicts several tokens, and a file of pictures."""
     (folder / "preprocessor_config.json").write_text('{"patch_size": 16}')
     *_, last = sorted(folder.glob("*.safetensors"))
     several = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
@@ -71,7 +80,6 @@ def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, **save: A
         content = read_json(index)
         content["weight_map"] |= dict.fromkeys(several, last.name)
         write_json(index, content)
-    return folder
 
 
 def write_large(folder: Path, layers: int) -> int:
