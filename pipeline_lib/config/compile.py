@@ -265,10 +265,11 @@ def _shard_settings(config: Config) -> dict[str, Any]:
 def _evaluate_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the section and, if it has prompts, the default system text and tools.
 
-    These begin the conversations that have none of their own.
+    These begin the conversations that have none of their own. The variables of the chat template belong to all.
     """
     settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
-    context = {key: value for key, value in settings_of(config.tokenize).items() if key in ("system", "tools")}
+    asked_with = ("system", "tools", "chat_template_kwargs")
+    context = {key: value for key, value in settings_of(config.tokenize).items() if key in asked_with}
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
 
 

@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     FiniteFloat,
@@ -52,6 +53,31 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 # Kept as JSON text: a spec is written with sorted keys, and the model is shown a tool's in the order they were given.
 Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "object"})]
+
+
+# The variables of a chat template (`tokenize.chat_template_kwargs`): what is set elsewhere is refused here. What the
+# template does not read is refused when it is loaded.
+
+_NOT_FREE = {
+    "enable_thinking": "it is on where an answer has thinking; see tokenize.thinking and tokenize.prompt_thinking",
+    "messages": "the rows of data.train are the messages",
+    "tools": "set tokenize.tools",
+    "documents": "write their text into the messages",
+    "add_generation_prompt": "it belongs to prompts, and each answer is rendered after its prompt",
+}
+
+
+def _free_variables(given: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+    """Return `given`. Raises ValueError if a variable is set elsewhere, or is a truth value written as text."""
+    for name, value in given.items():
+        if name in _NOT_FREE:
+            raise ValueError(f"`{name}` cannot be set here: {_NOT_FREE[name]}")
+        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", ""):
+            raise ValueError(
+                f"`{name}` is the text {value!r}, which templates do not take for a truth value: write "
+                f"`{name}: true` or `{name}: false`, without quotes"
+            )
+    return given
 
 
 # Where a model and its data come from: the keys of `model` and of each item of `data.train`.
@@ -234,6 +260,11 @@ class Tokenize(Section):
         "off",
         description="prompt of answers without thinking: `off` puts an empty thinking block into it, as"
         " `enable_thinking=False` does; with `on`, the model learns to write that block itself",
+    )
+    chat_template_kwargs: Annotated[dict[str, bool | int | str], AfterValidator(_free_variables)] = Field(
+        {},
+        description="variables that the model's chat template reads, `{reasoning_effort: low}`, for all rows; the"
+        " trained model has to be called with the same ones",
     )
     train_on: Literal["all_assistant", "last_assistant"] = Field(
         "all_assistant", description="train on every answer of a conversation, or only on the last"

@@ -359,14 +359,18 @@ def _prompts(
 
 
 def render_prompts(
-    folder: Path, conversations: Sequence[Sequence[Message]], limits: Limits | None = None, **variables: Any
+    folder: Path,
+    conversations: Sequence[Sequence[Message]],
+    limits: Limits | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **variables: Any,
 ) -> list[str]:
     """Return the generation prompt of each conversation for the model in `folder`, rendered in a limited process.
 
-    `variables` are passed to the template. Raises DataError if the template fails or exceeds its limits, Interrupted
-    if the process is killed.
+    `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError if the template
+    fails or exceeds its limits, Interrupted if the process is killed.
     """
-    with losses_explained(folder), Pool(partial(ChatTemplate.load, folder), 1, limits) as pool:
+    with losses_explained(folder), Pool(partial(ChatTemplate.load, folder, kwargs), 1, limits) as pool:
         (prompts,) = pool.map([partial(_prompts, conversations, variables)])
     return prompts
 

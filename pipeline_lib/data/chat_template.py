@@ -3,14 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
@@ -19,8 +20,8 @@ from jinja2.utils import Namespace
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
-from pipeline_lib.core.text import shortened
-from pipeline_lib.data.conversations import Message
+from pipeline_lib.core.text import did_you_mean, shortened
+from pipeline_lib.data.conversations import OPENS_THINKING, Message
 
 # The jinja2 sandbox for chat templates: transformers' dialect, and no access to Python or to files.
 # It provides the same names as `transformers.utils.chat_template_utils`; a test compares the two.
@@ -168,33 +169,51 @@ class ChatTemplate:
     """A compiled chat template with the special tokens that it may name."""
 
     def __init__(
-        self, source: str, variables: Mapping[str, str], where: str, source_with_tools: str | None = None
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        where: str,
+        source_with_tools: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Compile `source`; `where` names it in messages. Raises DataError if it is not a valid template.
 
-        `source_with_tools` is the separate template that some models have for conversations with tools.
+        `source_with_tools` is the separate template that some models have for conversations with tools. `kwargs` are
+        further variables of every rendering; one that no template reads raises DataError.
         """
         self._where = where
         environment = template_environment()
+        sources = [source, source_with_tools] if source_with_tools else [source]
         try:
-            self._plain = environment.from_string(source)
-            self._with_tools = environment.from_string(source_with_tools) if source_with_tools else self._plain
+            self._plain, self._with_tools = (environment.from_string(sources[place]) for place in (0, -1))
+            if kwargs:
+                read = set().union(*(meta.find_undeclared_variables(environment.parse(text)) for text in sources))
+                self._refuse_unread(kwargs, read - self._plain.globals.keys())
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"{where}: not a chat template that can be used: {_one_line(error)}") from error
         # The variables of every rendering, built once.
-        self._variables = {**self._plain.globals, "documents": None, **variables}
+        self._variables = {**self._plain.globals, "documents": None, **variables, **(kwargs or {})}
+
+    def _refuse_unread(self, kwargs: Mapping[str, Any], read: set[str]) -> None:
+        for name in kwargs:
+            if name not in read:
+                raise DataError(
+                    f"tokenize.chat_template_kwargs: the chat template of {self._where} reads no variable {name!r}"
+                    f"{did_you_mean(name, read)}; it reads {', '.join(sorted(read))}"
+                )
 
     @classmethod
-    def load(cls, folder: Path) -> "ChatTemplate":
+    def load(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> "ChatTemplate":
         """Load the template of the model in `folder` from chat_template.jinja, else from tokenizer_config.json.
 
-        Raises DataError if there is none or it cannot be read.
+        `kwargs` are variables of every rendering. Raises DataError if there is no template, if it cannot be read, or
+        if it reads one of `kwargs` nowhere.
         """
         config = read_tokenizer_config(folder)
         source, with_tools, where = _sources(folder, config)
         if not source:
             raise DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
-        return cls(source, special_tokens(config), where, with_tools)
+        return cls(source, special_tokens(config), where, with_tools, kwargs)
 
     def render(
         self,
@@ -203,7 +222,32 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Return `messages` as the text of `apply_chat_template(tokenize=False)`. Raises DataError if that fails."""
+        """Return `messages` as the text of `apply_chat_template(tokenize=False)`. Raises DataError if that fails.
+
+        A `<think>` block at the start of an answer's text is passed as reasoning_content if the template (Qwen3.8's)
+        would take it for a part of the answer.
+        """
+        if self._takes_thinking_apart:
+            messages = [_with_thinking_apart(message) for message in messages]
+        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})
+
+    @cached_property
+    def _takes_thinking_apart(self) -> bool:
+        """Whether the template renders reasoning_content, and a `<think>` block in the text in another way."""
+        thought, question = "a thought", {"role": "user", "content": "?"}
+        in_text = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n!"}
+        try:
+            in_text_too, apart = (
+                self._render([question, answer], None, {"add_generation_prompt": False, "enable_thinking": True})
+                for answer in (in_text, _with_thinking_apart(in_text))
+            )
+        except DataError:  # the template fails on this question
+            return False
+        return thought in apart and apart != in_text_too
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
         template = self._plain if tools is None else self._with_tools
         cleaned = []
         for message in messages:
@@ -212,13 +256,7 @@ class ChatTemplate:
             if "reasoning_content" in values:
                 values = {"thinking": values["reasoning_content"], **values}
             cleaned.append(values)
-        context = {
-            **self._variables,
-            "messages": cleaned,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            **variables,
-        }
+        context = {**self._variables, "messages": cleaned, "tools": tools, **variables}
         try:
             text = "".join(template.root_render_func(template.new_context(context, shared=True)))
             text.encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
@@ -320,6 +358,19 @@ def without_thinking(message: Message) -> Message:
     return {**kept, "content": message["content"][block.end() :]} if block else kept
 
 
+def opens_thinking(prompt: str) -> bool:
+    """Return whether `prompt` ends within a thinking block, so that the model cannot choose not to think."""
+    return prompt.rstrip().endswith(OPENS_THINKING)
+
+
+def _with_thinking_apart(message: Message) -> Message:
+    """Return `message` with the `<think>` block of an assistant's text as reasoning_content."""
+    block = _BLOCK.match(message["content"]) if message["role"] == "assistant" else None
+    if block is None:
+        return message
+    return {**message, "reasoning_content": block[1].strip(), "content": message["content"][block.end() :]}
+
+
 def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
     """Return the index in `rendered` after the thinking of `message`, which begins at `start`, and its line ends.
 
@@ -334,48 +385,65 @@ def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
     return end.end() if end and rendered[start : end.start()].rstrip().endswith(thought) else None
 
 
-# Instructions for calling a trained model: the chat template's thinking switch has to be set as in training.
+# Instructions for calling a trained model: the chat template's variables have to be set as in training.
 
 THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of prompt counts, also in ledgers
+_SWITCH = "enable_thinking"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A value of the thinking switch, the number of answers trained with it, and whether it is the default."""
+    """A setting of the chat template's variables, the number of answers trained with it, and whether it is the default.
 
-    enable_thinking: bool
+    `enable_thinking` is None if the template has no such switch; `kwargs` are the other variables.
+    """
+
+    enable_thinking: bool | None
     answers: int
     is_default: bool
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All variables that a prompt of this mode is rendered with."""
+        return {**({} if self.enable_thinking is None else {_SWITCH: self.enable_thinking}), **self.kwargs}
 
     @property
     def code(self) -> str:
         """The Python call that renders a prompt in this mode."""
-        switch = f"enable_thinking={self.enable_thinking}"
-        return f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, {switch})"
+        return f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, {self._arguments})"
 
     @property
     def request(self) -> str:
         """The part of a server request (vLLM, SGLang) that selects this mode."""
-        return f'"chat_template_kwargs": {{"enable_thinking": {str(self.enable_thinking).lower()}}}'
+        return f'"chat_template_kwargs": {json.dumps(self.variables, ensure_ascii=False)}'
 
     @property
     def trained(self) -> str:
         """The number of answers trained in this mode, as a clause without a final period."""
         default = ", the chat template's default" if self.is_default else ""
         answers = "1 answer was" if self.answers == 1 else f"{self.answers:,} answers were"
-        return f"{answers} trained with enable_thinking={self.enable_thinking}{default}"
+        return f"{answers} trained with {self._arguments}{default}"
+
+    @property
+    def _arguments(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.variables.items())
 
 
-def trained_modes(prompts: Mapping[str, int], thinking_default: str | None) -> list[Mode]:
-    """Return the modes of the counted `prompts`, the most frequent first; none if `thinking_default` is None.
+def trained_modes(
+    prompts: Mapping[str, int], thinking_default: str | None, kwargs: Mapping[str, Any] | None = None
+) -> list[Mode]:
+    """Return the modes of the counted `prompts`, the most frequent first; none if the template has no variables.
 
-    `thinking_default` is None if the template has no switch.
+    `thinking_default` is None if the template has no switch. `kwargs` are its other variables, as training set them.
     """
+    kwargs = kwargs or {}
     if thinking_default is None:
-        return []
+        answers = sum(prompts.values())
+        return [Mode(None, answers, False, kwargs)] if kwargs and answers else []
     names = {THINKING_OFF: False, THINKING_ON: True}
     modes = [
-        Mode(switch, prompts[name], name == f"thinking_{thinking_default}")
+        Mode(switch, prompts[name], name == f"thinking_{thinking_default}" and not kwargs, kwargs)
         for name, switch in names.items()
         if prompts.get(name)
     ]
@@ -383,10 +451,12 @@ def trained_modes(prompts: Mapping[str, int], thinking_default: str | None) -> l
 
 
 def warning_of(modes: Sequence[Mode]) -> str:
-    """Return a warning about prompts without the switch if none of `modes` is the default, else the empty string."""
+    """Return a warning about prompts without the variables if none of `modes` is the default, else the empty string."""
     if not modes or any(mode.is_default for mode in modes):
         return ""
-    return "No answer was trained under the chat template's default, which holds where enable_thinking is not given."
+    names = list(modes[0].variables)
+    given = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not given"
+    return f"No answer was trained under the chat template's default, which holds where {given}."
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:

@@ -24,6 +24,7 @@ from pipeline_lib.core.text import redact
 from pipeline_lib.data.chat_template import (
     ChatTemplate,
     end_of_thinking,
+    opens_thinking,
     read_tokenizer_config,
     special_tokens,
     thinking_modes,
@@ -372,7 +373,7 @@ class Encoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, loaded on first use: texts need none, and it is untrusted code. Raises DataError."""
-        return ChatTemplate.load(self._folder)
+        return ChatTemplate.load(self._folder, self.settings.chat_template_kwargs)
 
     def control_token_in(self, content: Content) -> str | None:
         """Return a control token (`<|im_end|>`, ...) in a text of `content`, tools and calls included, or None.
@@ -403,8 +404,13 @@ class Encoder:
         return [self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn]) for turn in turns]
 
     def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
-        asked = thinking or self.settings.prompt_thinking == "on"
+        may_refuse = self.settings.prompt_thinking == "on"
+        asked = thinking or may_refuse
         prompt = self.template.render(messages[:-1], tools, True, enable_thinking=asked)
+        if asked and not may_refuse and opens_thinking(prompt) and not thinking_of(messages[-1]):
+            # A step without thinking cannot follow this prompt (Qwen3.5's), though others of its question think.
+            asked = False
+            prompt = self.template.render(messages[:-1], tools, True, enable_thinking=asked)
         full = self.template.render(messages, tools, enable_thinking=asked)
         if self._is_thinking_left_out(messages, tools, full, len(prompt)):
             return Rendered(prompt, full, asked, drop=Drop.THINKING_NOT_RENDERED)
@@ -429,7 +435,7 @@ class Encoder:
         """Return the samples of each content that `render` returned, in order, or the reason why one is dropped.
 
         Turns share a sample if the template renders a turn in the history exactly as at the end; else each turn has
-        its own.
+        its own. Where the thinking switch changes the beginning too (Qwen3.8), turns of the same switch may share one.
         """
         texts = []
         for turn in chain.from_iterable(batch):
@@ -438,20 +444,20 @@ class Encoder:
         return [list(self._samples(turns, ids)) if turns else [Drop.LAST_TURN_EXCLUDED] for turns in batch]
 
     def _samples(self, turns: Sequence[Rendered], ids: Iterator[bytes]) -> Iterator[Sample | Drop]:
-        current: _Turn | None = None
+        found: list[_Turn] = []
+        latest: dict[bool | None, int] = {}  # by thinking switch, the place in `found` of its last turn
         for rendered in turns:
             turn = self._turn(rendered, next(ids), next(ids), next(ids))
             if isinstance(turn, Drop):
                 yield turn
                 continue
-            if current is not None:
-                if turn.prompt.startswith(current.full):
-                    turn = _Turn(turn.prompt, turn.full, (*current.spans, *turn.spans))
-                else:
-                    yield from self._fit(current)
-            current = turn
-        if current is not None:
-            yield from self._fit(current)
+            begun = (place for place in latest.values() if turn.prompt.startswith(found[place].full))
+            place = next(begun, len(found))
+            spans = tuple(chain.from_iterable(earlier.spans for earlier in found[place : place + 1]))
+            found[place : place + 1] = [_Turn(turn.prompt, turn.full, (*spans, *turn.spans))]
+            latest[rendered.asked_to_think] = place
+        for turn in found:
+            yield from self._fit(turn)
 
     def _turn(self, rendered: Rendered, prompt: bytes, full: bytes, thinking: bytes) -> _Turn | Drop:
         if rendered.prompt is None:
@@ -517,8 +523,14 @@ class Encoder:
         """Return a remedy for samples that are dropped for the reason `drop`."""
         if drop == Drop.PROMPT_NOT_PREFIX:
             question: Message = {"role": "user", "content": "?"}
-            prompt = self.template.render([question], add_generation_prompt=True, enable_thinking=False)
-            if prompt.rstrip().endswith("<think>"):
+            may_refuse = self.settings.prompt_thinking == "on"
+            prompt = self.template.render([question], add_generation_prompt=True, enable_thinking=may_refuse)
+            if opens_thinking(prompt) and may_refuse:
+                return (
+                    "with tokenize.prompt_thinking: on, the generation prompt of this template opens a thinking block, "
+                    "and these turns do not think: set prompt_thinking to off, which asks them with an empty block"
+                )
+            if opens_thinking(prompt):
                 return (
                     "the model's generation prompt opens a thinking block, and these turns do not think: give them "
                     "reasoning_content, set tokenize.thinking to keep or mask, or take a model that answers at once"

@@ -83,8 +83,8 @@ _ANY_ROW = {
     **_other_spellings("system", "tools"),
     **dict.fromkeys(
         ("chat_template_kwargs", "enable_thinking"),
-        "not read: a row does not set the template's variables, and thinking is on where an answer has "
-        "reasoning_content",
+        "not read: a row does not set the template's variables (tokenize.chat_template_kwargs sets them for all), and "
+        "thinking is on where an answer has reasoning_content",
     ),
     "documents": "not read: write their text into the question or the system message",
     **dict.fromkeys(TRAINED_KEYS, "rows are not weighted: remove the row, or weight the turns or the source"),

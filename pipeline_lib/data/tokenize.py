@@ -514,7 +514,7 @@ def _report(
         (hints,) = pool.map([partial(hints_of, sorted(total.dropped))])
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
-    calls = how_to_call(trained_modes(total.prompts, books.thinking_default))
+    calls = how_to_call(trained_modes(total.prompts, books.thinking_default, settings.chat_template_kwargs))
     drops = [
         f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
         for reason in ALWAYS_NAMED

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_recor
 from pipeline_lib.model.build import load_plain
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
-from pipeline_lib.report.results import Prompts
+from pipeline_lib.report.results import modes_in
 from pipeline_lib.train.staging import host_free_bytes
 from pipeline_lib.train.validation import question_of
 
@@ -76,21 +76,24 @@ def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> Pr
 
 @dataclass(frozen=True)
 class Context:
-    """The default system prompt and tools of the training's conversations, and whether thinking is enabled.
+    """The default system prompt and tools of the training's conversations, and the variables of its chat template.
 
-    `max_tokens` is the length that no sample of the training exceeds.
+    `thinking` says whether thinking is enabled; `chat_template_kwargs` are the other variables. `max_tokens` is the
+    length that no sample of the training exceeds.
     """
 
     system: str | None = None
     tools: Sequence[str] = ()  # JSON texts
     thinking: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = Tokenize().max_tokens
 
     @staticmethod
     def of(settings: Mapping[str, Any], modes: Sequence[Mode] = ()) -> "Context":
         """Build the context from a spec's settings; thinking is enabled if all `modes` were trained with it."""
         thinking = bool(modes) and all(mode.enable_thinking for mode in modes)
-        known = {key: settings[key] for key in ("system", "tools", "max_tokens") if key in settings}
+        keys = ("system", "tools", "chat_template_kwargs", "max_tokens")
+        known = {key: settings[key] for key in keys if key in settings}
         return Context(**known, thinking=thinking)
 
     @staticmethod
@@ -103,7 +106,7 @@ class Context:
 def modes_of(folder: Path) -> list[Mode]:
     """Return the thinking modes that the model in `folder` was trained with; empty if its lineage does not tell."""
     tokenize = _tokenize_of(folder)
-    return Prompts.model_validate(tokenize.counts).modes if tokenize else []
+    return modes_in(tokenize) if tokenize else []
 
 
 def _tokenize_of(folder: Path) -> Manifest | None:
@@ -159,7 +162,10 @@ def render(folder: Path, conversations: Sequence[Sequence[Message]], context: Co
     """Return the generation prompt of each conversation, by the chat template in `folder` and in `context`."""
     before = [{"role": "system", "content": context.system}] if context.system else []
     asked = [[*before, *messages] for messages in conversations]
-    return render_prompts(folder, asked, tools=default_tools(context.tools), enable_thinking=context.thinking)
+    kwargs = context.chat_template_kwargs
+    return render_prompts(
+        folder, asked, kwargs=kwargs, tools=default_tools(context.tools), enable_thinking=context.thinking
+    )
 
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -25,8 +25,8 @@ from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.core.units import compact, count, gib
-from pipeline_lib.data.chat_template import has_template
-from pipeline_lib.data.conversations import Message
+from pipeline_lib.data.chat_template import has_template, opens_thinking
+from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING, Message
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate, modes_of, render
 from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record, settings_in
@@ -225,9 +225,11 @@ class Chat:
         model can read, or takes more memory than there is.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        self._asked = self._prompt(messages)
+        self._asked, opened = self._prompt(messages)
         answer, is_stopped = self._answer(self.model)
         if answer:
+            if opened and ENDS_THINKING in answer:  # the block begins in the prompt, and ends in the answer
+                answer = f"{OPENS_THINKING}\n{answer}"
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         return not is_stopped
 
@@ -253,15 +255,17 @@ class Chat:
         parts = [f"{compact(self.model.num_parameters())} parameters", self.place.text]
         if not has_template(self.folder):
             parts.append("without a chat template: each text is continued, by itself")
-        elif modes := modes_of(self.folder):
+        elif (modes := modes_of(self.folder)) and modes[0].enable_thinking is not None:
             of_both = ", of both that it was trained in" if len(modes) > 1 else ", as it was trained"
             parts.append(f"thinking {'on' if self.context.thinking else 'off'}{of_both}")
+        parts += [f"{name} {value}" for name, value in self.context.chat_template_kwargs.items()]
         parts += ["with the system prompt of the training"] if self.context.system else []
         parts += [f"with {count(len(self.context.tools), 'tools')} of the training"] if self.context.tools else []
         parts.append("greedy" if temperature == 0 else f"sampled at temperature {temperature or 1.0:g}")
         return f"{self.folder}: {', '.join(parts)}"
 
-    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+    def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
+        """Return the tokens that the model is asked with, and whether they open a thinking block."""
         if has_template(self.folder):
             with _ctrl_c_ignored():
                 (text,) = render(self.folder, [messages], self.context)
@@ -273,7 +277,7 @@ class Chat:
                 f"{self.folder}: with this question the conversation has {len(tokens):,} tokens, and the model reads "
                 f"at most {self.max_positions:,}; ask less, or begin a new conversation with /new"
             )
-        return tokens
+        return tokens, opens_thinking(text)
 
     def _answer(self, model: PreTrainedModel) -> tuple[str, bool]:
         """Return the answer of `model` after the tokens that were asked, and whether Ctrl-C stopped it."""

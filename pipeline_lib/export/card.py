@@ -29,7 +29,7 @@ from pipeline_lib.lineage.record import (
     settings_in,
     sources_of,
 )
-from pipeline_lib.report.results import Ledger, Prompts, Training
+from pipeline_lib.report.results import Ledger, Training, modes_in
 
 HUBS = ("huggingface", "modelscope")
 MOST_ROWS = 40  # per table; lineage.json has all of them
@@ -163,8 +163,8 @@ def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
 
 
 def _calling(made: Mapping[str, Manifest]) -> list[str]:
-    """Return a section on how to call the model in each thinking mode; no lines if no modes are known."""
-    modes = Prompts.model_validate(made["tokenize"].counts).modes if "tokenize" in made else []
+    """Return a section on how to call the model in each mode of its chat template; no lines if none are known."""
+    modes = modes_in(made["tokenize"]) if "tokenize" in made else []
     if not modes:
         return []
     lines = ["## How to call it", ""]

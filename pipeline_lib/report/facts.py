@@ -30,10 +30,10 @@ from pipeline_lib.report.results import (
     Index,
     Ledger,
     Parity,
-    Prompts,
     Sample,
     Step,
     Training,
+    modes_in,
 )
 from pipeline_lib.train.metrics import speed, training_time_s
 
@@ -373,8 +373,8 @@ class Facts(Results):
 
     @property
     def modes(self) -> list[Mode]:
-        """The switches for thinking that the model was trained with and must be called with; empty if unknown."""
-        return Prompts.model_validate(self.manifests["tokenize"].counts).modes if "tokenize" in self.manifests else []
+        """The variables of the chat template that the model was trained with and must be called with."""
+        return modes_in(self.manifests["tokenize"]) if "tokenize" in self.manifests else []
 
     @property
     def restart_steps(self) -> list[int]:

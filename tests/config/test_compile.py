@@ -65,6 +65,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "tokenize.over_long": ("truncate", TOKENIZE),
     "tokenize.thinking": ("mask", TOKENIZE),
     "tokenize.prompt_thinking": ("on", TOKENIZE),
+    "tokenize.chat_template_kwargs": ({"reasoning_effort": "low"}, TOKENIZE),
     "tokenize.train_on": ("last_assistant", TOKENIZE),
     "tokenize.system": ("Be brief.", TOKENIZE),
     "tokenize.tools": ([{"type": "function", "function": {"name": "clock"}}], TOKENIZE),
