@@ -44,6 +44,73 @@ THINKING = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
 
+# As Qwen3.5, 3.6 and 3.8: the prompt opens the thinking block, or holds an empty one, and the arguments of calls are
+# elements. Qwen3.5 and 3.6 leave out what earlier answers thought; 3.6 keeps it where it is told to, and 3.8 unless it
+# is told not to. 3.8 reads thinking from reasoning_content alone, and begins the system message with the effort.
+_EFFORT = """\
+{%- if enable_thinking is undefined or enable_thinking %}
+    {%- set effort = reasoning_effort | default('xhigh') %}
+    {%- if effort not in ('xhigh', 'medium', 'low') %}{{- raise_exception('no effort ' ~ effort) }}{% endif %}
+    {%- set system.text = '' if effort == 'medium' else 'Effort: ' + effort + '\n\n' %}
+{%- endif %}
+"""
+_FAMILY = """\
+{%- if tools %}{% set system.text = system.text + 'Tools: ' + tools | tojson + '\n\n' %}{% endif %}
+{%- if messages[0].role == 'system' %}{% set system.text = system.text + messages[0].content | trim %}{% endif %}
+{%- if system.text %}{{- '<|im_start|>system\n' + system.text + '<|im_end|>\n' }}{% endif %}
+{%- set last = namespace(question=0) %}
+{%- for message in messages if message.role == 'user' %}{% set last.question = loop.length %}{% endfor %}
+{%- set now = namespace(question=0) %}
+{%- for message in messages %}
+    {%- set content, thought = message.content | trim, (message.reasoning_content or '') | trim %}
+    {%- if message.role == 'user' %}
+        {%- set now.question = now.question + 1 %}
+        {{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- ('' if loop.previtem.role == 'tool' else '<|im_start|>user') + '\n<result>\n' + content + '\n</result>' }}
+        {{- '' if loop.nextitem and loop.nextitem.role == 'tool' else '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- if message.reasoning_content is not string and splits_text and '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1] | trim %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if keeps_thinking or now.question == last.question %}
+            {{- '<think>\n' + thought + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- ('\n\n' if content else '') if loop.first else '\n' }}
+            {{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+            {%- for name, value in call.function.arguments | items %}
+                {%- set value = value if value is string else value | tojson | safe %}
+                {{- '<parameter=' + name + '>\n' }}{{ value }}{{- '\n</parameter>\n' }}
+            {%- endfor %}
+            {{- '</function>\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n<think>\n' + ('' if thinks else '\n</think>\n\n') }}
+{%- endif %}"""
+
+
+def _family(thinks: str, keeps: str, splits_text: str = "true", before: str = "") -> str:
+    return f"""\
+{{%- set system = namespace(text='') %}}
+{{%- set thinks, keeps_thinking, splits_text = ({thinks}), ({keeps}), {splits_text} %}}
+{before}{_FAMILY}"""
+
+
+_UNLESS_OFF = "enable_thinking is undefined or enable_thinking"
+FAMILIES = {
+    "qwen3.5": _family(_UNLESS_OFF, "false"),
+    "qwen3.5-2b": _family("enable_thinking is defined and enable_thinking", "false"),  # up to 2B: off by default
+    "qwen3.6": _family(_UNLESS_OFF, "preserve_thinking is defined and preserve_thinking"),
+    "qwen3.8": _family(_UNLESS_OFF, "preserve_thinking is undefined or preserve_thinking", "false", _EFFORT),
+}
+
 
 def say(role: str, content: str, **more: Any) -> Message:
     return {"role": role, "content": content, **more}
@@ -104,6 +171,14 @@ def is_thinking_on(messages: Sequence[Message], number: int) -> bool:
     )
 
 
+def thinking_apart(message: Message) -> Message:
+    """`message` as a caller passes it who keeps thinking and answer apart."""
+    before, end, after = message["content"].partition("</think>")
+    if message["role"] != "assistant" or not end:
+        return message
+    return {**message, "reasoning_content": before.removeprefix("<think>").strip(), "content": after.lstrip("\n")}
+
+
 def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None]:
     """For each supervised turn what inference is given and what it should write, or None if it cannot be said."""
     found: list[Turn | None] = []
@@ -111,9 +186,14 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for number in conversation.supervised:
         messages = conversation.messages[: number + 1]
+        if tokenizer.chat_template == FAMILIES["qwen3.8"]:
+            messages = [thinking_apart(message) for message in messages]
         thinking = is_thinking_on(conversation.messages, number)
         options = {"tools": conversation.tools, "enable_thinking": thinking, "return_dict": False}
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+        if tokenizer.decode(prompt).endswith("<think>\n") and not is_thinking_on(messages[-1:], 0):
+            options["enable_thinking"] = False
+            prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         full = tokenizer.apply_chat_template(messages, **options)
         written = full[len(prompt) :]
         thought = conversation.messages[number].get("reasoning_content", "")

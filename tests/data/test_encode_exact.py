@@ -9,6 +9,7 @@ from pipeline_lib.data.conversations import Conversation
 from pipeline_lib.data.encode import Drop, Sample
 
 from .chats import (
+    FAMILIES,
     INSTRUCT,
     THINKING,
     change_template,
@@ -23,21 +24,18 @@ from .chats import (
 some = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(scope="module")
-def instruct_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return change_template(tiny_folder, tmp_path_factory.mktemp("instruct"), INSTRUCT)
+# The vocabulary of Qwen joins the two line ends of an empty thinking block, and the tiny one does not.
+# Asked without its own variables and with a switch, Qwen3.6 is as 3.5, of all sizes.
+TEMPLATES = {"instruct": INSTRUCT, "thinking": THINKING, **{name: FAMILIES[name] for name in ("qwen3.5", "qwen3.8")}}
+KINDS = ["tiny", "qwen", *(f"tiny {name}" for name in TEMPLATES), "qwen qwen3.5", "qwen qwen3.8"]
 
 
-@pytest.fixture(scope="module")
-def thinking_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return change_template(tiny_folder, tmp_path_factory.mktemp("thinking"), THINKING)
-
-
-@pytest.fixture(params=["tiny", "instruct", "thinking", "qwen"])
-def kind(request: pytest.FixtureRequest) -> Path:
-    found = request.getfixturevalue(f"{request.param}_folder")
-    assert isinstance(found, Path)
-    return found
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vocabulary, _, name = request.param.partition(" ")
+    folder = request.getfixturevalue(f"{vocabulary}_folder")
+    assert isinstance(folder, Path)
+    return change_template(folder, tmp_path_factory.mktemp("kind"), TEMPLATES[name]) if name else folder
 
 
 @some
@@ -49,8 +47,8 @@ def test_the_model_learns_what_inference_would_have_it_write_and_nothing_else(
     found = encoder(kind).encode([conversation])[0]
     turns = [turn for sample in found if isinstance(sample, Sample) for turn in supervised_turns(sample)]
     wanted = [turn for turn in expected_turns(kind, conversation) if turn is not None]
-    # A turn in which the model would write nothing but its end is not learned.
-    assert turns == [(prompt, written) for prompt, written in wanted if len(written) > 1]
+    # A turn in which the model would write nothing but its end is not learned. Turns may share an earlier sample.
+    assert sorted(turns) == sorted((prompt, written) for prompt, written in wanted if len(written) > 1)
     assert len(turns) + sum(isinstance(sample, Drop) for sample in found) == len(conversation.supervised)
     for sample in found:
         assert not isinstance(sample, Sample) or sample.supervised[-1]
