@@ -67,17 +67,29 @@ _NOT_FREE = {
 }
 
 
-def _free_variables(given: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
-    """Return `given`. Raises ValueError if a variable is set elsewhere, or is a truth value written as text."""
-    for name, value in given.items():
+def _as_variable(value: Any) -> bool | int | str:
+    """Return `value`, which a chat template may take. Raises ValueError; its message may follow the value."""
+    if not isinstance(value, (bool, int, str)):
+        raise ValueError("is no value of a template variable: expected true, false, a whole number or text")
+    if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
+        raise ValueError("is text, and templates do not take it for a truth value: write true or false without quotes")
+    return value
+
+
+def _free_variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Return `given`. Raises ValueError if one of the variables is set elsewhere."""
+    for name in given:
         if name in _NOT_FREE:
             raise ValueError(f"`{name}` cannot be set here: {_NOT_FREE[name]}")
-        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", ""):
-            raise ValueError(
-                f"`{name}` is the text {value!r}, which templates do not take for a truth value: write "
-                f"`{name}: true` or `{name}: false`, without quotes"
-            )
     return given
+
+
+# Any: of a union, each member would say by itself that a value does not fit.
+Variable = Annotated[
+    Any,
+    BeforeValidator(_as_variable),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer"}, {"type": "string"}]}),
+]
 
 
 # Where a model and its data come from: the keys of `model` and of each item of `data.train`.
@@ -261,7 +273,7 @@ class Tokenize(Section):
         description="prompt of answers without thinking: `off` puts an empty thinking block into it, as"
         " `enable_thinking=False` does; with `on`, the model learns to write that block itself",
     )
-    chat_template_kwargs: Annotated[dict[str, bool | int | str], AfterValidator(_free_variables)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Variable], AfterValidator(_free_variables)] = Field(
         {},
         description="variables that the model's chat template reads, `{reasoning_effort: low}`, for all rows; the"
         " trained model has to be called with the same ones",

@@ -321,11 +321,12 @@ def test_the_context_of_prompts_is_part_of_the_evaluation_and_of_nothing_without
     sections = {"experiment": "x", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
     contexts = []
     for prompts in ([], ["Who are you?"]):
-        given = {**sections, "tokenize": {"system": "You are one."}, "evaluate": {"prompts": prompts}}
+        asked_with = {"system": "You are one.", "chat_template_kwargs": {"reasoning_effort": "low"}}
+        given = {**sections, "tokenize": {**asked_with, "thinking": "mask"}, "evaluate": {"prompts": prompts}}
         config = Config.model_validate_json(json.dumps(given))
         found = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs["evaluate"]
         contexts.append(found.settings.get("context"))
-    assert contexts == [None, {"system": "You are one."}]
+    assert contexts == [None, asked_with]
 
 
 def test_the_digests_of_a_config_never_change() -> None:

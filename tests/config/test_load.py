@@ -28,6 +28,9 @@ NO_ANCHORS = (
     "quotes, as in '*.jsonl'"
 )
 A_TOOL = 'expected {"name": ..., "parameters": ...} or {"type": "function", "function": {"name": ...}}'
+KWARGS = "tokenize.chat_template_kwargs"
+NO_TRUTH = "is text, and templates do not take it for a truth value: write true or false without quotes"
+NO_VARIABLE = "is no value of a template variable: expected true, false, a whole number or text"
 NO_TAGS = "tags (!) are not read; the key decides what type its value has"
 NO_DIRECTIVES = "directives (%) are not read; YAML 1.2 it is"
 KEYS = [key for key in all_keys() if not key.endswith(".source")]
@@ -94,6 +97,21 @@ ADDED: dict[str, tuple[str, list[str]]] = {
         f"""tokenize: {{tools: ['{{"name": {"[" * 9000}']}}""",
         [f'tokenize.tools[0]: "{{\\"name\\": {"[" * 45}... is no object: {A_TOOL}'],
     ),
+    "template variables": (
+        """tokenize:
+  chat_template_kwargs:
+    enable_thinking: false
+""",
+        [
+            f"line 6: {KWARGS}: `enable_thinking` cannot be set here: it is on where an answer has thinking; see "
+            "tokenize.thinking and tokenize.prompt_thinking"
+        ],
+    ),
+    "truth as text": ("tokenize: {chat_template_kwargs: {a: 'true'}}", [f'{KWARGS}: "true" {NO_TRUTH}']),
+    "truth as word": ("tokenize: {chat_template_kwargs: {a: yes}}", [f'{KWARGS}: "yes" {NO_TRUTH}']),
+    "list for a variable": ("tokenize: {chat_template_kwargs: {a: [low]}}", [f'{KWARGS}: ["low"] {NO_VARIABLE}']),
+    "fraction for a variable": ("tokenize: {chat_template_kwargs: {a: 0.5}}", [f"{KWARGS}: 0.5 {NO_VARIABLE}"]),
+    "nothing for a variable": ("tokenize: {chat_template_kwargs: {a: }}", [f"{KWARGS}: an empty value {NO_VARIABLE}"]),
     "not a number": ("train: {lr: .nan}", ['train.lr: ".nan" is not a number']),
     "too large": ("train: {lr: 1e999}", ['train.lr: "1e999" is not a number']),
     "integer too large": (
@@ -347,6 +365,8 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         ("train: {replica: ~}", "train", "replica", None),
         ("tokenize: {prompt_thinking: off}", "tokenize", "prompt_thinking", "off"),
         ("tokenize: {prompt_thinking: on}", "tokenize", "prompt_thinking", "on"),
+        ("tokenize: {chat_template_kwargs: {a: true}}", "tokenize", "chat_template_kwargs", {"a": True}),
+        ("tokenize: {chat_template_kwargs: {a: low, b: 3}}", "tokenize", "chat_template_kwargs", {"a": "low", "b": 3}),
         ("evaluate: {prompts: [yes, on, '']}", "evaluate", "prompts", ("yes", "on", "")),
         ("evaluate: {prompts: ['\u4f60\u597d']}", "evaluate", "prompts", ("\u4f60\u597d",)),
     ],

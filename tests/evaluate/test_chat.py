@@ -30,6 +30,7 @@ from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.evaluate.chat import COMMANDS, AnswerStreamer, Chat, Limits, converse, place_for
+from tests.data.chats import FAMILIES
 from tests.lineage.lineages import HUB_MODEL, experiment_from, seal_model
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +152,32 @@ def test_bytes_that_are_no_text_end_as_such_and_control_no_terminal(tiny: Path) 
 
 
 # The conversation.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_thinking_block_that_the_prompt_opened_stays_whole_in_the_conversation(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store, kwargs = Store(tmp_path / "store"), dict[str, Any]({"reasoning_effort": "low"} if name == "qwen3.8" else {})
+    merged = Path(shutil.copytree(tiny, tmp_path / "merge"))
+    (merged / "chat_template.jinja").write_text(FAMILIES[name])
+    prompts = {"prompts": {"thinking_on": 9}, "thinking_default": "on"}
+    settings = {"chat_template_kwargs": kwargs}
+    chat, _ = chat_with(seal_model(store, prompts=prompts, tokenize=settings, folders={"merge": merged}), store)
+    monkeypatch.setattr(Chat, "_answer", lambda self, model: ("They ask.\n</think>\n\nFine.", False))
+    chat.ask(QUESTION)
+    chat.ask(QUESTION)
+    thought = {"role": "assistant", "content": "Fine.", "reasoning_content": "They ask."}
+    wanted = AutoTokenizer.from_pretrained(merged).apply_chat_template(
+        [*asked(QUESTION), thought, *asked(QUESTION)],
+        add_generation_prompt=True,
+        enable_thinking=True,
+        return_dict=False,
+        **kwargs,
+    )
+    assert chat._asked == wanted
+    described = "thinking on, as it was trained" + (", reasoning_effort low" if kwargs else "")
+    assert described in chat.describe()
 
 
 def test_a_conversation_is_asked_as_the_model_was_trained_and_remembers(world: World) -> None:

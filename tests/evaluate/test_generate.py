@@ -17,6 +17,7 @@ from pipeline_lib.data.documents import Document, prompt_length, question
 from pipeline_lib.data.encode import Encoder, Sample, load_tokenizer
 from pipeline_lib.evaluate.answers import Context, answer_to, rendered
 from pipeline_lib.export.merge import stop_at_end_of_turn
+from tests.data.chats import FAMILIES, change_template
 
 ASKED: Message = {"role": "user", "content": "17*3?"}
 EMPTY_BLOCK = "assistant\n<think>\n\n</think>\n\n"
@@ -69,6 +70,13 @@ def test_prompts_are_asked_with_the_switch_that_was_trained(
 ) -> None:
     (text,) = rendered(tiny, ["Who are you?"], Context.of({}, trained_modes(prompts, default)))
     assert text.endswith(asked)
+
+
+def test_prompts_are_asked_with_the_variables_that_were_trained(tiny: Path, tmp_path: Path) -> None:
+    folder, modes = change_template(tiny, tmp_path, FAMILIES["qwen3.8"]), trained_modes({"thinking_on": 9}, "on")
+    for kwargs, begins in (({"reasoning_effort": "low"}, "low"), ({}, "xhigh")):
+        (text,) = rendered(folder, ["Who are you?"], Context.of({"chat_template_kwargs": kwargs}, modes))
+        assert text.startswith(f"<|im_start|>system\nEffort: {begins}\n") and text.endswith("assistant\n<think>\n")
 
 
 def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tmp_path: Path, tiny: Path) -> None:

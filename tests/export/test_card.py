@@ -1,6 +1,8 @@
 """The model card is what hubs read, and nothing in a name of a file or repository becomes more than a name."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +133,39 @@ def test_the_card_says_how_to_call_the_model(
     assert all(each in text for each in said), text
     assert not any(each in text for each in unsaid), text
     assert [mode.enable_thinking for mode in modes_of(folder)] == modes
+
+
+@pytest.mark.parametrize(
+    ("counts", "switch", "trained", "warning"),
+    [
+        (
+            {"prompts": {"thinking_on": 20}, "thinking_default": "on"},
+            True,
+            "20 answers were trained with enable_thinking=True, reasoning_effort='low':",
+            "where enable_thinking and reasoning_effort are not given",
+        ),
+        (
+            {"prompts": {"thinking_on": 19, "thinking_off": 1}, "thinking_default": None},
+            None,
+            "20 answers were trained with reasoning_effort='low':",
+            "where reasoning_effort is not given",
+        ),
+    ],
+    ids=["with a switch", "without a switch"],
+)
+def test_the_card_names_the_variables_of_the_chat_template(
+    tmp_path: Path, counts: dict[str, Any], switch: bool | None, trained: str, warning: str
+) -> None:
+    kwargs = {"reasoning_effort": "low"}
+    folder = seal_model(Store(tmp_path / "store"), prompts=counts, tokenize={"chat_template_kwargs": kwargs})
+    text = (folder / "README.md").read_text()
+    (mode,) = modes_of(folder)
+    assert (mode.enable_thinking, mode.kwargs) == (switch, kwargs)
+    for said in (trained, mode.code, f"A server: `{mode.request}`", warning):
+        assert said in text, text
+    called: dict[str, Any] = {}
+    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **options: called.update(options))
+    eval(mode.code, {"tokenizer": tokenizer, "messages": []})  # noqa: S307 - our own code, as a user runs it
+    del called["add_generation_prompt"]
+    assert json.loads(f"{{{mode.request}}}") == {"chat_template_kwargs": called}
+    assert called == ({} if switch is None else {"enable_thinking": switch}) | kwargs
