@@ -106,6 +106,9 @@ def _is_packed(draft: Draft) -> bool:
     return draft.truth("packing", by_default) or draft.truth("neat_packing")
 
 
+_OPENS_THINKING = ("qwen3_5", "qwen3_6", "qwen3_8")  # templates whose default prompt opens a thinking block
+
+
 def _thinking(draft: Draft) -> None:
     template = draft.text("template")
     own = "the model's own chat template is used"
@@ -123,6 +126,9 @@ def _thinking(draft: Draft) -> None:
     given = [one.value for one in draft.given.get("enable_thinking", [])]
     if given == [None]:
         draft.taken("enable_thinking", why="answers with thinking train it, others the mode without, as here")
+    elif draft.truth("enable_thinking", True) and template is not None and template.startswith(_OPENS_THINKING):
+        why = "the prompt of this template opens a thinking block; answers without thinking train the mode without"
+        draft.changed("enable_thinking", None, why)
     elif draft.truth("enable_thinking", True):
         why = "with enable_thinking, true by default, an answer without thinking learns to write the empty block itself"
         draft.taken("enable_thinking", {"tokenize.prompt_thinking": "on"}, why)
