@@ -58,7 +58,7 @@ Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "o
 # The variables of a chat template (`tokenize.chat_template_kwargs`): what is set elsewhere is refused here. What the
 # template does not read is refused when it is loaded.
 
-_NOT_FREE = {
+SET_ELSEWHERE = {
     "enable_thinking": "it is on where an answer has thinking; see tokenize.thinking and tokenize.prompt_thinking",
     "messages": "the rows of data.train are the messages",
     "tools": "set tokenize.tools",
@@ -79,8 +79,8 @@ def _as_variable(value: Any) -> bool | int | str:
 def _free_variables(given: dict[str, Any]) -> dict[str, Any]:
     """Return `given`. Raises ValueError if one of the variables is set elsewhere."""
     for name in given:
-        if name in _NOT_FREE:
-            raise ValueError(f"`{name}` cannot be set here: {_NOT_FREE[name]}")
+        if name in SET_ELSEWHERE:
+            raise ValueError(f"`{name}` cannot be set here: {SET_ELSEWHERE[name]}")
     return given
 
 

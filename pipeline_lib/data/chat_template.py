@@ -18,6 +18,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import did_you_mean, shortened
@@ -186,21 +187,22 @@ class ChatTemplate:
         sources = [source, source_with_tools] if source_with_tools else [source]
         try:
             self._plain, self._with_tools = (environment.from_string(sources[place]) for place in (0, -1))
-            if kwargs:
-                read = set().union(*(meta.find_undeclared_variables(environment.parse(text)) for text in sources))
-                self._refuse_unread(kwargs, read - self._plain.globals.keys())
+            self._refuse_unread(kwargs or {}, [environment.parse(text) for text in sources] if kwargs else [])
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"{where}: not a chat template that can be used: {_one_line(error)}") from error
         # The variables of every rendering, built once.
         self._variables = {**self._plain.globals, "documents": None, **variables, **(kwargs or {})}
 
-    def _refuse_unread(self, kwargs: Mapping[str, Any], read: set[str]) -> None:
-        for name in kwargs:
-            if name not in read:
-                raise DataError(
-                    f"tokenize.chat_template_kwargs: the chat template of {self._where} reads no variable {name!r}"
-                    f"{did_you_mean(name, read)}; it reads {', '.join(sorted(read))}"
-                )
+    def _refuse_unread(self, kwargs: Mapping[str, Any], trees: Sequence[nodes.Template]) -> None:
+        read = {name for tree in trees for name in meta.find_undeclared_variables(tree)} - self._plain.globals.keys()
+        if unread := [name for name in kwargs if name not in read]:
+            # Names that the template sets itself on some paths are unlikely to be meant.
+            own = {name.name for tree in trees for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+            free = sorted(read - own - SET_ELSEWHERE.keys())
+            raise DataError(
+                f"tokenize.chat_template_kwargs: {self._where} reads no variable {unread[0]!r}"
+                f"{did_you_mean(unread[0], free)}; those that can be set are {', '.join(free) or 'none'}"
+            )
 
     @classmethod
     def load(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> "ChatTemplate":

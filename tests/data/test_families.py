@@ -201,8 +201,21 @@ def test_samples_are_rendered_with_the_variables_of_the_config(
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("qwen3.6", {"reasoning_effort": "low"}, "reads no variable 'reasoning_effort'; it reads .*preserve_thinking"),
-        ("qwen3.8", {"reasoning_efort": "low"}, "'reasoning_efort'; did you mean 'reasoning_effort'?"),
+        (
+            "qwen3.6",
+            {"reasoning_effort": "low"},
+            "reads no variable 'reasoning_effort'; those that can be set are preserve_thinking$",
+        ),
+        (
+            "qwen3.8",
+            {"reasoning_efort": "low"},
+            "'reasoning_efort'; did you mean 'reasoning_effort'.; .* preserve_thinking, reasoning_effort$",
+        ),
+        (
+            "qwen3.5",
+            {"preserve_thinking": True},
+            "reads no variable 'preserve_thinking'; those that can be set are none$",
+        ),
         ("qwen3.8", {"eos_token": "low"}, "reads no variable 'eos_token'"),
         ("qwen3.8", {"tojson": "low"}, "reads no variable 'tojson'"),
         ("qwen3.8", {"reasoning_effort": "high"}, "fails on messages of user: no effort high"),
