@@ -251,7 +251,7 @@ def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: La
         mixed, of_heads = geometry.delta.values + geometry.delta.value_heads * DELTA_CHUNK, 0
     total = sum(outputs.values()) + mixed
     if has_fused_adapters(train):
-        total += train.lora.rank * sum(name in outputs for name in geometry.adapted_linears(train.lora))
+        total += train.lora.rank * len(geometry.adapted_linears(train.lora).keys() & geometry.linears_of(kind).keys())
     elif train.method == "lora":
         targets = outputs if train.lora.targets == "all-linear" else train.lora.targets
         total += sum(outputs[name] for name in targets if name in outputs and name != "experts")

@@ -159,10 +159,11 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
-    yield from _not_installed(config.train)
+    geometry, machine = known.geometry, known.machine
+    is_recurrent = geometry is not None and geometry.delta is not None and machine is not None and machine.is_gpu
+    yield from _not_installed(config.train, is_recurrent)
     if cross_check(config):  # keys contradict each other, so what follows from them is undefined
         return
-    geometry, machine = known.geometry, known.machine
     if geometry is None:
         return
     workload = Workload.assumed(config)
@@ -189,16 +190,23 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         yield in_lines([lacking(train, memory, machine), *what_would_fit(wanted)])
 
 
-def _not_installed(train: Train) -> Iterator[str]:
-    """Yield libraries that the training would import and that are not installed; some settings need extras."""
+_MODULES = {"fla-core": "fla"}  # of libraries that are imported by another name
+
+
+def _not_installed(train: Train, is_recurrent: bool) -> Iterator[str]:
+    """Yield libraries that the training would import and that are not installed; some settings need extras.
+
+    `is_recurrent` means layers with a gated delta rule on GPUs.
+    """
     needed = (
         (train.uses_deepspeed, f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
         (train.precision == "fp8", "train.precision: fp8", "torchao", "fp8"),
         (train.lora.base == "nf4", "train.lora.base: nf4", "bitsandbytes", "nf4"),
         (train.optimizer == "adamw_8bit", "train.optimizer: adamw_8bit", "torchao", "optim8bit"),
+        (is_recurrent, "model: its gated delta rule on GPUs", "fla-core", "delta"),
     )
     for is_needed, setting, library, extra in needed:
-        if is_needed and find_spec(library.lower()) is None:
+        if is_needed and find_spec(_MODULES.get(library, library.lower())) is None:
             yield f"{setting} needs {library}, which is not installed here: {how_to_install(extra)}"
 
 
