@@ -1,0 +1,63 @@
+"""Models with recurrent layers train as a plain loop over transformers does, whose documents are alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline_lib.config.train import Lora, Train
+from pipeline_lib.data.shard import write_blocks
+from tests.ranks import run_ranks
+from tests.train.conftest import BLOCK_TOKENS, VOCAB, make_documents
+from tests.train.loading import SIZES, add_other_parts, multimodal
+from tests.train.strategy_steps import Run, do_runs
+from tests.train.test_parity import BLOCKS, LORA_STEPS, SETTINGS, STEPS, plain_loop
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+CURVE = 1e-5  # of the loss; 2e-6 was measured
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp", "recompute": "selective"},
+    "fsdp": {"strategy": "fsdp", "recompute": "full"},
+    "shared blocks": {"strategy": "fsdp", "context_ranks": 2},
+    "zero2": {"strategy": "zero2"},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """The curves of two ranks, by placement and method, and that of a plain loop."""
+    root = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    multimodal({**SIZES, "vocab_size": VOCAB}).save_pretrained(root / "model")
+    add_other_parts(root / "model", torch.float32)
+    write_blocks(root / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1, 0)
+    runs: dict[Any, Run] = {}
+    for name, placement in PLACEMENTS.items():
+        train = Train.model_validate({**SETTINGS, **placement})
+        lora = train.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
+        runs[name, "full"] = Run(root / "model", root / "packed", train, STEPS)
+        runs[name, "lora"] = Run(root / "model", root / "packed", lora, LORA_STEPS)
+    results = run_ranks(do_runs, 2, *runs.values(), timeout_s=500.0)[0]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plain, _ = plain_loop(root / "model", root / "packed")
+    torch.set_num_threads(threads)
+    return {**dict(zip(runs, results, strict=True)), "plain": plain}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_curve_is_that_of_a_plain_loop(found: dict[Any, Any], name: str) -> None:
+    assert found[name, "full"]["losses"] == pytest.approx(found["plain"], rel=CURVE)
+    assert found["plain"][-1] < found["plain"][0] - 0.1
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_adapters_learn_alike_and_the_gates_have_none(found: dict[Any, Any], name: str) -> None:
+    run = found[name, "lora"]
+    assert run["losses"] == pytest.approx(found["ddp", "lora"]["losses"], rel=CURVE)
+    assert run["losses"][-1] != run["losses"][0]
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in run["names"]}
+    of_attention, of_delta = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"in_proj_qkv", "in_proj_z", "out_proj"}
+    # A rank writes some of the adapters.
+    assert modules <= of_attention | of_delta | {"gate_proj", "up_proj", "down_proj"}
+    assert modules & of_delta
