@@ -1,4 +1,4 @@
-"""Geometries that are measured: Qwen3's, as their config.json has them, whole or with fewer layers, and small ones."""
+"""Geometries that are measured: Qwen3's and Qwen3.5's, whole or with fewer layers, and small ones."""
 
 from typing import Any
 
@@ -19,6 +19,13 @@ _SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "demo": ("0.6B", {**_DEMO, "num_hidden_layers": 4}),
+    "demo-hybrid": (
+        "qwen3.5-0.8b",
+        {
+            **{**_DEMO, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        },
+    ),
     "demo-moe": (
         "30B-A3B",
         {**_DEMO, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
@@ -27,12 +34,16 @@ _SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_json(size: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of that size, with other values for some keys. Raises ValueError for an unknown size."""
+    """config.json of that size, with other values for some keys; `8B` is a Qwen3, `qwen3.5-9B` a Qwen3.5.
+
+    Raises ValueError for an unknown size.
+    """
     like, own = _SMALL.get(size, (size, {}))
-    config = published(f"qwen3-{like}")
+    config = published(f"qwen3-{like}") or published(like)
     if config is None:
-        raise ValueError(f"{size}: no published Qwen3")
-    architecture = "Qwen3MoeForCausalLM" if "num_experts" in config else "Qwen3ForCausalLM"
+        raise ValueError(f"{size}: no published Qwen3 or Qwen3.5")
+    architectures = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_5_text": "Qwen3_5"}
+    architecture = f"{architectures[config['model_type']]}ForCausalLM"
     return {"architectures": [architecture], "rms_norm_eps": 1e-6, **config, **own, **(changes or {})}
 
 
