@@ -104,7 +104,9 @@ class _FedForward(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.kept:
             raise RuntimeError("the layer's chunks have been used; run the forward pass again")
-        [between] = ctx.kept.pop().grad_fn.saved_tensors  # computes the first half again, and frees the layer's input
+        kept = ctx.kept.pop()  # has to live while its node is asked
+        [between] = kept.grad_fn.saved_tensors  # computes the first half again
+        del kept  # with which the layer's input is freed
         rows, of_output = between.flatten(0, -2), gradient.flatten(0, -2)
         wants_rows, parameters = ctx.needs_input_grad[4], _trained(ctx.layer)
         of_rows = torch.empty_like(rows) if wants_rows else None
