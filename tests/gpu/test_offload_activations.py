@@ -36,20 +36,24 @@ Found = tuple[list[NDArray[np.float32]], int, int]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 whose layers keep 16 MiB of input and as much of attention's result, 64 MiB together with two blocks."""
+    return random_qwen3(tmp_path_factory.mktemp("long"), LAYERS, 1024)
+
+
+def random_qwen3(folder: Path, layers: int, intermediate: int) -> Path:
+    """Write a model with random weights to `folder`, and return that."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=128,
         tie_word_embeddings=True,
     )
-    made = tmp_path_factory.mktemp("long")
-    Qwen3ForCausalLM(config).save_pretrained(made)
-    return made
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def batches(device: torch.device) -> list[Batch]:
