@@ -22,7 +22,7 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
 from pipeline_lib.model.families import read_geometry
-from pipeline_lib.plan.memory import FP32_BYTES
+from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import World, process_group

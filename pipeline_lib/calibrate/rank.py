@@ -36,8 +36,9 @@ from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.weights import local_part, materialise, put, quantized_linears
+from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.machine import MeasuredPart, Ranks
-from pipeline_lib.plan.memory import FP32_BYTES, predict
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.search import is_legal
 from pipeline_lib.plan.step_time import ADAM_BYTES, shape_of, variant_of
 from pipeline_lib.plan.traffic import Kind, leaving_share

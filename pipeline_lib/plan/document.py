@@ -401,16 +401,17 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
             problem = too_large
         else:
             words["advice"] = [*too_large, *words["advice"]]
-    actions = _next(too_large[1:], changes, machine)
+    actions = _next(too_large[1:], changes, setting)
     return Answer(_content(question, wanted, choice, words, actions), wanted, choice, in_lines(problem) or None)
 
 
-def _next(would_fit: list[str], changes: list[Change], machine: Machine) -> list[str]:
+def _next(would_fit: list[str], changes: list[Change], setting: Setting) -> list[str]:
     """Return what to do next: make the run fit, or the largest gains; then measure, where speeds are only typical."""
     if would_fit:
         return [text.partition(": ")[2] for text in would_fit[:_NEXT]]
     actions = [change.briefly for change in changes[:_NEXT]]
-    return [*actions, *([_CALIBRATE] if _TYPICAL in _sources_of_rates(machine) else [])]
+    can_measure = _TYPICAL in _sources_of_rates(setting.machine) and setting.geometry.delta is None
+    return [*actions, *([_CALIBRATE] if can_measure else [])]
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, list[str]]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from pipeline_lib.core.units import GIGA, brief, count, gbit_per_s, gib, gigabytes, gpu_hours, rounded
 from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
+from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
 from pipeline_lib.plan.content import (
     FITS,
     NOT_CHECKED,
@@ -26,14 +27,7 @@ from pipeline_lib.plan.content import (
     known,
 )
 from pipeline_lib.plan.machine import End
-from pipeline_lib.plan.memory import (
-    FP32_BYTES,
-    MARGIN,
-    MOMENTS_BYTES,
-    PARTS,
-    compute_bytes,
-    sharded_over,
-)
+from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS, sharded_over
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import (

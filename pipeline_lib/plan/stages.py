@@ -8,6 +8,7 @@ from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES
 from pipeline_lib.plan.evaluation import (
     BATCH_TOKENS,
     CPU_BYTES,
@@ -22,7 +23,7 @@ from pipeline_lib.plan.evaluation import (
     scoring_gpus,
 )
 from pipeline_lib.plan.machine import End, Figure, Machine
-from pipeline_lib.plan.memory import AROUND_BYTES, FP32_BYTES, HALF_BYTES, RANK_BYTES, checkpoint_bytes
+from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, checkpoint_bytes
 from pipeline_lib.plan.workload import PROBE_TOKENS, Workload
 
 # All stages but the training get the time of their work at the slow end of usual rates. One process reads and writes

@@ -41,7 +41,8 @@ from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import STATE_NAME, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
-from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES, FP32_BYTES
+from pipeline_lib.plan.activations import FP32_BYTES
+from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.train.dist import PATIENT, World
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies

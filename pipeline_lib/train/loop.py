@@ -23,7 +23,7 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import Batch, Portion, loss_sums
-from pipeline_lib.plan.memory import FP32_BYTES
+from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import LOADING, World, placed, sum_over_ranks

@@ -25,6 +25,8 @@ EXACT = {
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3.5-0.8B": 752_393_024,  # the text model, as the next
+    "Qwen/Qwen3.5-2B": 1_881_825_088,
     "Qwen/Qwen2-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
@@ -81,8 +83,9 @@ def test_parameters_and_positions_are_those_that_were_published() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_makes_the_same_model_of_it(name: str) -> None:
-    """A layer in full, so that a key of the table which transformers does not know, or knows as another, is found."""
-    config = {**config_of(name), "num_hidden_layers": 1}
+    """A layer of each kind, so that a key of the table which transformers does not know, or not as this, is found."""
+    config = config_of(name)
+    config["num_hidden_layers"] = 4 if "linear_num_key_heads" in config else 1
     real = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(real)  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.geometry import DELTA_CHUNK, Geometry, LayerKind
 from pipeline_lib.model.lora import fuse_adapters
 from pipeline_lib.plan import workload
-from pipeline_lib.plan.memory import FP32_BYTES, Arithmetic, before_chunks, fed_per_token, kept_per_token
+from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, before_chunks, fed_per_token, kept_per_token
 from pipeline_lib.plan.workload import has_fused_adapters
 
 TOKENS = 100  # no size of a weight
