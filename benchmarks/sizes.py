@@ -42,7 +42,12 @@ def config_json(size: str, changes: dict[str, Any] | None = None) -> dict[str, A
     config = published(f"qwen3-{like}") or published(like)
     if config is None:
         raise ValueError(f"{size}: no published Qwen3 or Qwen3.5")
-    architectures = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen3_5_text": "Qwen3_5"}
+    architectures = {
+        "qwen3": "Qwen3",
+        "qwen3_moe": "Qwen3Moe",
+        "qwen3_5_text": "Qwen3_5",
+        "qwen3_5_moe_text": "Qwen3_5Moe",
+    }
     architecture = f"{architectures[config['model_type']]}ForCausalLM"
     return {"architectures": [architecture], "rms_norm_eps": 1e-6, **config, **own, **(changes or {})}
 

@@ -43,7 +43,6 @@ def frozen_names(names: Mapping[str, Iterable[str]], globs: Iterable[str]) -> se
 # Sizes of a model and the shapes of its parameters, without building it. A file of each family reads its config.json.
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Linears with a few outputs for each head, of which a recurrent state's decay and rate are made: they get no adapters,
 # and are not quantized.
@@ -103,7 +102,8 @@ class Geometry:
     """The sizes of a model, in elements. If `is_trained` is false, it is one that is planned only.
 
     Layers whose numbers are in `expert_layers` have `experts` experts, of which each token uses `experts_per_token`.
-    All other layers have one MLP of width `intermediate`. Layers whose numbers are in `delta_layers` have the gated
+    All other layers have one MLP of width `intermediate`; with `shared_expert`, layers with experts have one too, which
+    every token goes through, and a gate for its output. Layers whose numbers are in `delta_layers` have the gated
     delta rule `delta` in place of attention. `gated_attention` means that q_proj has as many outputs again, a gate of
     attention's output. `rope` is the config's `model.rope`, which `max_positions` counts; `scaling` is the type of
     scaled rotary embeddings in config.json.
@@ -130,6 +130,7 @@ class Geometry:
     gated_attention: bool = False
     delta: Delta | None = None
     delta_layers: frozenset[int] = frozenset()
+    shared_expert: bool = False
 
     def stretched(self, rope: Rope | None) -> "Geometry":
         """Return the geometry with `model.rope`.
@@ -299,6 +300,10 @@ class Geometry:
                 shapes[f"{prefix}mlp.gate.weight"] = (self.experts, self.hidden)
                 shapes[f"{prefix}mlp.experts.gate_up_proj"] = (self.experts, 2 * self.expert_intermediate, self.hidden)
                 shapes[f"{prefix}mlp.experts.down_proj"] = (self.experts, self.hidden, self.expert_intermediate)
+            if kind.has_experts and self.shared_expert:
+                for name, (inputs, outputs) in self._of_mlp.items():
+                    shapes[f"{prefix}mlp.shared_expert.{name}.weight"] = (outputs, inputs)
+                shapes[f"{prefix}mlp.shared_expert_gate.weight"] = (1, self.hidden)
             if kind.is_recurrent and self.delta is not None:
                 of_delta = f"{prefix}linear_attn."
                 shapes |= {f"{of_delta}{name}": (self.delta.value_heads,) for name in ("dt_bias", "A_log")}
@@ -324,6 +329,8 @@ class Geometry:
         )
         expert = 3 * self.hidden * self.expert_intermediate
         routed = self.experts_per_token * expert + self.experts * self.hidden
+        if self.shared_expert:
+            routed += (3 * self.intermediate + 1) * self.hidden
         return linears + len(self.expert_layers) * routed + self.vocab * self.hidden
 
     @cached_property
@@ -378,7 +385,7 @@ class Geometry:
         )
 
     def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
-        """Return the entries of `linears` that get adapters; in models with experts, only those of the attention."""
+        """Return the entries of `linears` that get adapters; in models with experts, none of MLPs."""
         names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
         names.difference_update(OF_HEADS)
         if self.expert_layers:

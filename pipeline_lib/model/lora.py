@@ -266,8 +266,9 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     """Return `base` frozen, with new fp32 adapters that leave its output unchanged at first.
 
     The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later. In a model with
-    experts, `all-linear` is the linears of the attention; the fused matrices of the experts get adapters if they are
-    named, and routers never do. Raises DataError naming the targets that the model does not have.
+    experts, `all-linear` is the linears of attention and of the delta rule; the fused matrices of the experts get
+    adapters if they are named, and routers never do. Raises DataError naming the targets that the model does not
+    have.
     """
     head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
     experts = next((module for name, module in base.named_modules() if name.endswith(".experts")), None)
@@ -278,7 +279,7 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         if isinstance(module, nn.Linear | Nf4Linear)
         and module is not head
         and not name.endswith(OF_HEADS)
-        and (not experts or ".self_attn." in name)
+        and (not experts or ".mlp." not in name)
     }
     targets = linears if lora.targets == "all-linear" else lora.targets
     if absent := [name for name in targets if name not in linears and name not in matrices]:

@@ -1,4 +1,4 @@
-"""Qwen3.5 and what followed with the same model_type (Qwen3.6-27B, Qwen3.8-27B): their text model.
+"""Qwen3.5 and what followed with the same model_types (Qwen3.6, Qwen3.8-27B), with experts or without: the text model.
 
 Three of four layers have a recurrent state, the gated delta rule (model/delta.py), in place of attention; the gate of
 the other layers' attention is a second half of q_proj. Repositories hold a model of pictures, video and text, and a
@@ -13,7 +13,8 @@ from pipeline_lib.model.family import Config, Family
 from pipeline_lib.model.geometry import Delta, Geometry
 from pipeline_lib.model.rope import positions_in, scaling_type
 
-_TEXT = "qwen3_5_text"
+_TYPES = ("qwen3_5", "qwen3_5_moe")  # of whole models; that of the text model in one ends in `_text`
+_TEXT = "_text"
 _RECURRENT, _ATTENDING = "linear_attention", "full_attention"  # values of layer_types
 _INTERVAL = 4  # one of so many layers has attention, if layer_types is not given
 
@@ -28,19 +29,30 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "qwen3.5-9b": (4096, 12288, 32, 16, 4, 32, False),
     "qwen3.5-27b": (5120, 17408, 64, 24, 4, 48, False),
 }
-_SAME_SIZES = {
-    **{f"{name}-base": name for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")},
-    **dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), "qwen3.5-27b"),
+
+
+# THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh; these are transformers' defaults too.
+_WITH_EXPERTS = {
+    **{"num_experts": 256, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+}
+_A3B = (2048, 512, 40, 16, 2, 32, False)
+_ALL_SIZES = {
+    **_SIZES,
+    **{f"{name}-base": _SIZES[name] for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")},
+    **dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), _SIZES["qwen3.5-27b"]),
+    **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3.6-35b-a3b"), _A3B),
 }
 
 
-def _config(size: str) -> dict[str, Any]:
-    hidden, intermediate, layers, heads, kv_heads, value_heads, tied = _SIZES[size]
+def _config(values: tuple[int, int, int, int, int, int, bool]) -> dict[str, Any]:
+    hidden, intermediate, layers, heads, kv_heads, value_heads, tied = values
+    has_experts = values == _A3B
     return {
-        "model_type": _TEXT,
+        "model_type": f"{_TYPES[has_experts]}{_TEXT}",
+        **(_WITH_EXPERTS if has_experts else {"intermediate_size": intermediate}),
         "vocab_size": 248320,
         "hidden_size": hidden,
-        "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -57,14 +69,16 @@ def _config(size: str) -> dict[str, Any]:
 
 def _text(config: Config) -> Config:
     """Return the text model's config, which stands in the whole model's one; the latter's tied head counts too."""
-    if config.get("model_type") == _TEXT:
+    kind = str(config["model_type"])
+    if kind.endswith(_TEXT):
         return config
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {"model_type": _TEXT, **tied, **config["text_config"]}
+    return {"model_type": f"{kind}{_TEXT}", **tied, **config["text_config"]}
 
 
-# The keys of transformers' Qwen3_5TextConfig that are sizes, with its defaults for those that may be absent.
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# The keys of transformers' Qwen3_5TextConfig and Qwen3_5MoeTextConfig that are sizes, with the first one's defaults for
+# those that may be absent.
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -76,8 +90,15 @@ _DEFAULTS = {
 }
 
 
-def _numbers(config: Config) -> dict[str, Any]:
-    return {key: config[key] for key in _NEEDED} | {key: config.get(key, value) for key, value in _DEFAULTS.items()}
+def _has_experts(text: Config) -> bool:
+    return str(text["model_type"]).endswith(f"moe{_TEXT}")
+
+
+def _numbers(text: Config) -> dict[str, Any]:
+    has_experts = _has_experts(text)
+    needed = (*_NEEDED, *(_WITH_EXPERTS if has_experts else ("intermediate_size",)))
+    defaults = {**_DEFAULTS, **({"num_key_value_heads": 2} if has_experts else {})}
+    return {key: text[key] for key in needed} | {key: text.get(key, value) for key, value in defaults.items()}
 
 
 def _layer_types(config: Config) -> list[str]:
@@ -110,18 +131,24 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _geometry(config: Config) -> Geometry:
     text = _text(config)
-    numbers, types = _numbers(text), _layer_types(text)
+    numbers, types, has_experts = _numbers(text), _layer_types(text), _has_experts(text)
+    layers = numbers["num_hidden_layers"]
     return Geometry(
         vocab=numbers["vocab_size"],
         hidden=numbers["hidden_size"],
-        intermediate=numbers["intermediate_size"],
-        layers=numbers["num_hidden_layers"],
+        intermediate=numbers["shared_expert_intermediate_size" if has_experts else "intermediate_size"],
+        layers=layers,
         heads=numbers["num_attention_heads"],
         kv_heads=numbers["num_key_value_heads"],
         head_dim=numbers["head_dim"],
         tied=bool(text.get("tie_word_embeddings", False)),
         max_positions=positions_in(text),
         biased=("q_proj", "k_proj", "v_proj", "o_proj") if text.get("attention_bias") else (),
+        expert_layers=frozenset(range(layers) if has_experts else ()),
+        experts=numbers.get("num_experts", 0),
+        experts_per_token=numbers.get("num_experts_per_tok", 0),
+        expert_intermediate=numbers.get("moe_intermediate_size", 0),
+        shared_expert=has_experts,
         gated_attention=True,
         delta=Delta(
             key_heads=numbers["linear_num_key_heads"],
@@ -136,10 +163,10 @@ def _geometry(config: Config) -> Geometry:
 
 
 QWEN3_5 = Family(
-    types=("qwen3_5", _TEXT),
+    types=(*_TYPES, *(f"{kind}{_TEXT}" for kind in _TYPES)),
     geometry=_geometry,
     problems=_problems,
-    published={name: _config(_SAME_SIZES.get(name, name)) for name in (*_SIZES, *_SAME_SIZES)},
+    published={name: _config(values) for name, values in _ALL_SIZES.items()},
     text=_text,
     prefix="model.language_model.",
     beside=("model.visual.", "mtp."),

@@ -214,7 +214,9 @@ def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> floa
     inputs = 1 if train.method == "full" or geometry.adapted_experts(train.lora) else 0
     of_each = (1 + inputs) * geometry.hidden + (widths - 1 + inputs) * geometry.expert_intermediate
     of_experts = geometry.experts_per_token * (number * of_each + _CHOICE_BYTES)
-    return of_experts + inputs * number * geometry.hidden + FP32_BYTES * geometry.experts
+    # The shared expert: its intermediate tensors, its result and its gate.
+    shared = number * ((widths - 1 + inputs) * geometry.intermediate + geometry.hidden) if geometry.shared_expert else 0
+    return of_experts + shared + inputs * number * geometry.hidden + FP32_BYTES * geometry.experts
 
 
 def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: LayerKind) -> float:
@@ -226,6 +228,8 @@ def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: La
     if kind.has_experts:
         of_each = 2 * geometry.expert_intermediate + geometry.hidden
         outputs["experts"] = geometry.experts_per_token * of_each + geometry.experts
+        if geometry.shared_expert:
+            outputs["experts"] += 2 * geometry.intermediate + geometry.hidden
     elif is_compiled(train):
         outputs.pop("down_proj")
     mixed, of_heads = geometry.heads * geometry.head_dim, FP32_BYTES * geometry.heads

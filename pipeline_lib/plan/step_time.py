@@ -253,6 +253,8 @@ def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
     width = geometry.intermediate
     if geometry.expert_layers:
         width = geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden)
+        if geometry.shared_expert:
+            width += geometry.intermediate
     head_bytes = kind.by_head if geometry.normed_heads or is_compiled(train) else kind.by_head / 2
     total = kind.by_hidden * geometry.hidden + head_bytes * heads + kind.by_mlp * width
     if train.context_ranks > 1:  # each part is copied together to be sent, and apart when it has come

@@ -56,15 +56,15 @@ LORAS = {
 }
 
 
-@pytest.fixture(params=[*CONFIGS, "qwen3.5"])
+@pytest.fixture(params=[*CONFIGS, "qwen3.5", "qwen3.5-moe"])
 def base(request: pytest.FixtureRequest, tmp_path: Path, tiny: Path) -> Path:
     """A model of each kind in bf16, in several files."""
     return write_base(tmp_path / "base", request.param, tiny, torch.bfloat16)
 
 
 def write_base(folder: Path, kind: str, tiny: Path, dtype: torch.dtype, size: str = "30KB") -> Path:
-    if kind == "qwen3.5":
-        write_multimodal(folder, dtype, max_shard_size=size)
+    if kind.startswith("qwen3.5"):
+        write_multimodal(folder, dtype, kind.endswith("moe"), max_shard_size=size)
     else:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[kind]())  # type: ignore[no-untyped-call]
         write_random(folder, model, dtype, max_shard_size=size)

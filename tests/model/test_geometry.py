@@ -11,6 +11,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -48,6 +49,7 @@ CONFIGS = {
     "moe-every-second": Qwen3MoeConfig(**SMALL, **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3]),
     "qwen3.5": Qwen3_5TextConfig(**SMALL, **HEADS, **DELTA, attention_bias=True),
     "qwen3.5-tied": Qwen3_5TextConfig(**SMALL, **HEADS, **DELTA, tie_word_embeddings=True),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**SMALL, **EXPERTS, **HEADS, **DELTA, shared_expert_intermediate_size=20),
     "llama": LlamaConfig(**SMALL, attention_bias=True),
     "mistral": MistralConfig(**SMALL, sliding_window=None, head_dim=16),
 }

@@ -18,20 +18,21 @@ pytestmark = pytest.mark.slow
 LORA = "train: {method: lora, strategy: fsdp, lora: {rank: 4, alpha: 16}, precision"
 
 
-def write_qwen3_5(folder: Path) -> None:
+def write_qwen3_5(folder: Path, has_experts: bool) -> None:
     """A small Qwen3.5 with pictures and a head for several tokens, and the tokenizer of the demo."""
     folder.mkdir()
     build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, print)
     for name in ("model.safetensors", "config.json"):
         (folder / name).unlink()
     torch.manual_seed(0)
-    model = multimodal({**SIZES, "vocab_size": 512, "max_position_embeddings": 1024})
+    model = multimodal({**SIZES, "vocab_size": 512, "max_position_embeddings": 1024}, has_experts)
     model.save_pretrained(folder, max_shard_size="60KB")
     add_other_parts(folder, torch.float32)
 
 
-def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(project: Project) -> None:
-    write_qwen3_5(project.root / "base")
+@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
+def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(project: Project, has_experts: bool) -> None:
+    write_qwen3_5(project.root / "base", has_experts)
     project.edit("{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}", "{source: local, path: base}")
     project.edit("train: {precision", LORA)
     project.edit("lr: 4.0e-3", "lr: 2.0e-2")

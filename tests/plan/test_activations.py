@@ -12,10 +12,18 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AttentionInterface, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AttentionInterface,
+    Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from pipeline_lib.config.train import Lora, Train
@@ -51,12 +59,19 @@ CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
+        **{**SIZES, **EXPERTS, "num_hidden_layers": 2},
+        **DELTA,
+        rope_parameters=ROPE,
+        shared_expert_intermediate_size=56,
+    ),
     "qwen3_5_text": Qwen3_5TextConfig(**{**SIZES, "num_hidden_layers": 2}, **DELTA, head_dim=32, rope_parameters=ROPE),
 }
 LAYERS: dict[str, Any] = {
     "qwen2": Qwen2DecoderLayer,
     "qwen3": Qwen3DecoderLayer,
     "qwen3_moe": Qwen3MoeDecoderLayer,
+    "qwen3_5_moe_text": Qwen3_5MoeDecoderLayer,
     "qwen3_5_text": Qwen3_5DecoderLayer,
 }
 RANK = 3
@@ -129,9 +144,9 @@ def layer_of(kind: str, train: Train, number: int = 0) -> tuple[nn.Module, Any]:
     layer: nn.Module = LAYERS[kind](config, number).to(base)
     delta.install(layer)
     if train.method == "lora":
-        names: list[str] = (
-            [*LINEARS, *OF_DELTA] if train.lora.targets == "all-linear" else [str(name) for name in train.lora.targets]
-        )
+        of_layer = [*LINEARS[:4], *OF_DELTA] if kind.endswith("moe_text") else [*LINEARS, *OF_DELTA]
+        every = train.lora.targets == "all-linear"
+        names: list[str] = of_layer if every else [str(name) for name in train.lora.targets]
         config_of_adapters = LoraConfig(r=RANK, target_modules=names, lora_dropout=train.lora.dropout)
         layer = inject_adapter_in_model(config_of_adapters, layer)
         for name, parameter in layer.named_parameters():
@@ -188,7 +203,7 @@ def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geomet
     if train.strategy == "ddp" and train.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
-        ends = {"cu_seq_lens_q": torch.tensor([0, TOKENS // 3, TOKENS])} if kind == "qwen3_5_text" else {}
+        ends = {"cu_seq_lens_q": torch.tensor([0, TOKENS // 3, TOKENS])} if kind.startswith("qwen3_5") else {}
         layer(hidden, position_embeddings=angles, attention_mask=None, **ends, **shared_with(train.context_ranks))
     assert not train.compile or not torch._dynamo.utils.counters["graph_break"]
     return sum(kept.values()) / TOKENS, geometry_in({**config.to_dict(), "model_type": kind})
@@ -222,6 +237,19 @@ def test_it_is_what_both_kinds_of_layers_of_a_hybrid_save(
     train = Train(strategy=strategy, precision=precision, method=method, compile=compiled, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3_5_text", train, 0 if is_recurrent else 1)
     kept = kept_per_token(geometry, train, LayerKind(is_recurrent), "none")
+    if is_recurrent:
+        kept -= inverses_bytes(geometry, train)
+    assert kept == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_recurrent", [True, False])
+def test_it_is_what_layers_of_a_hybrid_with_experts_save(method: Any, compiled: bool, is_recurrent: bool) -> None:
+    """Among the experts a shared one."""
+    train = Train(strategy="fsdp", method=method, compile=compiled, lora=Lora(rank=RANK))
+    saved, geometry = saved_bytes("qwen3_5_moe_text", train, 0 if is_recurrent else 1)
+    kept = kept_per_token(geometry, train, LayerKind(is_recurrent, has_experts=True), "none")
     if is_recurrent:
         kept -= inverses_bytes(geometry, train)
     assert kept == pytest.approx(saved, rel=0.03)

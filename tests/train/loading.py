@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -39,14 +41,22 @@ def write_dense(folder: Path, tied: bool, dtype: torch.dtype = torch.float32, **
     return write_random(folder, Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)), dtype, **save)
 
 
-def multimodal(sizes: dict[str, Any]) -> PreTrainedModel:
+def multimodal(sizes: dict[str, Any], has_experts: bool = False) -> PreTrainedModel:
     """A small Qwen3.5 with a model of pictures; its layers are recurrent, but for the last of each two."""
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts["shared_expert_intermediate_size"] = 12
     linear: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     kinds = ["linear_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
-    config = Qwen3_5Config(
+    kind, model = (
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+        if has_experts
+        else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    )
+    config: Any = kind(
         text_config={
+            **(experts if has_experts else {}),
             **{**sizes, **linear, "layer_types": kinds, "tie_word_embeddings": True},
             "rope_parameters": {**rope, "mrope_section": [1, 1, 0]},
         },
@@ -60,12 +70,13 @@ def multimodal(sizes: dict[str, Any]) -> PreTrainedModel:
         vision_end_token_id=63,
         tie_word_embeddings=True,
     )
-    return Qwen3_5ForConditionalGeneration(config)
+    built: PreTrainedModel = model(config)
+    return built
 
 
-def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, has_experts: bool = False, **save: Any) -> Path:
     """A small Qwen3.5 as repositories have it, with random values everywhere."""
-    write_random(folder, multimodal(SIZES), dtype, **save)
+    write_random(folder, multimodal(SIZES, has_experts), dtype, **save)
     add_other_parts(folder, dtype)
     return folder
 

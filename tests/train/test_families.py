@@ -20,41 +20,45 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp", "recompute": "full"},
     "shared blocks": {"strategy": "fsdp", "context_ranks": 2},
     "zero2": {"strategy": "zero2"},
+    "experts": {"strategy": "fsdp", "recompute": "selective", "router_aux_loss": 0.0},
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """The curves of two ranks, by placement and method, and that of a plain loop."""
+    """The curves of two ranks, by placement and method, and those of plain loops without experts and with."""
     root = tmp_path_factory.mktemp("hybrid")
-    torch.manual_seed(0)
-    multimodal({**SIZES, "vocab_size": VOCAB}).save_pretrained(root / "model")
-    add_other_parts(root / "model", torch.float32)
+    for has_experts in (False, True):
+        torch.manual_seed(0)
+        multimodal({**SIZES, "vocab_size": VOCAB}, has_experts).save_pretrained(root / str(has_experts))
+        add_other_parts(root / str(has_experts), torch.float32)
     write_blocks(root / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1, 0)
     runs: dict[Any, Run] = {}
     for name, placement in PLACEMENTS.items():
-        train = Train.model_validate({**SETTINGS, **placement})
+        model, train = root / str(name == "experts"), Train.model_validate({**SETTINGS, **placement})
         lora = train.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
-        runs[name, "full"] = Run(root / "model", root / "packed", train, STEPS)
-        runs[name, "lora"] = Run(root / "model", root / "packed", lora, LORA_STEPS)
+        runs[name, "full"] = Run(model, root / "packed", train, STEPS)
+        runs[name, "lora"] = Run(model, root / "packed", lora, LORA_STEPS)
     results = run_ranks(do_runs, 2, *runs.values(), timeout_s=500.0)[0]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    plain, _ = plain_loop(root / "model", root / "packed")
+    plain = {has_experts: plain_loop(root / str(has_experts), root / "packed")[0] for has_experts in (False, True)}
     torch.set_num_threads(threads)
-    return {**dict(zip(runs, results, strict=True)), "plain": plain}
+    return {**dict(zip(runs, results, strict=True)), **plain}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_curve_is_that_of_a_plain_loop(found: dict[Any, Any], name: str) -> None:
-    assert found[name, "full"]["losses"] == pytest.approx(found["plain"], rel=CURVE)
-    assert found["plain"][-1] < found["plain"][0] - 0.1
+    plain = found[name == "experts"]
+    assert found[name, "full"]["losses"] == pytest.approx(plain, rel=CURVE)
+    assert plain[-1] < plain[0] - 0.1
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_adapters_learn_alike_and_the_gates_have_none(found: dict[Any, Any], name: str) -> None:
     run = found[name, "lora"]
-    assert run["losses"] == pytest.approx(found["ddp", "lora"]["losses"], rel=CURVE)
+    if name != "experts":
+        assert run["losses"] == pytest.approx(found["ddp", "lora"]["losses"], rel=CURVE)
     assert run["losses"][-1] != run["losses"][0]
     modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in run["names"]}
     of_attention, of_delta = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"in_proj_qkv", "in_proj_z", "out_proj"}
