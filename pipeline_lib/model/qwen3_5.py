@@ -22,35 +22,29 @@ _INTERVAL = 4  # one of so many layers has attention, if layer_types is not give
 # linear_num_value_heads, tie_word_embeddings. Sources: THUDM/slime, scripts/models/qwen3.5-*.sh; copies of the
 # config.json of 0.8B, 4B and 27B in public repositories; for 9B, transformers' defaults, which are its config. The sums
 # of 0.8B's and 2B's parameters are those that others counted (752,393,024 and 1,881,825,088).
-_SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+_Size = tuple[int, int, int, int, int, int, bool]
+_SIZES: dict[str, _Size] = {
     "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 16, True),
     "qwen3.5-2b": (2048, 6144, 24, 8, 2, 16, True),
     "qwen3.5-4b": (2560, 9216, 32, 16, 4, 32, True),
     "qwen3.5-9b": (4096, 12288, 32, 16, 4, 32, False),
     "qwen3.5-27b": (5120, 17408, 64, 24, 4, 48, False),
 }
-
-
-# THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh; these are transformers' defaults too.
-_WITH_EXPERTS = {
+_SIZES |= {f"{name}-base": _SIZES[name] for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")}
+_SIZES |= dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), _SIZES["qwen3.5-27b"])
+# 35B-A3B: scripts/models/qwen3.5-35B-A3B.sh; these are transformers' defaults too.
+_A3B: _Size = (2048, 512, 40, 16, 2, 32, False)
+_EXPERTS = {
     **{"num_experts": 256, "num_experts_per_tok": 8},
     **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
 }
-_A3B = (2048, 512, 40, 16, 2, 32, False)
-_ALL_SIZES = {
-    **_SIZES,
-    **{f"{name}-base": _SIZES[name] for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")},
-    **dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), _SIZES["qwen3.5-27b"]),
-    **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3.6-35b-a3b"), _A3B),
-}
 
 
-def _config(values: tuple[int, int, int, int, int, int, bool]) -> dict[str, Any]:
+def _config(values: _Size, experts: dict[str, int] | None = None) -> dict[str, Any]:
     hidden, intermediate, layers, heads, kv_heads, value_heads, tied = values
-    has_experts = values == _A3B
     return {
-        "model_type": f"{_TYPES[has_experts]}{_TEXT}",
-        **(_WITH_EXPERTS if has_experts else {"intermediate_size": intermediate}),
+        "model_type": f"{_TYPES[experts is not None]}{_TEXT}",
+        **(experts or {"intermediate_size": intermediate}),
         "vocab_size": 248320,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -96,7 +90,7 @@ def _has_experts(text: Config) -> bool:
 
 def _numbers(text: Config) -> dict[str, Any]:
     has_experts = _has_experts(text)
-    needed = (*_NEEDED, *(_WITH_EXPERTS if has_experts else ("intermediate_size",)))
+    needed = (*_NEEDED, *(_EXPERTS if has_experts else ("intermediate_size",)))
     defaults = {**_DEFAULTS, **({"num_key_value_heads": 2} if has_experts else {})}
     return {key: text[key] for key in needed} | {key: text.get(key, value) for key, value in defaults.items()}
 
@@ -166,7 +160,10 @@ QWEN3_5 = Family(
     types=(*_TYPES, *(f"{kind}{_TEXT}" for kind in _TYPES)),
     geometry=_geometry,
     problems=_problems,
-    published={name: _config(values) for name, values in _ALL_SIZES.items()},
+    published={
+        **{name: _config(values) for name, values in _SIZES.items()},
+        **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3.6-35b-a3b"), _config(_A3B, _EXPERTS)),
+    },
     text=_text,
     prefix="model.language_model.",
     beside=("model.visual.", "mtp."),
