@@ -21,7 +21,10 @@ model: {source: tiny}
 data:
   train: [{source: pydoc}]
 """
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "out_proj"),  # of a gated delta rule
+)
 HEADS = "line 2: model: heads must be even, and hidden_size a multiple of twice the heads"
 NO_ANCHORS = (
     "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or & has to stand in "
