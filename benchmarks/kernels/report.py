@@ -104,7 +104,7 @@ class Report:
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
             "tokens": self.tokens,
-            "geometry": {key: value for key, value in asdict(self.geometry).items() if key != "expert_layers"},
+            "geometry": {key: value for key, value in asdict(self.geometry).items() if not key.endswith("_layers")},
             "lines": [asdict(line) for line in self.lines],
             "ways_s": self.ways,
             "heat": self.heat,

@@ -32,6 +32,9 @@ from pipeline_lib.plan.workload import Workload
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
+_LAYERS = ("expert_layers", "delta_layers")  # sets of numbers in a Geometry
+
+
 @dataclass(frozen=True)
 class Task:
     """A measurement task: the model's shapes, its training settings and workload, and the device, `cuda` or `cpu`."""
@@ -46,7 +49,7 @@ class Task:
         """Return the task as JSON for the measuring processes."""
         fields: dict[str, Any] = {"device": self.device, "parts_budget_s": self.parts_budget_s}
         fields |= {"train": settings_of(self.train), "workload": asdict(self.workload)}
-        geometry = asdict(self.geometry) | {"expert_layers": sorted(self.geometry.expert_layers)}
+        geometry = asdict(self.geometry) | {key: sorted(getattr(self.geometry, key)) for key in _LAYERS}
         return json.dumps({**fields, "geometry": geometry})
 
     @staticmethod
@@ -54,7 +57,7 @@ class Task:
         """Return the task that `as_json` wrote."""
         fields = json.loads(text)
         geometry = fields["geometry"]
-        geometry |= {"biased": tuple(geometry["biased"]), "expert_layers": frozenset(geometry["expert_layers"])}
+        geometry |= {"biased": tuple(geometry["biased"]), **{key: frozenset(geometry[key]) for key in _LAYERS}}
         return Task(
             Geometry(**geometry),
             read_settings(Train, fields["train"]),
