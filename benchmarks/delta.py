@@ -9,7 +9,7 @@ The delta rule in chunks of C tokens multiplies, for each value head and chunk, 
 state for the values and for the queries, and writing it), and 5 times by a triangle of C x C (keys by keys, queries by
 keys, the inverse by keys and by values, and the scores by values). A triangle counts as half of its square, inverting
 it counts as nothing, and so does what is computed twice or for padding: 2 (3 D E + C (3 D + 2 E) / 2) FLOPs for each
-token and value head forward, and twice as many backward.
+token and value head forward, and twice as many backward (`Delta.flops_per_token`, as the plan counts them).
 """
 
 import argparse
@@ -24,15 +24,10 @@ from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.report import gradients, random
 from pipeline_lib.model import delta
 from pipeline_lib.model.delta import convolved, delta_rule, positions_of
-from pipeline_lib.model.geometry import DELTA_CHUNK
+from pipeline_lib.model.geometry import Delta
 from pipeline_lib.plan.machine import find_gpu
 
 KERNEL = 4  # tokens that the convolution sees
-
-
-def flops_per_token(key_width: int, value_width: int) -> float:
-    """FLOPs of the delta rule for each token and value head, forward."""
-    return 2 * (3 * key_width * value_width + DELTA_CHUNK * (3 * key_width + 2 * value_width) / 2)
 
 
 def main() -> None:
@@ -49,7 +44,7 @@ def main() -> None:
     for length in (64, 256) if arguments.tiny else (512, 4096, 16_384):
         ends = Documents.drawn(str(length), tokens).batch().cu_seq_lens.to(device)
         ways = rules(key_heads, heads, width, tokens, ends)
-        flops = 3 * flops_per_token(width, width) * heads * tokens
+        flops = 3.0 * Delta(key_heads, heads, width, width, KERNEL).flops_per_token * tokens
         for name, make in ways.items():
             show(f"delta rule, documents of {length:,}: {name}", clock, make, flops=flops)
         channels = (2 * key_heads + heads) * width

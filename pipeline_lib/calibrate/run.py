@@ -75,7 +75,7 @@ def with_layers(geometry: Geometry, layers: int) -> Geometry:
 
 
 def config_json(geometry: Geometry) -> dict[str, Any]:
-    """Return a config.json for `geometry`, the inverse of `geometry_of`.
+    """Return a config.json for `geometry`, the inverse of `geometry_in`.
 
     Either all layers of `geometry` must have experts, or none.
     """

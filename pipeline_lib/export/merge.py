@@ -209,7 +209,8 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
     _refuse_other_tensors(trained / WEIGHTS, wanted)
     stored, sources = match_tensors(model, base)
-    refuse_unreadable_kinds(stored.values())
+    everything = find_tensors(base)
+    refuse_unreadable_kinds(everything.values())
     recipes: dict[str, Recipe] = {}
     of_experts: dict[int, str] = {}
     if train.method == "lora":
@@ -231,11 +232,10 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
             f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
         )
     for part in family_in(read_object(base / "config.json")).beside:
-        for name, tensor in find_tensors(base).items():
+        for name, tensor in everything.items():
             if name.startswith(part):
-                everything = Piece(name, (0,) * len(tensor.shape), tensor.shape)
-                recipes[name] = Recipe(tensor, None, everything, None, part)
-    refuse_unreadable_kinds(recipe.stored for recipe in recipes.values())
+                whole = Piece(name, (0,) * len(tensor.shape), tensor.shape)
+                recipes[name] = Recipe(tensor, None, whole, None, part)
     quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
     return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora, quantized, DTYPES[train.precision])
 
@@ -365,7 +365,7 @@ def export(
     the weights that were not written as planned.
     """
     files: dict[str, list[Entry]] = defaultdict(list)
-    for _, recipe in sorted(fold.recipes.items(), key=lambda item: (item[1].trained or "", item[0])):
+    for recipe in sorted(fold.recipes.values(), key=lambda recipe: (recipe.trained or "", recipe.stored.name)):
         files[recipe.stored.path.name].append(recipe.entry(dtype))
     sizes_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
     require_space(out, sizes_bytes, "the merged model")

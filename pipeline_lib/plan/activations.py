@@ -60,16 +60,30 @@ def kept_per_token(geometry: Geometry, train: Train, kind: LayerKind, recompute:
 
 
 def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
-    """Return the bytes per token that the first half of a layer keeps, which mixes a document's tokens."""
+    """Return the bytes per token that the first half of a layer keeps: its norm, attention or the delta rule."""
+    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
+    number = arithmetic.number_bytes
+    kept: float = FP32_BYTES  # of the norm
     if kind.is_recurrent and geometry.delta is not None:
-        return _carried_per_token(geometry, geometry.delta, train, kind)
-    return _attended_per_token(geometry, train)
+        kept += _carried_per_token(geometry.delta, train)
+    else:
+        kept += _attended_per_token(geometry, train)
+    names = [name for name in geometry.linears_of(kind) if name not in FED]
+    if train.method == "lora":  # between the two factors of each adapter
+        kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
+    if is_compiled(train):
+        # Inputs of products, and the layer's input. The last product's result is kept instead of its sum with that.
+        kept += arithmetic.stream_bytes(train) * hidden + number * hidden
+        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
+    kept += FP32_BYTES * hidden  # the norm's input
+    if train.method == "full":  # the normalized values that a norm multiplies by its weight
+        kept += hidden * _normalized_bytes(geometry, arithmetic)
+    return kept + _inputs_of_linears(geometry, train, arithmetic, names)
 
 
 def _attended_per_token(geometry: Geometry, train: Train) -> float:
-    """Return the bytes per token that a norm, attention and its projections keep."""
-    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
-    number = arithmetic.number_bytes
+    """Return the bytes per token that attention keeps between its projections, with the norms of its heads."""
+    number = compute_bytes(train)
     q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
     normed = q + k if geometry.normed_heads else 0
     # Attention: query, output, key and value. If ranks share blocks, each has a head of keys and values at least, and
@@ -82,45 +96,33 @@ def _attended_per_token(geometry: Geometry, train: Train) -> float:
         copies = 2 if train.method == "full" and is_compiled(train) else 3
         kept += number * q * (copies if number < FP32_BYTES or is_compiled(train) else copies + 1)
     # Of each row that a norm processes, one fp32 number.
-    kept += FP32_BYTES * (1 + (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0))
-    names = [name for name in geometry.linears_of(LayerKind()) if name not in FED]
-    if train.method == "lora":  # between the two factors of each adapter
-        kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
+    kept += FP32_BYTES * (geometry.heads + geometry.kv_heads if geometry.normed_heads else 0)
     if is_compiled(train):
-        # Inputs and results of products and of attention, and the layer's input. o_proj's result is kept instead of its
-        # sum with the layer's input.
-        kept += arithmetic.stream_bytes(train) * hidden + number * (hidden + normed)
-        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
-    kept += FP32_BYTES * (hidden + normed)  # inputs of norms
-    if train.method == "full":  # the normalized values that a norm multiplies by its weight
-        kept += hidden * _normalized_bytes(geometry, arithmetic)
+        return kept + number * normed
+    kept += FP32_BYTES * normed  # inputs of norms
+    if train.method == "full":
         kept += normed * (FP32_BYTES if _has_fp32_norms(geometry) else number)
-    return kept + _inputs_of_linears(geometry, train, arithmetic, names)
+    return kept
 
 
-def _carried_per_token(geometry: Geometry, delta: Delta, train: Train, kind: LayerKind) -> float:
-    """Return the bytes per token that a norm, the gated delta rule and its projections keep."""
-    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
-    number, compiled = arithmetic.number_bytes, is_compiled(train)
+def _carried_per_token(delta: Delta, train: Train) -> float:
+    """Return the bytes per token that the gated delta rule keeps between its projections, with its gated norm."""
+    arithmetic = Arithmetic.of(train)
+    number = arithmetic.number_bytes
     # What is convolved, and as queries, keys and values what comes of it; the gate, and what is gated; the inverses.
     kept: float = number * (2 * delta.channels + 2 * delta.values + delta.value_heads * DELTA_CHUNK)
     # Of each row that a norm processes, one fp32 number; and of each head, what its decay and its rate are made of.
-    kept += FP32_BYTES * (1 + delta.value_heads)
-    names = [name for name in geometry.linears_of(kind) if name not in FED]
-    if train.method == "lora":
-        kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
-    if compiled:
-        kept += delta.value_heads * (2 * FP32_BYTES + number)
-        kept += arithmetic.stream_bytes(train) * hidden + number * hidden
-        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
-    kept += 4 * FP32_BYTES * delta.value_heads + FP32_BYTES * hidden
+    kept += FP32_BYTES * delta.value_heads
+    if is_compiled(train):
+        return kept + delta.value_heads * (2 * FP32_BYTES + number)
+    kept += 4 * FP32_BYTES * delta.value_heads
     # Of the convolution its sums too, and its input only if its weights are trained.
     kept += delta.channels * (FP32_BYTES - (0 if train.method == "full" else number))
     # The gated norm computes in fp32: its input, the gate and its activation, beside the normalized values.
     kept += delta.values * (3 * FP32_BYTES - number)
     if train.method == "full":
-        kept += hidden * FP32_BYTES + delta.values * (FP32_BYTES if arithmetic.by_autocast else number)
-    return kept + _inputs_of_linears(geometry, train, arithmetic, names)
+        kept += delta.values * (FP32_BYTES if arithmetic.by_autocast else number)
+    return kept
 
 
 def _has_fp32_norms(geometry: Geometry) -> bool:
@@ -138,7 +140,12 @@ def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
     return max(geometry.kv_heads, train.context_ranks)
 
 
-def exchanged_bytes_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> int:
+def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:
+    """Return the bytes that all layers exchange forward for each token of a rank, if ranks share blocks."""
+    return sum(count * exchanged_by_a_layer(geometry, train, kind) for kind, count in geometry.kinds.items())
+
+
+def exchanged_by_a_layer(geometry: Geometry, train: Train, kind: LayerKind) -> int:
     """Return the bytes that a layer exchanges forward for each token of a rank, if ranks share blocks.
 
     These are queries, keys, values and outputs (model/context.py), including what stays on the rank; and what the

@@ -13,7 +13,7 @@ from pipeline_lib.plan.activations import (
     Arithmetic,
     before_chunks,
     compute_bytes,
-    exchanged_bytes_per_token,
+    exchanged_by_a_layer,
     fed_per_token,
     kept_per_token,
 )
@@ -202,7 +202,7 @@ def _sent(geometry: Geometry, train: Train) -> int:
     """Return the bytes per token that are sent beside what is received, if ranks share blocks."""
     if train.context_ranks == 1:
         return 0
-    return max(exchanged_bytes_per_token(geometry, train, kind) for kind in geometry.kinds)
+    return max(exchanged_by_a_layer(geometry, train, kind) for kind in geometry.kinds)
 
 
 def _in_a_layer_in_chunks(geometry: Geometry, train: Train, tokens: int) -> float:

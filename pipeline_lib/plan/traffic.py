@@ -94,9 +94,7 @@ def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> li
     """
     if train.context_ranks == 1:
         return []
-    kinds = geometry.kinds.items()
-    of_token = sum(count * exchanged_bytes_per_token(geometry, train, kind) for kind, count in kinds)
-    of_pass, pieces = float(tokens * of_token), 2 * geometry.layers
+    of_pass, pieces = float(tokens * exchanged_bytes_per_token(geometry, train)), 2 * geometry.layers
     back = 1 if recompute_of(train) == "none" else 2
     return [
         Exchange("attention heads", "forward", "all-to-all", "context", of_pass, pieces, times, False),

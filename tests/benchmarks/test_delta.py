@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.delta import flops_per_token
+from pipeline_lib.model.geometry import Delta
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,4 +25,4 @@ def test_it_runs_on_a_cpu() -> None:
 
 def test_a_token_of_9b_costs_139264_flops_a_head() -> None:
     """3 products with the state of 128 x 128, and 5 with triangles of a chunk of 64, at two FLOPs each."""
-    assert flops_per_token(128, 128) == 2 * (3 * 128 * 128 + 5 * 64 * 128 / 2) == 139_264
+    assert Delta(1, 1, 128, 128, 4).flops_per_token == 2 * (3 * 128 * 128 + 5 * 64 * 128 / 2) == 139_264
