@@ -2,8 +2,9 @@
 
 At the widths of Qwen3.5-9B, 16 key heads and 32 value heads of 128, over documents of 512, 4,096 and 16,384 tokens that
 fill a block: the delta rule as training calls it, fla-core's own function, and transformers' function document by
-document; and the convolution of 8,192 channels, compiled, beside fla-core's. It takes up to 2 minutes, most of which
-Triton needs to compile and choose kernels. `--tiny` tries it on CPUs.
+document; and the convolution of 8,192 channels, compiled, beside fla-core's. `--choose` instead times all
+configurations of fla-core's kernels for 3 minutes, and prints those that `delta_kernels.ON_HOPPER` should hold.
+`--tiny` tries it on CPUs.
 
 The delta rule in chunks of C tokens multiplies, for each value head and chunk, 3 times [C, D] by [D, E] (reading the
 state for the values and for the queries, and writing it), and 5 times by a triangle of C x C (keys by keys, queries by
@@ -13,8 +14,10 @@ token and value head forward, and twice as many backward (`Delta.flops_per_token
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from pipeline_lib.model.geometry import Delta
 from pipeline_lib.plan.machine import find_gpu
 
 KERNEL = 4  # tokens that the convolution sees
+REPETITIONS = 3
 
 
 def main() -> None:
@@ -35,14 +39,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.delta", description=__doc__)
     parser.add_argument("--tokens", type=int, default=16_384, help="of a block")
     parser.add_argument("--patience-s", type=float, default=0.3, help="for each line")
+    parser.add_argument("--choose", action="store_true", help="the configurations of kernels")
     parser.add_argument("--tiny", action="store_true", help="small and on the CPU")
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.tiny else "cuda")
     key_heads, heads, width = (2, 4, 16) if arguments.tiny else (16, 32, 128)
     tokens = 256 if arguments.tiny else arguments.tokens
     clock = Clock(device, arguments.patience_s, time.monotonic())
-    for length in (64, 256) if arguments.tiny else (512, 4096, 16_384):
-        ends = Documents.drawn(str(length), tokens).batch().cu_seq_lens.to(device)
+    lengths = (64, 256) if arguments.tiny else (512, 4096, 16_384)
+    ends_of = {length: Documents.drawn(str(length), tokens).batch().cu_seq_lens.to(device) for length in lengths}
+    if arguments.choose:
+        choose([rules(key_heads, heads, width, tokens, ends)["ours"]() for ends in ends_of.values()])
+        return
+    for length, ends in ends_of.items():
         ways = rules(key_heads, heads, width, tokens, ends)
         flops = 3.0 * Delta(key_heads, heads, width, width, KERNEL).flops_per_token * tokens
         for name, make in ways.items():
@@ -52,8 +61,6 @@ def main() -> None:
             # Forward reads the input and writes the output; backward reads the input and a gradient, and writes one.
             moved = 5.0 * 2 * channels * tokens
             show(f"convolution, documents of {length:,}: {name}", clock, make, moved_bytes=moved)
-    if not arguments.tiny:
-        show_chosen()
 
 
 def show(name: str, clock: Clock, make: Callable[[], Call], flops: float = 0.0, moved_bytes: float = 0.0) -> None:
@@ -136,20 +143,48 @@ def convolutions(channels: int, tokens: int, ends: Tensor) -> dict[str, Callable
     }
 
 
-def show_chosen() -> None:
-    """Print which configuration Triton has chosen for each kernel of fla-core that ran."""
-    from fla.modules.norm import l2norm
-    from fla.ops.common import chunk_delta_h, chunk_o
-    from fla.ops.gated_delta_rule import chunk_fwd, wy_fast
-    from fla.ops.utils import cumsum
+def choose(calls: list[Call]) -> None:
+    """Print, for each kernel, the four fastest configurations over all `calls`; then the fastest of all kernels."""
+    from triton import Config
 
-    for module in (l2norm, cumsum, chunk_fwd, wy_fast, chunk_delta_h, chunk_o):
-        for name, kernel in vars(module).items():
-            # A kernel is a function inside of heuristics or an autotuner.
-            while kernel is not None and not hasattr(kernel, "best_config"):
-                kernel = getattr(kernel, "fn", None)
-            if kernel is not None:
-                print(f"{name}: {kernel.best_config}")
+    from pipeline_lib.model.delta_kernels import tuners
+
+    every = {name: tuner.configs for name, tuner in tuners().items()}  # before the first call pins them
+    for call in calls:
+        call()
+    chosen = {}
+    for name, tuner in tuners().items():
+        if not hasattr(tuner, "best_config"):  # it has not run
+            continue
+        found: list[tuple[float, list[float], Config]] = []
+        for configuration in every[name]:
+            tuner.configs = [configuration]
+            try:
+                times_ms = [milliseconds(call, name) for call in calls]
+                found.append((sum(times_ms), times_ms, configuration))
+            except Exception as error:  # such as for too little shared memory; of several libraries
+                print(f"{name} {configuration}: {error}"[:150], flush=True)
+        found.sort(key=itemgetter(0))
+        for _, times_ms, configuration in found[:4]:
+            print(f"{name}: {', '.join(f'{one_ms:.3f}' for one_ms in times_ms)} ms by {configuration}", flush=True)
+        best = found[0][2]
+        tuner.configs = [best]
+        chosen[name] = best.kwargs, best.num_warps, best.num_stages
+    for name, (tiles, warps, stages) in chosen.items():
+        print(f'    "{name}": ({json.dumps(tiles)}, {warps}, {stages}),')
+
+
+def milliseconds(call: Call, kernel: str) -> float:
+    """Return how long the kernels take whose names begin with `kernel`, in a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(REPETITIONS):
+            call()
+        torch.cuda.synchronize()
+    durations_us = [event.device_time for event in seen.events() or () if event.name.startswith(kernel)]
+    return float(sum(durations_us)) / REPETITIONS / 1000
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ _CASES = (
         rank_documents=4,
         rank_blocks=1,
         method="full",
+        peers=(replace(ZERO_2_LIGER, documents=2), replace(ZERO_2, documents=1)),
         layers=4,
         train=FULL,
     ),

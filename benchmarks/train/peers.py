@@ -1,6 +1,7 @@
 """One rank of a peer: Hugging Face's Trainer or TRL's on the same documents, as tutorials use them."""
 
 import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -113,6 +114,8 @@ def main() -> None:
     elif peer.zero is not None:
         _let_deepspeed_use_cpus()
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    if is_gpu and importlib.util.find_spec("fla") is not None:
+        _let_fla_use_hopper()
     of_ranks = [documents_of(side.case, each, side.steps) for each in range(size)]
     trainer = (trl if peer.batches == "trl" else hugging_face)(side, peer, of_ranks, is_gpu)
     trainer.remove_callback(PrinterCallback)
@@ -131,6 +134,15 @@ def main() -> None:
 
 def _attention(peer: Peer) -> str:
     return "sdpa, T x T mask" if peer.batches in ("flattened", "trl") else "sdpa"
+
+
+def _let_fla_use_hopper() -> None:
+    """Lift the refusal of a kernel that Triton 3.4 to 3.7.0 compiles wrongly in tiles of 64.
+
+    At Qwen3.5's widths of 128 its tiles on Hopper are 128, as ours are.
+    """
+    kernels: Any = importlib.import_module("fla.ops.common.chunk_o")
+    kernels.TRITON_ABOVE_3_7_1 = True
 
 
 def _let_deepspeed_use_cpus() -> None:

@@ -202,6 +202,7 @@ def _kernels() -> ModuleType:
     except ImportError as error:
         text = f"Gated DeltaNet layers on a GPU need fla-core: {how_to_install('delta')}"
         raise ConfigError("model", [text]) from error
+    delta_kernels.pin()
     return delta_kernels
 
 

@@ -9,17 +9,62 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
+from fla.modules.norm import l2norm
 from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
+from fla.ops.common import chunk_delta_h, chunk_o
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
 from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_bwd_kernel_dqkwg, chunk_fwd_o
+from fla.ops.gated_delta_rule import chunk_fwd, wy_fast
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
-from fla.ops.utils import chunk_local_cumsum
+from fla.ops.utils import chunk_local_cumsum, cumsum
 from fla.ops.utils.constant import RCP_LN2
 from fla.utils import IS_NVIDIA_HOPPER
 from torch import Tensor
 
 from pipeline_lib.model.geometry import DELTA_CHUNK
+
+# Tiles, warps and stages of each kernel on Hopper: of fla-core's there the fastest over documents of 512, 4,096 and
+# 16,384 tokens at widths of 128, on an H200 (`python -m benchmarks.delta --choose`).
+ON_HOPPER: dict[str, tuple[dict[str, int], int, int]] = {
+    "l2norm_fwd_kernel": ({"BT": 16}, 4, 3),
+    "l2norm_bwd_kernel": ({"BT": 8}, 4, 3),
+    "chunk_local_cumsum_scalar_kernel": ({}, 2, 3),
+    "chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 1, 3),
+    "recompute_w_u_fwd_kernel": ({}, 4, 3),
+    "prepare_wy_repr_bwd_kernel": ({}, 4, 3),
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 64}, 4, 4),
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 2),
+    "chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
+    "chunk_bwd_kernel_dqkwg": ({}, 4, 4),
+    "chunk_bwd_kernel_dv_local": ({}, 2, 4),
+}
+
+
+def tuners() -> dict[str, Any]:
+    """Return fla-core's kernels of which there are several configurations, by name."""
+    found = {}
+    for module in (l2norm, cumsum, chunk_fwd, wy_fast, chunk_delta_h, chunk_o):
+        for name, kernel in vars(module).items():
+            while kernel is not None and not hasattr(kernel, "configs"):  # it is inside of heuristics
+                kernel = getattr(kernel, "fn", None)
+            if kernel is not None:
+                found[name] = kernel
+    return found
+
+
+def pin() -> None:
+    """Leave each kernel one configuration on Hopper.
+
+    Otherwise Triton compiles and times all of them when a training starts, for minutes, and may take others when it is
+    resumed.
+    """
+    if not IS_NVIDIA_HOPPER:
+        return
+    for name, tuner in tuners().items():
+        if name in ON_HOPPER:
+            tiles, warps, stages = ON_HOPPER[name]
+            tuner.configs = [triton.Config(tiles, num_warps=warps, num_stages=stages)]
 
 
 class _Chunks(NamedTuple):
