@@ -19,6 +19,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "recompute": "selective"},
     "fsdp": {"strategy": "fsdp", "recompute": "full"},
     "shared blocks": {"strategy": "fsdp", "context_ranks": 2},
+    "hsdp": {"strategy": "hsdp", "shard_ranks": 2},
     "zero2": {"strategy": "zero2"},
     "experts": {"strategy": "fsdp", "recompute": "selective", "router_aux_loss": 0.0},
 }
@@ -26,7 +27,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """The curves of two ranks, by placement and method, and those of plain loops without experts and with."""
+    """The curves of two ranks, with hsdp of four, by placement and method, and those of plain loops.
+
+    A plain loop's key is whether the model has experts.
+    """
     root = tmp_path_factory.mktemp("hybrid")
     for has_experts in (False, True):
         torch.manual_seed(0)
@@ -39,12 +43,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         lora = train.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
         runs[name, "full"] = Run(model, root / "packed", train, STEPS)
         runs[name, "lora"] = Run(model, root / "packed", lora, LORA_STEPS)
-    results = run_ranks(do_runs, 2, *runs.values(), timeout_s=500.0)[0]
+    of_four = {key: run for key, run in runs.items() if run.train.strategy == "hsdp"}
+    of_two = {key: run for key, run in runs.items() if key not in of_four}
+    results: dict[Any, Any] = {}
+    for ranks, ones in ((2, of_two), (4, of_four)):
+        results |= zip(ones, run_ranks(do_runs, ranks, *ones.values(), timeout_s=500.0)[0], strict=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     plain = {has_experts: plain_loop(root / str(has_experts), root / "packed")[0] for has_experts in (False, True)}
     torch.set_num_threads(threads)
-    return {**dict(zip(runs, results, strict=True)), **plain}
+    return {**results, **plain}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
