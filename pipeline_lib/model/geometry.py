@@ -163,15 +163,22 @@ class Geometry:
 
     def layers_with(self, name: str) -> int:
         """Return the number of layers that have the linear called `name`."""
-        return sum(count for kind, count in self.kinds.items() if name in self.linears_of(kind))
+        return self._layers_with[name]
+
+    @cached_property
+    def _layers_with(self) -> Counter[str]:
+        found = Counter[str]()
+        for kind, count in self.kinds.items():
+            found.update(dict.fromkeys(self.linears_of(kind), count))
+        return found
 
     def linears_of(self, kind: LayerKind) -> dict[str, tuple[int, int]]:
         """Return (inputs, outputs) of every linear module of a layer of that kind, by module name, without experts."""
         mixing = self._of_delta if kind.is_recurrent else self._of_attention
         return mixing if kind.has_experts else mixing | self._of_mlp
 
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
+    @cached_property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
         """(inputs, outputs) of every linear module in layers of all kinds and without experts, by module name."""
         return self._of_attention | self._of_delta | self._of_mlp
 

@@ -197,11 +197,10 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
 
     Attention keeps its output itself.
     """
-    widths = {name: inputs for name, (inputs, _) in geometry.linears.items() if name in names}
+    linears = geometry.linears if train.method == "full" else geometry.adapted_linears(train.lora)
+    widths = {name: inputs for name, (inputs, _) in linears.items() if name in names}
     if train.method == "full":
         widths.pop("o_proj", None)
-    else:
-        widths = {name: width for name, width in widths.items() if name in geometry.adapted_linears(train.lora)}
     if train.method == "lora" and train.lora.dropout > 0:  # each adapter keeps its dropped-out input, and a mask byte
         return float((arithmetic.number_bytes + 1) * sum(widths.values()))
     if not arithmetic.by_autocast or has_fused_adapters(train):

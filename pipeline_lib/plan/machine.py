@@ -95,6 +95,7 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(gpu.name for _, gpu in _CATALOGUE)
 
 
+@cache
 def name_words(name: str) -> frozenset[str]:
     """Split a GPU's name into normalized words: `rtx4090` is two; `80 GB`, `80G` and a trailing `80` become `80gb`."""
     text = re.sub(r"[^a-z0-9]+", " ", name.lower())

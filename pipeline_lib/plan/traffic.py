@@ -8,10 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.model.geometry import Geometry, frozen_parameters
 from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, compute_bytes, exchanged_bytes_per_token
@@ -164,7 +164,12 @@ def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, 
             return geometry.shapes()
         frozen = frozen_parameters(geometry, train)
         return {name: shape for name, shape in geometry.shapes().items() if name not in frozen}
-    linears, experts = geometry.adapted_linears(train.lora), geometry.adapted_experts(train.lora)
+    return _adapter_shapes(geometry, train.lora)
+
+
+@lru_cache(maxsize=16)  # a search asks for those of a few models thousands of times
+def _adapter_shapes(geometry: Geometry, lora: Lora) -> Mapping[str, tuple[int, ...]]:
+    linears, experts = geometry.adapted_linears(lora), geometry.adapted_experts(lora)
     adapted = [
         *(
             (layer, name, 1, widths)
@@ -181,7 +186,7 @@ def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, 
     return {
         f"{layer}.{name}.{factor}": shape
         for layer, name, count, (inputs, outputs) in adapted
-        for factor, shape in (("A", (count * train.lora.rank, inputs)), ("B", (outputs, count * train.lora.rank)))
+        for factor, shape in (("A", (count * lora.rank, inputs)), ("B", (outputs, count * lora.rank)))
     }
 
 
