@@ -86,14 +86,14 @@ class Case:
 
 
 def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) -> Iterator[Case]:
-    """The cases of `parts`, in order."""
+    """The cases of `parts`, in order; of small ones no two alike."""
     small: dict[str, Any] = {"size": "demo", "tokens": 256, "steps": 2, "recompute": recompute}
     if "memory" in parts:
-        for size, cap in (("8B", 12), ("14B", 16), ("32B", 32)):
+        for size, cap in (("8B", 12), ("14B", 16), ("32B", 32))[: 1 if is_tiny else 3]:
             case = Case("memory", f"{size} in {cap} GB", size, "nf4", 4096, 3, cap_bytes=cap * GB)
             yield replace(case, **small) if is_tiny else case
     if "speed" in parts:
-        for base in ("unquantized", "nf4", "unquantized", "nf4"):
+        for base in ("unquantized", "nf4") * (1 if is_tiny else 2):
             case = Case("speed", f"8B, {base}", "8B", base, 16384, 5, recompute)
             yield replace(case, **small) if is_tiny else case
     if "peers" in parts:
