@@ -26,7 +26,7 @@ LONG = ("tests/slurm/", "tests/hosts/", "tests/pipeline/", "tests/train/")
 # Threads of OpenMP spin while they wait for one another. Where workers and their processes are more than the cores, a
 # thread that spins keeps others from working, and a matrix product takes 20 times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# So do those that NumPy and SciPy each start when they are imported, for 2**26 cycles; this is the least.
+# So do those that NumPy and SciPy each start when they are imported; 2**4 cycles are the least that OpenBLAS takes.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 # An example takes as long as the other workers leave the cores to it.
 settings.register_profile("shared cores", deadline=None)
