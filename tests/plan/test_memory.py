@@ -73,7 +73,7 @@ def test_a_base_in_four_bits_has_half_a_byte_and_its_scales(strategy: str, divid
     weights = adapters + (0.5 + 1 / 64 + 4 / 16384) * linears + 2 * (QWEN3_8B.parameters - linears)
     assert found.weights_bytes == pytest.approx(weights / divided_by)
     assert plain.optimizer_bytes == found.optimizer_bytes
-    backward = of(**train, ranks=Ranks(8, 8, True), recompute="full")
+    backward = of(**train, ranks=Ranks(8, 8, True), recompute="full", micro_batch_blocks=2)
     assert backward.moment == "in the backward pass"
     assert backward.gathered_bytes >= (2 + 4 / 64) * 4096 * 12288
 
@@ -112,11 +112,11 @@ def test_activations_grow_with_the_micro_batch_and_the_loss_does_not() -> None:
     assert one.loss_bytes == pytest.approx(10 * LOGITS_AT_ONCE + 4 * 151936 * 4096, rel=1e-3)
 
 
-def test_a_small_micro_batch_peaks_where_the_embedding_is_reduced() -> None:
+def test_at_the_loss_embedding_and_head_are_gathered_and_the_heads_buffer_is_there() -> None:
     found = predict(QWEN3_8B, Train(strategy="fsdp"), NODE, 256, accumulation=1)
-    first = 151936 * 4096 + 4096
-    assert found.moment == "at the end of the backward pass"
-    assert found.gathered_bytes + found.exchanged_bytes == (2 + 2 + 4) * first
+    matrix = 151936 * 4096
+    assert found.moment == "at the loss"
+    assert found.gathered_bytes == (2 + 2 + 2) * matrix + 2 * 4096
 
 
 def test_layers_that_stay_gathered_are_there_whole_and_need_no_buffers() -> None:
@@ -159,7 +159,7 @@ def test_activations_on_the_host_leave_three_layers_on_the_device() -> None:
     )
     kept = 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
     assert (here.host_bytes, away.host_bytes) == (0, kept)
-    assert here.allocated_bytes - away.allocated_bytes == kept * 33 // 36
+    assert here.allocated_bytes - away.allocated_bytes == kept * 34 // 36
     unused = Train.model_validate({**way, "recompute": "none", "offload_activations": True})
     assert predict(QWEN3_8B, unused, NODE, 16384).host_bytes == 0
 
@@ -174,9 +174,8 @@ def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: i
     assert needed.error == 0.15
     monkeypatch.setattr(workload, "FED_AT_ONCE", tokens)
     whole = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
-    of_mlp = tokens * QWEN3_8B.intermediate * 2 * 6  # gate, up and their product, and the gradients of these
-    assert whole.total_bytes > from_gigabytes(gigabytes)
-    assert 0.9 * of_mlp < whole.allocated_bytes - needed.allocated_bytes < of_mlp
+    of_mlp = tokens * QWEN3_8B.intermediate * 2 * 5  # gate, up and their product, and two gradients
+    assert 0.5 * of_mlp < whole.allocated_bytes - needed.allocated_bytes < of_mlp  # now attention needs most
 
 
 def test_chunks_are_equal_where_that_is_possible() -> None:

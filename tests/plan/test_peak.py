@@ -105,7 +105,48 @@ def test_peaks_of_experts_that_were_measured_are_within_the_error(
     train = Train.model_validate({**settings, "lora": {"rank": 16, "alpha": 32, "targets": targets}})
     found = predict(geometry_in(widths), train, Ranks(ranks, ranks, has_triton=True), 16_384, accumulation=1)
     assert measured_gib * 2**30 == pytest.approx(found.allocated_bytes, rel=found.error)
-    assert found.error < 0.15
+    assert found.error == 0.05
+
+
+# Peaks of layers without experts, by fsdp or with long documents, of the same file: size, layers (0: all), ranks,
+# tokens of a micro-batch, micro-batches of a step. The eager ones were without the loss's kernel.
+EAGER = {"strategy": "fsdp", "recompute": "none", "reshard": True, "compile": False}
+GATHERED = {"strategy": "fsdp", "recompute": "none", "reshard": False, "compile": True}
+LONG_DOCUMENT = {"strategy": "ddp", "method": "lora", "recompute": "full", "compile": True}
+DENSE: list[tuple[str, int, int, int, int, dict[str, Any], float]] = [
+    ("0.6B", 0, 1, 8192, 2, EAGER, 27.74),
+    ("0.6B", 0, 2, 8192, 2, EAGER, 23.33),
+    ("0.6B", 0, 2, 8192, 2, EAGER | {"recompute": "selective"}, 14.56),
+    ("0.6B", 0, 2, 8192, 2, EAGER | {"recompute": "full"}, 8.42),
+    ("0.6B", 0, 2, 16_384, 1, EAGER, 37.65),
+    ("4B", 0, 1, 8192, 2, EAGER, 111.64),
+    ("8B", 0, 2, 4096, 2, EAGER | {"method": "lora"}, 39.21),
+    ("8B", 8, 1, 16_384, 1, GATHERED, 58.2),
+    ("8B", 8, 2, 16_384, 1, GATHERED, 42.4),
+    ("8B", 8, 1, 16_384, 1, GATHERED | {"recompute": "selective"}, 52.1),
+    ("8B", 8, 1, 16_384, 1, GATHERED | {"recompute": "full"}, 43.9),
+    ("8B", 8, 1, 16_384, 1, GATHERED | {"compile": False}, 68.2),
+    ("8B", 0, 2, 8192, 2, GATHERED, 117.8),
+    ("8B", 24, 1, 8192, 8, GATHERED, 128.6),
+    ("8B", 16, 1, 8192, 8, GATHERED, 94.3),
+    ("32B", 4, 1, 16_384, 1, GATHERED, 67.3),
+    ("8B", 0, 1, 32_768, 1, LONG_DOCUMENT | {"offload_activations": True}, 20.4),
+    ("8B", 0, 1, 32_768, 1, LONG_DOCUMENT, 37.6),
+    ("8B", 0, 1, 65_536, 1, LONG_DOCUMENT | {"offload_activations": True}, 24.7),
+    ("8B", 0, 1, 131_072, 1, LONG_DOCUMENT | {"offload_activations": True}, 33.4),
+]
+
+
+@pytest.mark.parametrize(("size", "layers", "ranks", "tokens", "accumulation", "settings", "measured_gib"), DENSE)
+def test_peaks_that_were_measured_are_within_five_percent(
+    size: str, layers: int, ranks: int, tokens: int, accumulation: int, settings: dict[str, Any], measured_gib: float
+) -> None:
+    widths = published(f"Qwen/Qwen3-{size}") or {}
+    geometry = geometry_in(widths | ({"num_hidden_layers": layers} if layers else {}))
+    train = Train.model_validate({**settings, "lora": {"rank": 16, "alpha": 32}})
+    has_triton = settings.get("reshard") is not True
+    found = predict(geometry, train, Ranks(ranks, ranks, has_triton), tokens, accumulation)
+    assert found.allocated_bytes == pytest.approx(measured_gib * 2**30, rel=0.05)
 
 
 # With chunks, the tracker's hooks on modules would keep the graphs of chunks alive.
@@ -173,5 +214,5 @@ def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, me
         monkeypatch.setattr(workload, "FED_AT_ONCE", at_once)
         predicted = predict(geometry, train, Ranks(1, 1), LONG_TOKENS)
         found.append(working_bytes(model, precision))
-        assert 0.84 < found[-1] / (predicted.allocated_bytes - predicted.state_bytes) < 1
+        assert 0.87 < found[-1] / (predicted.allocated_bytes - predicted.state_bytes) < 1.02
     assert found[1] < 0.7 * found[0]
