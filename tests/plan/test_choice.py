@@ -87,7 +87,7 @@ def test_no_fitting_way_is_faster_than_the_choice(model: str, cluster: tuple[str
 
 def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     """On the cards the host's memory is assumed, which may be wrong; on H100 only the margin."""
-    found = chosen("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora")
+    found = chosen("Qwen3-30B-A3B", ("rtx 4090", 1, 8), "lora")
     assert found is not None and found[0].near is not None
     (choice, setting), near = found, found[0].near
     assert near.way.step_s.value * 2 < choice.chosen.step_s.value

@@ -284,7 +284,7 @@ def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, sa
 def test_where_only_the_hosts_lack_memory_that_is_said(memory_gb: int) -> None:
     """Of the same way as preflight: the one that lacks least."""
     cluster = {"gpus_per_node": 8, "gpu": "h100", "memory_gb": memory_gb}
-    found = planned("Qwen/Qwen3-32B", 4096, cluster, strategy="auto", global_batch_tokens=2**17)
+    found = planned("Qwen/Qwen3-32B", 8192, cluster, strategy="auto", global_batch_tokens=2**18)
     assert found.refusal and found.choice and found.wanted
     train, memory = leanest(found.wanted)[0]
     words = lacking(train, memory, found.wanted.setting.machine).removeprefix("train.strategy: ")
@@ -485,7 +485,7 @@ def test_every_stage_has_a_line_with_what_it_needs() -> None:
 
 def test_the_near_miss_stands_below_the_reason_and_in_the_plan() -> None:
     """Where it lacks only the memory of a host that is assumed; no near miss is null."""
-    cluster = {"gpus_per_node": 4, "gpu": "rtx 4090"}
+    cluster = {"gpus_per_node": 8, "gpu": "rtx 4090"}
     settings = {"strategy": "auto", "method": "lora", "global_batch_tokens": 64 * 4096}
     near = planned("Qwen/Qwen3-30B-A3B", 4096, cluster, **settings).content
     text = " ".join(render(near).split())
