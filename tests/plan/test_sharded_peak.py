@@ -14,10 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.model import build, loss, recompute
+from pipeline_lib.model import build, experts, loss, recompute
+from pipeline_lib.model.experts import GROUPED
 from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.plan import memory
@@ -30,16 +31,20 @@ from pipeline_lib.train.strategies import make_strategy
 from tests.plan.test_activations import attention
 
 WORLD = World(0, 0, 8, torch.device("cpu"), local_size=4)
-VOCABULARY = 8192
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+UNTIED: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 8192,
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
+    "tie_word_embeddings": False,
 }
+TIED = UNTIED | {"tie_word_embeddings": True}
+OF_EXPERTS = {"moe_intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+EXPERTS = UNTIED | OF_EXPERTS | {"model_type": "qwen3_moe"}
 LOGITS = 2**20
 MANY, FEW = 1024, 64  # tokens: with many, activations are most of the memory; with few, weights and gradients
 TOLERANCE = 0.03
@@ -87,41 +92,54 @@ def peak_bytes(model: Any, train: Train, tokens: int, accumulation: int) -> int:
     return max(by_kind["Total"] for by_kind in tracker.get_tracker_snapshot("peak").values())
 
 
+def model_of(config: Any, train: Train) -> Any:
+    """A model without data, as it is trained."""
+    config._attn_implementation = "memory_test"
+    config._experts_implementation = GROUPED
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).train()  # type: ignore[no-untyped-call]
+    loss.return_losses(model)
+    if train.method == "lora":
+        model = add_adapters(model.to(build.DTYPES[train.precision]), train.lora, 0)
+        fuse_adapters(model)
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "tied", "tokens", "accumulation"),
+    ("settings", "config", "tokens", "accumulation"),
     [
-        ({"strategy": "fsdp"}, False, MANY, 2),
-        ({"strategy": "fsdp", "reshard": False}, True, MANY, 1),
-        ({"strategy": "fsdp", "reshard": False}, False, FEW, 3),
-        ({"strategy": "fsdp"}, True, FEW, 2),
-        ({"strategy": "fsdp", "precision": "fp32"}, False, FEW, 1),
-        ({"strategy": "fsdp", "recompute": "full"}, False, MANY, 1),
-        ({"strategy": "fsdp", "recompute": "full"}, True, MANY, 2),
-        ({"strategy": "hsdp", "recompute": "selective"}, False, MANY, 2),
-        ({"strategy": "hsdp", "gradient_compression": "bf16"}, True, FEW, 2),
-        ({"strategy": "fsdp", "method": "lora"}, True, MANY, 2),
-        ({"strategy": "fsdp", "method": "lora", "recompute": "full"}, False, MANY, 2),
-        ({"strategy": "hsdp", "method": "lora", "reshard": False}, False, FEW, 2),
+        ({"strategy": "fsdp"}, UNTIED, MANY, 2),
+        ({"strategy": "fsdp", "reshard": False}, TIED, MANY, 1),
+        ({"strategy": "fsdp", "reshard": False}, UNTIED, FEW, 3),
+        ({"strategy": "fsdp"}, TIED, FEW, 2),
+        ({"strategy": "fsdp", "precision": "fp32"}, UNTIED, FEW, 1),
+        ({"strategy": "fsdp", "recompute": "full"}, TIED, MANY, 2),
+        ({"strategy": "hsdp", "recompute": "selective"}, UNTIED, MANY, 2),
+        ({"strategy": "hsdp", "gradient_compression": "bf16"}, TIED, FEW, 2),
+        ({"strategy": "fsdp", "method": "lora"}, TIED, MANY, 2),
+        ({"strategy": "fsdp", "method": "lora", "recompute": "full"}, UNTIED, MANY, 2),
+        ({"strategy": "hsdp", "method": "lora", "reshard": False}, UNTIED, FEW, 2),
+        ({"strategy": "fsdp", "recompute": "selective"}, EXPERTS, MANY, 2),
+        ({"strategy": "hsdp", "recompute": "full"}, EXPERTS, MANY, 1),
     ],
 )
 def test_the_peak_of_a_sharded_step(
-    monkeypatch: pytest.MonkeyPatch, group: None, settings: dict[str, Any], tied: bool, tokens: int, accumulation: int
+    monkeypatch: pytest.MonkeyPatch,
+    group: None,
+    settings: dict[str, Any],
+    config: dict[str, Any],
+    tokens: int,
+    accumulation: int,
 ) -> None:
     monkeypatch.setattr(recompute, "_KEPT", recompute._KEPT | {"memory_test::_varlen_attn"})
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)
+    experts.register()
     train = Train.model_validate({"precision": "bf16", "recompute": "none", **settings})
     mesh = state_mesh(WORLD, train)  # made of tensors with data
     monkeypatch.setattr(native, "state_mesh", lambda *_: mesh)
-    config: Any = Qwen3Config(**SIZES, tie_word_embeddings=tied)
-    config._attn_implementation = "memory_test"
-    with torch.device("meta"):
-        model: Any = Qwen3ForCausalLM(config).train()
-    loss.return_losses(model)
-    if train.method == "lora":
-        model = add_adapters(model.to(build.DTYPES[train.precision]), train.lora, 0)
-        fuse_adapters(model)
-    predicted = predict(geometry_in(config.to_dict()), train, Ranks(WORLD.size, WORLD.local_size), tokens, accumulation)
+    model = model_of(AutoConfig.for_model(**config), train)
+    predicted = predict(geometry_in(config), train, Ranks(WORLD.size, WORLD.local_size), tokens, accumulation)
     assert predicted.allocated_bytes == pytest.approx(peak_bytes(model, train, tokens, accumulation), rel=TOLERANCE)
