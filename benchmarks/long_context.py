@@ -34,7 +34,8 @@ from pipeline_lib.model.attention import packed_attention
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.machine import Ranks, peak_flops
-from pipeline_lib.plan.memory import LOGITS_AT_ONCE, predict
+from pipeline_lib.plan.memory import predict
+from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from pipeline_lib.plan.workload import keeps_attention
 from pipeline_lib.train.dist import World, process_group
 

@@ -74,6 +74,7 @@ class Bench:
 
     store: Store
     model: Spec
+    tokenized: Spec  # empty: the plan reads its counts
     shard: Spec
     block_tokens: int
     batch_blocks: int
@@ -91,7 +92,8 @@ class Bench:
         cluster = {"gpus_per_node": gpus} if gpus else {"cpu_ranks": case.ranks}
         inputs = {"model": self.model.ref, "shard": self.shard.ref}
         settings = {"experiment": "bench", "cluster": cluster, "train": settings_of(train), "tracking": {}}
-        return Spec("plan", 1, settings, inputs), Spec("train", 1, settings_of(train, PLACEMENT_KEYS), inputs)
+        planned = Spec("plan", 1, settings, {**inputs, "tokenize": self.tokenized.ref})
+        return planned, Spec("train", 1, settings_of(train, PLACEMENT_KEYS), inputs)
 
     def start(self, case: Case, replica: str, log: Path) -> tuple[Spec, subprocess.Popen[bytes]]:
         """Begin the training stage as a user's rule does."""
@@ -148,19 +150,24 @@ def make_bench(folder: Path, size: str, block_tokens: int, batch_blocks: int, st
     store = Store(folder / "store")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Spec("download", 1, {"kind": "model", "size": size})
-    shard = Spec("shard", 1, {"block_tokens": block_tokens, "blocks": batch_blocks * (steps + 1)})
-    run_stage(partial(_write_model, size=size, device=device), model, store, lambda _: None)
-    run_stage(
-        partial(_write_blocks, blocks=batch_blocks * (steps + 1), tokens=block_tokens), shard, store, lambda _: None
-    )
-    return Bench(store, model, shard, block_tokens, batch_blocks, steps, device)
+    run_stage(partial(_write_model, config=config_json(size), device=device), model, store, lambda _: None)
+    return bench_of(store, model, block_tokens, batch_blocks, steps, device)
 
 
-def _write_model(job: Job, size: str, device: str) -> dict[str, Any]:
-    config = Qwen3Config(**config_json(size))
+def bench_of(store: Store, model: Spec, block_tokens: int, batch_blocks: int, steps: int, device: str) -> Bench:
+    """Seal blocks for more than `steps` steps, unless they are there, for the sealed `model`."""
+    tokenized = Spec("tokenize", 1, {})
+    blocks = batch_blocks * (steps + 1)
+    shard = Spec("shard", 1, {"block_tokens": block_tokens, "blocks": blocks})
+    run_stage(lambda _: {}, tokenized, store, lambda _: None)
+    run_stage(partial(_write_blocks, blocks=blocks, tokens=block_tokens), shard, store, lambda _: None)
+    return Bench(store, model, tokenized, shard, block_tokens, batch_blocks, steps, device)
+
+
+def _write_model(job: Job, config: dict[str, Any], device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**config), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(job.out)
     return {}
 

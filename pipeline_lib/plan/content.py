@@ -55,6 +55,7 @@ class Memory(Part):
     host_bytes: Count = None
     checkpoint_bytes: Count = None
     copied_bytes: Count = None
+    cpu_rank_bytes: Count = None
     allocated_bytes: Count = None
     total_bytes: Count = None
     moment: Text = None

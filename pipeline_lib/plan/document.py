@@ -561,7 +561,7 @@ def _content(
         described = {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
     way = _with_estimated_run(choice.chosen, wanted.setting, question.estimated) if choice and wanted else None
     memory = memories[train.strategy]
-    held = memory.host_bytes, memory.allocated_bytes, memory.copied_bytes
+    held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes
     one_checkpoint = checkpoint_bytes(geometry, train)
     others = {name: way.as_json() for name, way in choice.best.items() if name != train.strategy} if choice else {}

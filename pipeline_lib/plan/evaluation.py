@@ -15,7 +15,8 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, Speeds
-from pipeline_lib.plan.memory import AROUND_BYTES, LOGITS_AT_ONCE, RANK_BYTES, RESERVE_BYTES
+from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, RESERVE_BYTES
+from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from pipeline_lib.plan.workload import Workload
 
 # The held-out loss. model/streaming.py holds two parts of the model at a time, and the hidden states of all tokens of a

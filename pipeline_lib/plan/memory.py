@@ -6,451 +6,22 @@ from typing import Any
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, gigabytes
-from pipeline_lib.model.geometry import NF4_BLOCK, NF4_BYTES, Geometry
+from pipeline_lib.model.geometry import NF4_BYTES, Geometry
 from pipeline_lib.plan.activations import (
-    FED,
     FP32_BYTES,
-    HALF_BYTES,
-    Arithmetic,
-    before_chunks,
     compute_bytes,
-    exchanged_by_a_layer,
-    fed_per_token,
-    kept_per_token,
-    mixed_per_token,
 )
 from pipeline_lib.plan.content import PlanDocument, known
 from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.moments import ZERO_BUCKET, Model, kept_on_host, moments_of_step, sharded_over
 from pipeline_lib.plan.workload import (
     eager_under_deepspeed,
     feeds_in_chunks,
-    is_compiled,
     is_sharded,
-    keeps_attention,
     keeps_on_host,
     micro_batch_tokens,
     recompute_of,
-    stays_gathered,
-    tokens_at_once,
 )
-
-# The moments of a step at which memory can peak, and what each uses beside the state that a rank keeps.
-
-_LAYERS_ON_DEVICE = 2  # whose activations are there with `offload_activations` (model/offload.py)
-# The loss computes this many logits at a time (model/loss.py).
-LOGITS_AT_ONCE = 2**28
-# Elements that DeepSpeed reduces at a time, as train/deepspeed.py configures it; a larger matrix is reduced alone.
-ZERO_BUCKET = 2**26
-ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live_parameters
-
-
-@dataclass(frozen=True)
-class Model:
-    """Numbers of parameters. `matrix` counts the embedding, and equally the head; `root` all outside the layers.
-
-    `unit` is what FSDP gathers at a time; `first` is what it gathers first and reduces last, with the embedding.
-    """
-
-    parameters: int
-    trained: int
-    matrix: int
-    root: int
-    unit: int
-    first: int
-    quantized: int  # of the parameters of the layers, those in 4 bits
-    largest: int  # parameters of the largest linear that is quantized
-    experts: int  # parameters of all experts of a layer: one module of two tensors, the first of them twice the second
-
-    @staticmethod
-    def of(geometry: Geometry, train: Train) -> "Model":
-        """Return the counts for `geometry`, as `train` trains it."""
-        matrix = geometry.vocab * geometry.hidden
-        root = matrix * (1 if geometry.tied else 2) + geometry.hidden
-        layer = math.ceil((geometry.parameters - root) / geometry.layers)
-        unit = min(train.unit_layers, geometry.layers) * layer
-        first = matrix + geometry.hidden
-        quantized = geometry.quantized_parameters(train)
-        largest = max(math.prod(widths) for widths in geometry.linears.values()) if quantized else 0
-        trained = geometry.trained_parameters(train)
-        experts = 3 * geometry.experts * geometry.hidden * geometry.expert_intermediate
-        return Model(geometry.parameters, trained, matrix, root, unit, first, quantized, largest, experts)
-
-    def layer_bytes(self, train: Train) -> float:
-        """Return the mean bytes of a parameter of the layers in use: in the arithmetic's precision, or in 4 bits."""
-        share = self.quantized / (self.parameters - self.root)
-        return share * NF4_BYTES + (1 - share) * compute_bytes(train)
-
-    def base_bytes(self, train: Train) -> float:
-        """Return the bytes of all parameters, without adapters, as they compute."""
-        return compute_bytes(train) * self.root + self.layer_bytes(train) * (self.parameters - self.root)
-
-    def dequantized_bytes(self, train: Train) -> int:
-        """Return the bytes of one dequantized weight with its fp32 scales: the largest, while a product uses it."""
-        return round(self.largest * (compute_bytes(train) + FP32_BYTES / NF4_BLOCK))
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Bytes in use at one moment. `gradients` are those that a rank keeps.
-
-    `exchanged` are those that are not reduced yet, with their buffers.
-    """
-
-    name: str
-    gradients: int
-    gathered: int
-    exchanged: int
-    activations: int
-    loss: int
-
-    @property
-    def sum(self) -> int:
-        """The sum of all parts, in bytes."""
-        return self.gradients + self.gathered + self.exchanged + self.activations + self.loss
-
-
-def moments_of_step(
-    geometry: Geometry, train: Train, ranks: Ranks, tokens: int, accumulation: int, gradients: int
-) -> list[Moment]:
-    """Return the moments in order. `tokens` are a micro-batch's, padded; `gradients` are the bytes of all of a rank."""
-    model = Model.of(geometry, train)
-    # ZeRO-1 and 2 copy the gradients of a rank's shard once more for the update.
-    is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
-    of_update = FP32_BYTES * model.trained // ranks.total if is_copied else 0
-    if is_sharded(train):
-        moments = _Sharded.of(geometry, train, ranks, tokens, accumulation, gradients).moments()
-    else:
-        moments = [
-            _end_of_forward(geometry, train, model, tokens, ranks.has_triton, gradients),
-            _backward(geometry, train, model, tokens, gradients),
-            _end_of_backward(train, model, gradients),
-        ]
-    return [*moments, Moment("in the update", gradients, 0, of_update, 0, 0)]
-
-
-def _casts(geometry: Geometry, train: Train, model: Model) -> int:
-    """Return the bytes of weights in the arithmetic's precision beside the state, from forward to backward pass.
-
-    Autocast keeps a cast of each matrix. ZeRO-3 keeps parameters that it may use again, up to its limit.
-    """
-    number = compute_bytes(train)
-    if train.strategy == "zero1" and train.precision == "bf16":  # DeepSpeed keeps the last micro-batch's gradients
-        return number * model.trained
-    if train.strategy == "ddp" and Arithmetic.of(train).by_autocast:
-        untied_embedding = 0 if geometry.tied else model.matrix
-        return number * min(model.trained, model.parameters - untied_embedding)  # frozen weights need no cast
-    return number * min(model.parameters, ZERO3_LIVE) if train.strategy == "zero3" else 0
-
-
-def _end_of_forward(
-    geometry: Geometry, train: Train, model: Model, tokens: int, has_triton: bool, gradients: int
-) -> Moment:
-    """Return the memory at the loss: all activations, the logits in work, and the head's whole gradient in fp32."""
-    activations = _kept_on_device(geometry, train, tokens) + _last_hidden(geometry, train, tokens)
-    loss = _loss(geometry, train, model, tokens, has_triton)
-    return Moment("at the loss", gradients, _casts(geometry, train, model), 0, activations, loss)
-
-
-def _last_hidden(geometry: Geometry, train: Train, tokens: int) -> int:
-    """Return the bytes of the last norm's input, product and result, the supervised positions, and their gradient."""
-    number = compute_bytes(train)
-    wide = number == FP32_BYTES or Arithmetic.of(train).by_autocast
-    return tokens * geometry.hidden * (5 * FP32_BYTES if wide else FP32_BYTES + 4 * number)
-
-
-def _loss(geometry: Geometry, train: Train, model: Model, tokens: int, has_triton: bool) -> int:
-    """Return the bytes of the logits and what is computed from them, and of the head's gradient in fp32.
-
-    With Triton, logits become gradients in place. Without it there is an fp32 copy of log p, and half precision is
-    widened to fp32 on its way to gradients.
-    """
-    logits = max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab)) * geometry.vocab
-    number, trained_head = compute_bytes(train), model.matrix if train.method == "full" else 0
-    of_head = FP32_BYTES * trained_head
-    if has_triton:
-        return number * logits + of_head
-    of_a_logit = 2 * FP32_BYTES + (number if number < FP32_BYTES else 0)
-    product = number * trained_head if number < FP32_BYTES else 0
-    return max(of_a_logit * logits, number * logits + product) + of_head
-
-
-def _backward(geometry: Geometry, train: Train, model: Model, tokens: int, gradients: int) -> Moment:
-    """Return the memory in the last layer's backward pass: activations, the head's gradient, and a bucket's.
-
-    ZeRO-3 gathers the tensors of a module whole and at once, however large they are, into a buffer from which it copies
-    each (DeepSpeed's AllGatherCoalescedHandle); its limits are only for what it gathers ahead. ZeRO reduces a gradient
-    that is larger than its bucket alone. Both are so of experts.
-    """
-    number = compute_bytes(train)
-    gathered = _casts(geometry, train, model)
-    if train.strategy == "zero3":
-        gathered = max(gathered, number * 2 * model.experts)
-    gathered += model.dequantized_bytes(train)
-    exchanged = 0
-    if train.method == "full" and train.strategy != "ddp":  # ddp has them in its buckets already
-        at_once = max(ZERO_BUCKET, 2 * model.experts // 3)
-        exchanged = number * model.matrix + (number + FP32_BYTES) * at_once
-    in_layer = max(half.activations for half in _in_a_layer(geometry, train, model, tokens))
-    activations = _kept_on_device(geometry, train, tokens) + in_layer
-    return Moment("in the backward pass", gradients, gathered, exchanged, activations, 0)
-
-
-@dataclass(frozen=True)
-class _Half:
-    """Bytes in one half of a layer's backward pass, beside what all layers keep; `weights` have gradients by then."""
-
-    activations: int
-    weights: int
-
-
-def _in_a_layer(geometry: Geometry, train: Train, model: Model, tokens: int) -> list[_Half]:
-    """Return both halves of a layer's backward pass, the second half first: what passes, and what is computed again.
-
-    Each is of the kind of layer that needs most. What a layer keeps of its second half is free in the first.
-    """
-    unit = model.unit // min(train.unit_layers, geometry.layers)
-    if feeds_in_chunks(train, bool(geometry.expert_layers), tokens):
-        return [_Half(round(_in_a_layer_in_chunks(geometry, train, tokens)), unit)]
-    number, stream = compute_bytes(train), Arithmetic.of(train).stream_bytes(train) * geometry.hidden
-    width = max(geometry.intermediate, geometry.experts_per_token * geometry.expert_intermediate)
-    # The results of the activation function and the product with it have gradients, and what comes into the layer.
-    in_second = 2 * number * width + stream + _sent(geometry, train)
-    again, again_in_first = [], []
-    for kind in geometry.kinds:
-        first, second = mixed_per_token(geometry, train, kind), fed_per_token(geometry, train, kind.has_experts)
-        there = first + second
-        if recompute_of(train) != "none":
-            # Results of products are taken from what is kept. Eager layers keep no input: its norm's is in fp32.
-            there = kept_per_token(geometry, train, kind, recompute_of(train)) - (0 if is_compiled(train) else stream)
-        again.append(first + second - there)
-        again_in_first.append(first - there)
-    of_second = min(model.experts // 3 if model.experts else geometry.hidden * width, unit)  # the last product's
-    return [
-        _Half(round(tokens * (max(again) + in_second)), of_second),
-        _Half(round(tokens * (max(again_in_first) + _in_attention(geometry, train))), unit),
-    ]
-
-
-def _in_attention(geometry: Geometry, train: Train) -> float:
-    """Return the bytes per token of attention's backward pass: gradients of its result, queries, keys and values.
-
-    Flash kernels add up those of queries in fp32, and compute those of keys and values for each head of the queries.
-    """
-    arithmetic = Arithmetic.of(train)
-    number, stream = arithmetic.number_bytes, arithmetic.stream_bytes(train) * geometry.hidden
-    q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
-    return stream + number * (2 * q + 2 * k) + (FP32_BYTES + 2 * number) * q + _sent(geometry, train)
-
-
-def _sent(geometry: Geometry, train: Train) -> int:
-    """Return the bytes per token that are sent beside what is received, if ranks share blocks."""
-    if train.context_ranks == 1:
-        return 0
-    return max(exchanged_by_a_layer(geometry, train, kind) for kind in geometry.kinds)
-
-
-def _in_a_layer_in_chunks(geometry: Geometry, train: Train, tokens: int) -> float:
-    """Return `_in_a_layer` where the second half of a layer runs in chunks: the first half, and the larger of two.
-
-    In the second half that is the gradients of its result and its input, and a chunk in work. In the first it is the
-    gradient of its result, and attention's.
-    """
-    arithmetic = Arithmetic.of(train)
-    number, stream = arithmetic.number_bytes, arithmetic.stream_bytes(train) * geometry.hidden
-    of_chunk = fed_per_token(geometry, train, False) + 2 * number * geometry.intermediate
-    chunk = tokens_at_once(tokens) * (of_chunk + stream)
-    if train.method == "full":  # gradients of weights, in fp32, of a chunk and added up
-        chunk += 2 * FP32_BYTES * sum(math.prod(geometry.linears[name]) for name in FED)
-    before = max(before_chunks(geometry, train, kind) for kind in geometry.kinds)
-    return tokens * before + max(tokens * 2 * stream + chunk, tokens * _in_attention(geometry, train))
-
-
-def _end_of_backward(train: Train, model: Model, gradients: int) -> Moment:
-    """Return the memory after the last activations: the embedding, with a tied head, is reduced in fp32."""
-    exchanged = 0
-    if train.method == "full":
-        number = compute_bytes(train)
-        of_zero = (number + FP32_BYTES) * max(ZERO_BUCKET, model.matrix)
-        exchanged = FP32_BYTES * model.matrix if train.strategy == "ddp" else of_zero
-    return Moment("at the end of the backward pass", gradients, 0, exchanged, 0, 0)
-
-
-@dataclass(frozen=True)
-class _Sharded:
-    """What FSDP2 allocates in a step; tests hold it against torch's memory tracker.
-
-    A unit is gathered into a buffer, and copied from it. Forward, the buffer is freed when the next unit has been
-    copied, so that the last one is there during the loss. Backward, the next unit is gathered while one computes, and
-    the buffer of a unit's gradients is freed when those of the next unit are complete. One rank gathers without a
-    buffer. (torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py and _fsdp_collectives.py.)
-    """
-
-    geometry: Geometry
-    train: Train
-    model: Model
-    tokens: int
-    has_triton: bool
-    accumulation: int
-    gradients: int  # bytes of all that a rank keeps
-    share: int  # ranks that share a copy
-
-    @staticmethod
-    def of(
-        geometry: Geometry, train: Train, ranks: Ranks, tokens: int, accumulation: int, gradients: int
-    ) -> "_Sharded":
-        """Return it for these ranks."""
-        share, model = sharded_over(train, ranks), Model.of(geometry, train)
-        return _Sharded(geometry, train, model, tokens, ranks.has_triton, accumulation, gradients, share)
-
-    def moments(self) -> list[Moment]:
-        """Return the moments before the update, in order."""
-        units = math.ceil(self.geometry.layers / self.train.unit_layers)
-        halves = _in_a_layer(self.geometry, self.train, self.model, self.tokens)
-        of_layers = [self._unit(done, half) for done in sorted({0, min(1, units - 1), units - 1}) for half in halves]
-        if self.train.method == "lora":
-            return [self._before_loss(), self._loss(), *of_layers, self._end_of_adapters()]
-        return [self._loss(), self._head(), *of_layers, self._end()]
-
-    @property
-    def _number(self) -> int:
-        return compute_bytes(self.train)
-
-    @property
-    def _reduced(self) -> int:
-        """Bytes of a gradient on its way to other ranks."""
-        return HALF_BYTES if self.train.gradient_compression == "bf16" else FP32_BYTES
-
-    @property
-    def _adapters_bytes(self) -> int:
-        return self._number * self.model.trained if self.train.method == "lora" else 0
-
-    @property
-    def _unit_bytes(self) -> int:
-        adapters = self._adapters_bytes * min(self.train.unit_layers, self.geometry.layers) // self.geometry.layers
-        return round(self.model.layer_bytes(self.train) * self.model.unit) + adapters
-
-    @property
-    def _whole_bytes(self) -> int:
-        return round(self.model.base_bytes(self.train)) + self._adapters_bytes
-
-    @property
-    def _head_bytes(self) -> int:
-        """Bytes of the head, if it is gathered by itself."""
-        return 0 if self.geometry.tied else self._number * self.model.matrix
-
-    @property
-    def _stays(self) -> bool:
-        return stays_gathered(self.train)
-
-    def _kept_gradients(self, parameters: int) -> int:
-        """Return the bytes of gradients once those of so many parameters are reduced: all, from the second pass on.
-
-        Replicas keep what they add up, and exchange, as it is reduced; in fp32 that is the gradient itself.
-        """
-        reduced = self.gradients * parameters // self.model.trained
-        known = self.gradients if self.accumulation > 1 else reduced
-        if self.train.strategy == "hsdp" and self._reduced < FP32_BYTES:
-            return reduced + known * self._reduced // FP32_BYTES
-        return known
-
-    def _at_loss(self) -> int:
-        """Return the bytes that are gathered at the loss, with the last buffer."""
-        last = (self._head_bytes or self._unit_bytes) if self.share > 1 else 0
-        if self._stays:  # gathered in the first pass only, when there are no gradients
-            return self._whole_bytes + max(0, last - self._kept_gradients(0))
-        return self._number * self.model.root + last
-
-    def _before_loss(self) -> Moment:
-        """Return the memory when the head is copied from its buffer, and that of the last unit is still there."""
-        gathered = self._at_loss() + (self._unit_bytes if self._head_bytes and self.share > 1 else 0)
-        activations = _kept_on_device(self.geometry, self.train, self.tokens)
-        return Moment("at the loss", self._kept_gradients(0), gathered, 0, activations, 0)
-
-    def _loss(self) -> Moment:
-        activations = _kept_on_device(self.geometry, self.train, self.tokens)
-        activations += _last_hidden(self.geometry, self.train, self.tokens)
-        loss = _loss(self.geometry, self.train, self.model, self.tokens, self.has_triton)
-        return Moment("at the loss", self._kept_gradients(0), self._at_loss(), 0, activations, loss)
-
-    def _head(self) -> Moment:
-        """Return the memory when the head's gradient is rounded, and the last unit is being gathered."""
-        if self._stays:
-            gathered = self._whole_bytes
-        else:
-            gathered = self._number * self.model.root + (self._unit_bytes if self.share > 1 else 0)
-        rounded = FP32_BYTES + (self._number if self._number < FP32_BYTES else 0)
-        # Then it is copied, and reduced.
-        reduced = 0 if self.geometry.tied else self._reduced + math.ceil(self._reduced / self.share)
-        activations = _kept_on_device(self.geometry, self.train, self.tokens)
-        activations += _last_hidden(self.geometry, self.train, self.tokens)
-        if not self._stays or self.accumulation <= 2:
-            reduced -= self._number
-        exchanged = max(rounded, reduced) * self.model.matrix
-        return Moment("in the backward pass", self._kept_gradients(0), gathered, exchanged, activations, 0)
-
-    def _unit(self, done: int, half: _Half) -> Moment:
-        """Return the memory in the backward pass of a unit, after `done` others: the last buffer, and its gradients."""
-        unit, matrix = self._unit_bytes, self.model.matrix
-        if self._stays:
-            is_last_pass = self.accumulation <= 2
-            gathered = self._whole_bytes
-            gathered -= self._head_bytes + done * unit if is_last_pass else 0
-        else:
-            is_next = self.share > 1 and done + 1 < math.ceil(self.geometry.layers / self.train.unit_layers)
-            gathered = self._number * self.model.root - self._head_bytes + unit * (2 if is_next else 1)
-        gathered += self.model.dequantized_bytes(self.train)
-        exchanged = reduced = 0
-        if self.train.method == "full":
-            own = 0 if self.geometry.tied else matrix
-            reduced = own + done * self.model.unit
-            layer = self.model.unit // min(self.train.unit_layers, self.geometry.layers)
-            complete = self.model.unit - layer + half.weights  # of the unit in work
-            exchanged = self._number * complete + self._reduced * (self.model.unit if done else own)
-            exchanged += self._number * matrix if self.geometry.tied else 0  # until the embedding's is added to it
-        kept = _kept_on_device(self.geometry, self.train, self.tokens)
-        if not keeps_on_host(self.train):
-            kept -= kept * done * self.train.unit_layers // self.geometry.layers
-        activations = kept + half.activations
-        return Moment("in the backward pass", self._kept_gradients(reduced), gathered, exchanged, activations, 0)
-
-    def _end(self) -> Moment:
-        """Return the memory when the embedding's gradient, with a tied head's, is complete; or when it is reduced."""
-        number, first = self._number, self.model.first
-        complete = number * first * (2 if self.geometry.tied else 1) + self._reduced * self.model.unit
-        copied = max(number + self._reduced, self._reduced + math.ceil(self._reduced / self.share)) * first
-        gradients = self._kept_gradients(self.model.trained - first)
-        if self._stays and self.accumulation > 1:
-            gathered, exchanged = number * self.model.parameters, max(complete, copied)
-        elif copied > number * first + complete:
-            gathered, exchanged = 0, copied
-        else:
-            gathered, exchanged = number * first, complete
-        return Moment("at the end of the backward pass", gradients, gathered, exchanged, 0, 0)
-
-    def _end_of_adapters(self) -> Moment:
-        is_for_next = self._stays and self.accumulation > 1
-        gathered = self._whole_bytes if is_for_next else self._number * self.model.root
-        return Moment("at the end of the backward pass", self.gradients, gathered, 0, 0, 0)
-
-
-def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
-    recompute = recompute_of(train)
-    kept = sum(count * kept_per_token(geometry, train, kind, recompute) for kind, count in geometry.kinds.items())
-    if keeps_attention(train, tokens * train.context_ranks / train.micro_batch_blocks):  # a block may be one document
-        kept += geometry.attention_layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
-    return round(tokens * kept)
-
-
-def _kept_on_device(geometry: Geometry, train: Train, tokens: int) -> int:
-    """Return the bytes of `_kept` on the device: of the layer in work, and of those that leave or come meanwhile."""
-    kept = _kept(geometry, train, tokens)
-    return kept * min(_LAYERS_ON_DEVICE, geometry.layers) // geometry.layers if keeps_on_host(train) else kept
-
-
-def kept_on_host(geometry: Geometry, train: Train, tokens: int) -> int:
-    """Return the bytes that a rank keeps of the layers in host memory, for a micro-batch of `tokens` tokens."""
-    return _kept(geometry, train, tokens) if keeps_on_host(train) else 0
-
 
 # The size of a checkpoint on disk.
 
@@ -487,7 +58,22 @@ AROUND_BYTES = 2_500_000_000
 # A save copies to host memory what a rank writes: all of it, or with `save_async: false` about this much at a time.
 COPIED_AT_ONCE_BYTES = 1 << 30
 _SNAPSHOT = 1.2  # copies are written from a buffer
-_CPU_ROOM = 1.5  # torch's host allocator keeps no statistics, and wastes some memory
+
+# The host memory of ranks on CPUs, as `benchmarks.host_memory` measured it (benchmarks/RESULTS.md). It holds with the
+# allocator's limits that launch/environment.py sets: otherwise up to a third more is lost between blocks of the heap.
+#
+# An interpreter with torch and transformers holds 315 MB before the model is built, and buffers of oneDNN and gloo.
+# DeepSpeed takes 85 MB more by being imported, and peft 70 MB; runs with adapters also hold 120 to 135 MB more around a
+# save than in their steps, which was measured with 55M parameters and is not explained.
+_CPU_RANK_BYTES, _DEEPSPEED_BYTES, _ADAPTERS_BYTES = 360_000_000, 85_000_000, 190_000_000
+# Of what a forward pass uses at its end, what is there already while copies are being written: fitted to two runs.
+_WHILE_WRITING = 0.5
+_STAGE_BYTES = 175_000_000  # the stage's own process, which imports no torch: 172 MB
+# Of a job: Snakemake's job step, the Snakemake that this starts (125 MB each, by a dry run), and shells and srun.
+SNAKEMAKE_BYTES = 260_000_000
+# What is asked for beyond the peak: for errors of this prediction, and for the code of libraries, 130 MB of a process,
+# which is file cache that has to be read again where it has no room.
+_CPU_MARGIN, _LIBRARIES_BYTES = 0.15, 200_000_000
 
 
 @dataclass(frozen=True)
@@ -495,6 +81,7 @@ class Memory:
     """Bytes of one rank on its device at the worst moment of a step; `host_bytes` is what offloading moves to the host.
 
     `checkpoint_bytes` is the size of a whole checkpoint, `copied_bytes` what this rank copies to host memory at a time.
+    `cpu_rank_bytes` is all that the process of this rank holds at its peak if its device is CPUs.
     `gathered_bytes` are weights of other ranks, or casts of the rank's own, while in use. `exchanged_bytes` are
     gradients that are not reduced yet, with their buffers. `loss_bytes` are logits and what is computed from them.
     """
@@ -510,6 +97,7 @@ class Memory:
     host_bytes: int
     checkpoint_bytes: int
     copied_bytes: int
+    cpu_rank_bytes: int
     moment: str
     error: float  # of the prediction, as a fraction
 
@@ -539,48 +127,58 @@ class Memory:
 class HostNeed:
     """Bytes that the host of a node needs, by purpose.
 
-    `state_bytes` are what its ranks offload, and on CPUs all that they allocate. `copied_bytes` are what they copy of a
-    checkpoint at a time. `own_bytes` are for `ranks` interpreters and the processes around them.
+    With GPUs, `state_bytes` are what its ranks offload, `copied_bytes` what they copy of a checkpoint at a time, and
+    `own_bytes` are for `ranks` interpreters and the processes around them. On CPUs, `state_bytes` are all that the
+    ranks hold, `own_bytes` are for the processes around them, and `margin_bytes` are asked for beyond the peak. With
+    GPUs there is no margin, since the other parts are generous.
     """
 
     state_bytes: int
     copied_bytes: int
     own_bytes: int
+    margin_bytes: int
     ranks: int
     is_gpu: bool
 
     @property
-    def total_bytes(self) -> int:
-        """The sum of all parts, in bytes."""
+    def peak_bytes(self) -> int:
+        """The most that the processes of a node are expected to hold, in bytes."""
         return self.state_bytes + self.copied_bytes + self.own_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What is needed, with the margin, in bytes."""
+        return self.peak_bytes + self.margin_bytes
 
     def __str__(self) -> str:
         """Return the parts, in words."""
-        held = "is offloaded" if self.is_gpu else "the ranks hold"
-        parts = [f"{gigabytes(self.state_bytes)} for what {held}"] if self.state_bytes else []
+        if not self.is_gpu:
+            return (
+                f"{gigabytes(self.state_bytes)} for what {self.ranks} ranks hold, copies of a checkpoint included, "
+                f"{gigabytes(self.own_bytes)} for what is around them, {gigabytes(self.margin_bytes)} to spare"
+            )
+        parts = [f"{gigabytes(self.state_bytes)} for what is offloaded"] if self.state_bytes else []
         parts.append(f"{gigabytes(self.copied_bytes)} for what is copied of a checkpoint before it is written")
         parts.append(f"{gigabytes(self.own_bytes)} for {self.ranks} interpreters and what is around them")
         return ", ".join(parts)
 
 
-def host_need(host_bytes: int, allocated_bytes: int, copied_bytes: int, ranks: Ranks, is_gpu: bool) -> HostNeed:
+def host_need(host_bytes: int, copied_bytes: int, cpu_rank_bytes: int, ranks: Ranks, is_gpu: bool) -> HostNeed:
     """Return what a node's host needs for its ranks, each of which has the given bytes of Memory."""
-    held = host_bytes if is_gpu else host_bytes + _CPU_ROOM * allocated_bytes
-    own = RANK_BYTES["cuda" if is_gpu else "cpu"]
-    return HostNeed(
-        state_bytes=math.ceil(ranks.per_node * held),
-        copied_bytes=ranks.per_node * copied_bytes,
-        own_bytes=AROUND_BYTES + ranks.per_node * own,
-        ranks=ranks.per_node,
-        is_gpu=is_gpu,
-    )
+    if is_gpu:
+        own_bytes = AROUND_BYTES + ranks.per_node * RANK_BYTES["cuda"]
+        state_bytes, copied_bytes = ranks.per_node * host_bytes, ranks.per_node * copied_bytes
+        return HostNeed(state_bytes, copied_bytes, own_bytes, 0, ranks.per_node, is_gpu)
+    state_bytes, own_bytes = ranks.per_node * cpu_rank_bytes, _STAGE_BYTES + SNAKEMAKE_BYTES
+    margin_bytes = math.ceil(_CPU_MARGIN * (state_bytes + own_bytes)) + _LIBRARIES_BYTES
+    return HostNeed(state_bytes, 0, own_bytes, margin_bytes, ranks.per_node, is_gpu)
 
 
 def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     """Return the host memory that a node needs for the way to train that plan.json has chosen."""
     cluster, memory = plan.cluster, plan.chosen_memory
     ranks = Ranks(known(cluster.ranks), known(cluster.ranks) // known(cluster.nodes))
-    sizes = known(memory.host_bytes), known(memory.allocated_bytes), known(memory.copied_bytes)
+    sizes = known(memory.host_bytes), known(memory.copied_bytes), known(memory.cpu_rank_bytes)
     return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
 
 
@@ -589,11 +187,16 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
 
     `accumulation` is the number of micro-batches in a step; from the second on, gradients exist in the forward pass.
     """
-    state = _state(Model.of(geometry, train), train, ranks)
+    model = Model.of(geometry, train)
+    state = _state(model, train, ranks)
     tokens = micro_batch_tokens(train, block_tokens)
     moments = moments_of_step(geometry, train, ranks, tokens, accumulation, state.gradients)
     moment = max(moments, key=lambda moment: moment.sum)
     allocated = state.weights + state.optimizer + moment.sum
+    host_bytes = state.host + kept_on_host(geometry, train, tokens)
+    copied = _copied(geometry, train, ranks)
+    in_forward = moments[0].sum - moments[0].gradients
+    on_cpus = _held_on_cpus(model, train, ranks, state, (allocated, in_forward), copied)
     return Memory(
         weights_bytes=state.weights,
         gradients_bytes=moment.gradients,
@@ -603,9 +206,10 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
         activations_bytes=moment.activations,
         loss_bytes=moment.loss,
         reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
-        host_bytes=state.host + kept_on_host(geometry, train, tokens),
+        host_bytes=host_bytes,
         checkpoint_bytes=checkpoint_bytes(geometry, train),
-        copied_bytes=_copied(geometry, train, ranks),
+        copied_bytes=math.ceil(_SNAPSHOT * copied),
+        cpu_rank_bytes=host_bytes + on_cpus,
         moment=moment.name,
         error=_error_of(geometry, train, tokens),
     )
@@ -632,7 +236,43 @@ def _error_of(geometry: Geometry, train: Train, tokens: int) -> float:
     return _HSDP_ERROR if train.strategy == "hsdp" else _ERROR
 
 
-def _copied(geometry: Geometry, train: Train, ranks: Ranks) -> int:
+def _held_on_cpus(
+    model: Model, train: Train, ranks: Ranks, state: "_State", step: tuple[int, int], copied: float
+) -> int:
+    """Return the bytes that a rank on CPUs holds at its peak, without what is said to be offloaded.
+
+    The peak is in a step, at its end where the training waits for a save, or, with copies that are written in the
+    background, in the forward pass that follows. `step` has the peak of a step, and what its forward pass uses beside
+    the state.
+    """
+    allocated, in_forward = step
+    own = _CPU_RANK_BYTES + (_DEEPSPEED_BYTES if train.uses_deepspeed else 0)
+    own += _ADAPTERS_BYTES if train.method == "lora" else 0
+    between_steps = state.weights + state.optimizer + (0 if is_sharded(train) else state.gradients)
+    saving = between_steps + (_WHILE_WRITING * in_forward if train.save_async is True else 0) + copied
+    if train.strategy in ("zero1", "zero2"):
+        return math.ceil(own + max(_zero_on_cpus(model, train, ranks, state, allocated), saving))
+    # Gloo copies what it scatters (measured: the size of the whole tensor). FSDP scatters that of the embedding last.
+    is_scattered = is_sharded(train) and train.method == "full" and ranks.total > 1
+    return math.ceil(own + max(allocated + (FP32_BYTES * model.first if is_scattered else 0), saving))
+
+
+def _zero_on_cpus(model: Model, train: Train, ranks: Ranks, state: "_State", allocated: int) -> int:
+    """Return the bytes of a step of ZeRO-1 or 2 on CPUs: in the backward pass, or in the update.
+
+    Memory of the buckets of gradients is taken as they fill: no more than there are gradients. They are there until the
+    next backward pass; two of them, and a third that is being reduced. With offloading, the weights are held once more,
+    and gloo copies them where they are gathered after the update. This sum of parts was fitted to three runs (55M with
+    and without offloading, 206M with it), and is within 5 % of them; what they hold was not traced.
+    """
+    weights, bucket = compute_bytes(train) * model.trained, FP32_BYTES * ZERO_BUCKET
+    unfilled = (compute_bytes(train) + FP32_BYTES) * max(0, ZERO_BUCKET - model.trained)
+    in_update = state.weights + state.gradients + state.optimizer + min(weights, 2 * bucket) + min(weights, bucket)
+    in_update += 2 * weights if train.offload != "none" else FP32_BYTES * model.trained // ranks.total
+    return max(allocated - (unfilled if train.method == "full" else 0), in_update)
+
+
+def _copied(geometry: Geometry, train: Train, ranks: Ranks) -> float:
     """Return the bytes of host memory that a rank's copies take at a save; `save_async: auto` counts as false.
 
     Under every strategy the ranks share the writing of a checkpoint about evenly (train/strategy.py). What is copied at
@@ -642,7 +282,7 @@ def _copied(geometry: Geometry, train: Train, ranks: Ranks) -> int:
     if train.save_async is not True:
         largest_bytes = FP32_BYTES * geometry.largest_tensor
         share = min(share, COPIED_AT_ONCE_BYTES + largest_bytes / ranks.per_node)
-    return math.ceil(_SNAPSHOT * share)
+    return share
 
 
 def predict_all(
@@ -665,11 +305,6 @@ class _State:
     gradients: int
     optimizer: int
     host: int
-
-
-def sharded_over(train: Train, ranks: Ranks) -> int:
-    """Return the number of ranks that share one copy of what the strategy shards."""
-    return {"ddp": 1, "hsdp": train.shard_ranks or ranks.per_node}.get(train.strategy, ranks.total)
 
 
 def _state(model: Model, train: Train, ranks: Ranks) -> _State:

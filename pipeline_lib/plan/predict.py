@@ -164,7 +164,7 @@ def usable_fraction(memory: Memory) -> float:
 
 def host_need_of_node(memory: Memory, machine: Machine) -> HostNeed:
     """Return the memory that a node's host needs, by purpose."""
-    held = memory.host_bytes, memory.allocated_bytes, memory.copied_bytes
+    held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     return host_need(*held, Ranks.of(machine), machine.is_gpu)
 
 

@@ -27,7 +27,8 @@ from pipeline_lib.plan.content import (
     known,
 )
 from pipeline_lib.plan.machine import End
-from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS, sharded_over
+from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS
+from pipeline_lib.plan.moments import sharded_over
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
 from pipeline_lib.plan.workload import (

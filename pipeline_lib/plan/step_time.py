@@ -7,7 +7,7 @@ from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, NF4_BYTES, Geometry
 from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, Arithmetic, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
-from pipeline_lib.plan.memory import LOGITS_AT_ONCE, Model, kept_on_host, sharded_over
+from pipeline_lib.plan.moments import LOGITS_AT_ONCE, Model, kept_on_host, sharded_over
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
 from pipeline_lib.plan.workload import (
     Case,
@@ -80,8 +80,8 @@ _GROUPED = 0.5
 # as 633 TFLOP/s (benchmarks/RESULTS.md).
 _DELTA = 0.055
 _UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}  # for each trained tensor
-# adamw_8bit calls a compiled function for each tensor: a step of 4B, with 399 of them, took 0.12 (ddp) and 0.17 s (fsdp)
-# longer than with adamw on one H200 (benchmarks/RESULTS.md).
+# adamw_8bit calls a compiled function for each tensor: a step of 4B, with 399 of them, took 0.12 s (ddp) and 0.17 s
+# (fsdp) longer than with adamw on one H200 (benchmarks/RESULTS.md).
 _8BIT_LAUNCHES = {"ddp": 20.0, "fsdp": 27.0}
 # The host's pace varies from minute to minute, even on one machine; so one measurement may be off by this factor.
 _HOST_PACE = {End.BAD: 1.4, End.EXPECTED: 1.0, End.GOOD: 0.8}

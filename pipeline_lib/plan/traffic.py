@@ -16,7 +16,7 @@ from pipeline_lib.core.units import MIB
 from pipeline_lib.model.geometry import Geometry, frozen_parameters
 from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.machine import End, Ranks, Speeds
-from pipeline_lib.plan.memory import ZERO3_LIVE, ZERO_BUCKET, Model, sharded_over
+from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model, sharded_over
 from pipeline_lib.plan.workload import recompute_of, stays_gathered
 
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default

@@ -224,8 +224,12 @@ def save_parts(
 ) -> dict[str, FileEntry]:
     """Write `parts` to `folder` as `save_tensors` does, each before the next is made; all ranks have as many."""
     written: dict[str, FileEntry] = {}
-    for number, tensors in enumerate(parts):
-        written |= save_tensors(folder, tensors, group, shards_before=number * world.size)
+    # A loop's variable, and `enumerate`, would keep each part in memory while the next is made.
+    rest, shards_before = iter(parts), 0
+    while (tensors := next(rest, None)) is not None:
+        written |= save_tensors(folder, tensors, group, shards_before)
+        shards_before += world.size
+        del tensors
     return written
 
 

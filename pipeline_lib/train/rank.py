@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.config.compile import run_digest
@@ -170,8 +171,7 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
     parts = loop.saver.parts(strategy, (WEIGHTS,))
-    trained = ({name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in part.items()} for part in parts)
-    checkpoint.save_parts(job.out / WEIGHTS, trained, world)
+    checkpoint.save_parts(job.out / WEIGHTS, map(_by_parameter, parts), world)
     block = batch.probe_block(loop.held_out[0], loop.train.context_ranks)
     with strategy.autocast():
         logits = batch.probe_logits(wrapped, block, world.device, loop.batches.portion.part)
@@ -182,6 +182,10 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     write_jsonl(job.out / METRICS_NAME, rows)
     leave_samples(job.run_dir, job.out, loop.step)
     write_json(job.out / SUMMARY_NAME, {**_summary(loop, rows, result_step), **sizes})
+
+
+def _by_parameter(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in part.items()}
 
 
 def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[str, Any]:

@@ -29,10 +29,12 @@ from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.launch import environment
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
 from pipeline_lib.launch.environment import (
+    ALLOCATOR,
     choose_interface,
     dist_environment,
     first_host,
     interface_to,
+    is_sent,
     last_host,
     launch_environment,
 )
@@ -121,6 +123,14 @@ def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
     assert own.items() <= made.items()
     assert made["OMP_NUM_THREADS"] == "3"
     assert not {"RANK", "WORLD_SIZE", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"} & set(made)
+
+
+def test_ranks_on_cpus_return_large_blocks_unless_the_user_chose() -> None:
+    made = launch_environment({"MALLOC_MMAP_THRESHOLD_": "7"}, plan())
+
+    assert (made["MALLOC_MMAP_THRESHOLD_"], made["MALLOC_TRIM_THRESHOLD_"]) == ("7", "67108864")
+    assert not ALLOCATOR.keys() & launch_environment({}, plan(device="cuda")).keys()
+    assert all(is_sent(name) for name in ALLOCATOR)  # ranks on other hosts need as much
 
 
 def test_gpus_get_the_allocator_and_determinism_its_workspace_unless_the_user_chose() -> None:

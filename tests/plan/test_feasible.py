@@ -278,7 +278,7 @@ def test_the_network_is_asked_for_where_nothing_says_it_yet() -> None:
 
 
 def test_ranks_on_cpus_are_no_gpus() -> None:
-    asked = wanted("qwen3-8b", "h100", 2, 200)
+    asked = wanted("qwen3-8b", "h100", 2, 100)
     cpus = replace(asked.setting.machine, name="CPU", is_gpu=False, gpu_memory_bytes=None)
     assert re.match(r"cluster.nodes \d+ with cluster.cpu_ranks \d+ \(", smallest_cluster(asked.on(cpus)) or "")
 

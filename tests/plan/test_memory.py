@@ -9,7 +9,7 @@ from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.loss import LOGITS_AT_ONCE
-from pipeline_lib.plan import memory, workload
+from pipeline_lib.plan import moments, workload
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
 from pipeline_lib.plan.workload import feeds_in_chunks, tokens_at_once
@@ -25,8 +25,8 @@ def of(geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2
 
 
 def test_the_constants_are_those_of_the_code_they_speak_of() -> None:
-    assert memory.LOGITS_AT_ONCE == LOGITS_AT_ONCE
-    assert memory.ZERO_BUCKET == BUCKET_ELEMENTS
+    assert moments.LOGITS_AT_ONCE == LOGITS_AT_ONCE
+    assert moments.ZERO_BUCKET == BUCKET_ELEMENTS
 
 
 def test_triton_turns_logits_into_gradients_in_place() -> None:
@@ -143,7 +143,7 @@ def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
 
     def kept(block_tokens: int, **settings: Any) -> int:
         train = Train.model_validate({"strategy": "fsdp", "method": "lora", "recompute": "full", **settings})
-        return memory._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens)
+        return moments._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens)
 
     assert kept(8192, micro_batch_blocks=4) == 36 * 4 * 8192 * 2 * 4096
     assert kept(16384) == 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
@@ -214,7 +214,7 @@ def test_zero3_gathers_all_experts_of_a_layer_whatever_its_limits() -> None:
     assert found.gathered_bytes == 2 * 2 * of_layer == 9 * 2**30
     assert found.exchanged_bytes == 2 * 151936 * 4096 + (2 + 4) * (2 * of_layer // 3)
     dense = of(QWEN3_8B, Ranks(64, 8, True), strategy="zero3", recompute="full")
-    assert dense.gathered_bytes == 2 * memory.ZERO3_LIVE
+    assert dense.gathered_bytes == 2 * moments.ZERO3_LIVE
 
 
 def test_precision_halves_what_is_kept_but_not_the_masters() -> None:

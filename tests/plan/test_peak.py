@@ -16,7 +16,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.model import build, loss, recompute
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
-from pipeline_lib.plan import memory, workload
+from pipeline_lib.plan import moments, workload
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from tests.plan.test_activations import attention
@@ -71,7 +71,7 @@ def peak_bytes(train: Train, config: Any) -> int:
 def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tied: bool) -> None:
     monkeypatch.setattr(recompute, "_KEPT", recompute._KEPT | {"memory_test::_varlen_attn"})
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
-    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
+    monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)
     train = Train.model_validate(settings)
     config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
@@ -198,7 +198,7 @@ def working_bytes(model: nn.Module, precision: str) -> int:
 def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, method: str, precision: str) -> None:
     """Against one chunk; what flash kernels need for the gradients of attention, this attention does not."""
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
-    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
+    monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)
     train = Train.model_validate({"method": method, "precision": precision, "recompute": "full", "lora": {"rank": 2}})
     config: Any = Qwen3Config(**LONG, tie_word_embeddings=False)

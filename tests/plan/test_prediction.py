@@ -452,7 +452,8 @@ def test_offloading_without_gpus_frees_no_memory() -> None:
     moved = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params", "recompute": "full"}, cpus)
     need = host_need_of_node(moved.memory, cpus)
     assert need.state_bytes > 16 * QWEN3_8B.parameters
-    assert need.copied_bytes == pytest.approx(1.2 * (2 * 2**30 + 4 * 151_936 * 4096))
+    assert need.copied_bytes == 0
+    assert need.total_bytes > 1.15 * need.peak_bytes
     assert not moved.fits
     assert of(QWEN3_8B, {"strategy": "fsdp"}, replace(cpus, host_memory_bytes=10**12)).fits
 

@@ -21,7 +21,7 @@ from pipeline_lib.model import build, experts, loss, recompute
 from pipeline_lib.model.experts import GROUPED
 from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
-from pipeline_lib.plan import memory
+from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train import native
@@ -134,7 +134,7 @@ def test_the_peak_of_a_sharded_step(
 ) -> None:
     monkeypatch.setattr(recompute, "_KEPT", recompute._KEPT | {"memory_test::_varlen_attn"})
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
-    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", LOGITS)
+    monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)
     experts.register()
     train = Train.model_validate({"precision": "bf16", "recompute": "none", **settings})

@@ -96,7 +96,7 @@ def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool
             r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU \([\d.]+ GiB too much\); host [\d.]+ of 64 GB",
         ),
         ("no way fits", "too large", r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU "),
-        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 5.02 GB \(not checked: say cluster.memory_gb\)"),
+        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 1.61 GB \(not checked: say cluster.memory_gb\)"),
         (
             "a GPU that is not named",
             "not checked",
@@ -269,8 +269,8 @@ def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, sa
     found = planned(name, block_tokens, {**cluster, "memory_gb": memory_gb}, **train).content
     memory = found["memory"][found["chosen"]["strategy"]]
     ranks, is_gpu = Ranks(found["cluster"]["ranks"], found["cluster"]["ranks"]), case == "offload"
-    offloaded, allocated, copied = (memory[f"{name}_bytes"] for name in ("host", "allocated", "copied"))
-    need = host_need(offloaded, allocated, copied, ranks, is_gpu)
+    offloaded, copied, on_cpus = (memory[f"{name}_bytes"] for name in ("host", "copied", "cpu_rank"))
+    need = host_need(offloaded, copied, on_cpus, ranks, is_gpu)
     assert need.total_bytes > ranks.total * memory["host_bytes" if is_gpu else "allocated_bytes"]
     assert found["summary"]["host_needed_bytes"] == need.total_bytes
     number = rounded(need.total_bytes / 10**9, "GB").removesuffix("" if said.startswith("GB") else " GB")

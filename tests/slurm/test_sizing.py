@@ -96,8 +96,8 @@ def test_what_is_offloaded_to_the_host_of_cpus_is_counted_too(store: Store) -> N
     held = config_of(cluster={"cpu_ranks": 2}, save_async=False)
     moved = config_of(cluster={"cpu_ranks": 2}, offload="optimizer+params")
     asked = [training_request(config, foreseen(config, store), []).memory_mb for config in (held, moved)]
-    assert asked[1] > 16 * 8190
-    assert asked[1] < asked[0] < asked[1] + 0.5 * 16 * 8190 + 1000  # where torch's allocator is not tight
+    assert asked[1] > 1.15 * 16 * 8190
+    assert asked[0] == pytest.approx(asked[1], rel=0.05)
 
 
 def test_offloading_asks_for_more_host_memory(store: Store) -> None:
@@ -125,7 +125,7 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
             "step_s": {"value": 4.0, "low": 3.0, "high": 6.0},
             "checkpoint_s": {"value": 50.0, "low": 40.0, "high": 90.0},
         },
-        "memory": {"fsdp": {"host_bytes": 0, "allocated_bytes": 1, "copied_bytes": 1}},
+        "memory": {"fsdp": {"host_bytes": 0, "copied_bytes": 1, "cpu_rank_bytes": 1}},
         "chosen": {"strategy": "fsdp"},
         "cluster": {"device": config.cluster.device, "nodes": config.cluster.nodes, "ranks": config.cluster.ranks},
     }
