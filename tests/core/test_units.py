@@ -100,7 +100,7 @@ def test_no_number_has_an_exponent(value_h: float, text: str) -> None:
 
 PLAN = Path(units.__file__).parents[1] / "plan"
 # Counts of parameters that a library has as its limits: 10^9 of them are no gigabyte.
-COUNTS = {("memory.py", "ZERO3_LIVE")}
+COUNTS = {("moments.py", "ZERO3_LIVE")}
 MAGNITUDES = {10.0**power for power in (6, 9, 12, 15)} | {2.0**power for power in (20, 30, 40)}
 FACTORS = {8.0, 1024.0}  # bits of a byte, bytes of a KiB: but of sizes and rates only, for models have them as widths
 OF_SIZE = re.compile(r"byte|bits?(_|$)|gib|mib|size|rate|memory", re.IGNORECASE)
