@@ -1,5 +1,7 @@
 """Models with recurrent layers train as a plain loop over transformers does, whose documents are alone."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.shard import write_blocks
 from tests.ranks import run_ranks
-from tests.train.conftest import BLOCK_TOKENS, VOCAB, make_documents
+from tests.train.conftest import BLOCK_TOKENS, VOCAB, Arena, make_arena, make_documents
+from tests.train.helpers import assert_same_result, losses, train, train_until_killed
 from tests.train.loading import SIZES, add_other_parts, multimodal
 from tests.train.strategy_steps import Run, do_runs
 from tests.train.test_parity import BLOCKS, LORA_STEPS, SETTINGS, STEPS, plain_loop
@@ -39,9 +42,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     write_blocks(root / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1, 0)
     runs: dict[Any, Run] = {}
     for name, placement in PLACEMENTS.items():
-        model, train = root / str(name == "experts"), Train.model_validate({**SETTINGS, **placement})
-        lora = train.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
-        runs[name, "full"] = Run(model, root / "packed", train, STEPS)
+        model, full = root / str(name == "experts"), Train.model_validate({**SETTINGS, **placement})
+        lora = full.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
+        runs[name, "full"] = Run(model, root / "packed", full, STEPS)
         runs[name, "lora"] = Run(model, root / "packed", lora, LORA_STEPS)
     of_four = {key: run for key, run in runs.items() if run.train.strategy == "hsdp"}
     of_two = {key: run for key, run in runs.items() if key not in of_four}
@@ -73,3 +76,23 @@ def test_adapters_learn_alike_and_the_gates_have_none(found: dict[Any, Any], nam
     # A rank writes some of the adapters.
     assert modules <= of_attention | of_delta | {"gate_proj", "up_proj", "down_proj"}
     assert modules & of_delta
+
+
+def hybrid_arena(root: Path) -> Arena:
+    """An arena whose model has recurrent layers."""
+    arena = make_arena(root)
+    folder = arena.store.sealed(arena.model)
+    shutil.rmtree(folder)
+    torch.manual_seed(0)
+    multimodal({**SIZES, "vocab_size": VOCAB}).save_pretrained(folder)
+    return arena
+
+
+def test_a_killed_run_continues_bitwise(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"strategy": "fsdp", "save_every_steps": 2, "recompute": "selective"}
+    run_ranks(train, 2, hybrid_arena(tmp_path / "one").job(2, tmp_path / "whole", **settings))
+    arena = hybrid_arena(tmp_path / "other")
+    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", **settings), 5)
+    run_ranks(train, 2, arena.job(2, tmp_path / "resumed", **settings))
+    assert len(losses(tmp_path / "whole")) == 6
+    assert_same_result(tmp_path / "resumed", tmp_path / "whole")
