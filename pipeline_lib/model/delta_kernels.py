@@ -178,15 +178,15 @@ def _in_right_tiles(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what `chunk_bwd_dqkwg` does on Hopper, with the same kernel, in tiles 32 or 128 wide.
+    """Do what `chunk_bwd_dqkwg` does on Hopper, with the same kernel, in tiles of 32 by 32 or 128 by 128.
 
-    Triton 3.4 to 3.7.0 compiles it wrongly for Hopper if its tiles are 64 wide (flash-linear-attention, issue 640).
-    fla-core refuses it there whatever the tiles are.
+    Triton 3.4 to 3.7.0 compiles it wrongly for Hopper if its tiles are 64 wide (flash-linear-attention, issue 640);
+    in tiles of 32 by 128 it reads where it must not (seen with 3.6). fla-core refuses it there whatever the tiles are.
     """
     _, tokens, key_heads, width = k.shape
     heads, values = v.shape[2:]
-    key_tile, value_tile = (32 if size <= 64 else 128 for size in (width, values))
-    tiles = triton.cdiv(width, key_tile)
+    tile = 32 if min(width, values) <= 64 else 128
+    tiles = triton.cdiv(width, tile)
     of_query, of_key = (q.new_empty(1, tokens, heads, width) for _ in range(2))
     of_keys = torch.empty_like(w)
     of_decay = g.new_empty(tiles, *g.shape)
@@ -195,7 +195,7 @@ def _in_right_tiles(
         **{"dq": of_query, "dk": of_key, "dw": of_keys, "dg": of_decay},
         **{"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices, "scale": scale},
         **{"B": 1, "T": tokens, "H": key_heads, "HV": heads, "K": width, "V": values},
-        **{"BT": chunk_size, "BK": key_tile, "BV": value_tile, "STATE_V_FIRST": False},
+        **{"BT": chunk_size, "BK": tile, "BV": tile, "STATE_V_FIRST": False},
     )
     of_query, of_key = (  # the sum over the heads that share a key
         tensor.view(1, tokens, key_heads, -1, width).sum(3) for tensor in (of_query, of_key)
