@@ -147,9 +147,8 @@ def choose(calls: list[Call]) -> None:
     """Print, for each kernel, the four fastest configurations over all `calls`; then the fastest of all kernels."""
     from triton import Config
 
-    from pipeline_lib.model.delta_kernels import tuners
+    from pipeline_lib.model.delta_kernels import OFFERED, tuners
 
-    every = {name: tuner.configs for name, tuner in tuners().items()}  # before the first call pins them
     for call in calls:
         call()
     chosen = {}
@@ -157,7 +156,7 @@ def choose(calls: list[Call]) -> None:
         if not hasattr(tuner, "best_config"):  # it has not run
             continue
         found: list[tuple[float, list[float], Config]] = []
-        for configuration in every[name]:
+        for configuration in OFFERED[name]:
             tuner.configs = [configuration]
             try:
                 times_ms = [milliseconds(call, name) for call in calls]

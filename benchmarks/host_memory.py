@@ -11,9 +11,9 @@ whatever there is and is given up before anything is killed.
 import argparse
 import errno
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -112,11 +112,18 @@ class MemoryGroup:
 
     def __init__(self) -> None:
         """Nothing is made yet."""
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        try:
+            lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        except OSError as error:
+            raise NoMemoryGroup(f"/proc/self/cgroup: {error.strerror}") from error
         own = {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}
         self._is_v1 = "memory" in own
         root = Path("/sys/fs/cgroup/memory" if self._is_v1 else "/sys/fs/cgroup")
         self.folder = root / own.get("memory", own.get("", "")) / f"host-memory-{os.getpid()}"
+
+    @property
+    def _peak(self) -> Path:
+        return self.folder / ("memory.max_usage_in_bytes" if self._is_v1 else "memory.peak")
 
     def __enter__(self) -> "MemoryGroup":
         """Make it."""
@@ -124,7 +131,7 @@ class MemoryGroup:
             self.folder.mkdir()
         except OSError as error:
             raise NoMemoryGroup(f"{self.folder}: {error.strerror}") from error
-        if not (self.folder / "memory.stat").exists():
+        if not self._peak.exists():  # in version 2 since Linux 5.19
             self.folder.rmdir()
             raise NoMemoryGroup(f"{self.folder.parent}: no memory controller for its children")
         return self
@@ -159,7 +166,7 @@ class MemoryGroup:
     @property
     def charged_peak_bytes(self) -> int:
         """The most that was counted, with file cache."""
-        return int((self.folder / ("memory.max_usage_in_bytes" if self._is_v1 else "memory.peak")).read_text())
+        return int(self._peak.read_text())
 
     def run(self, command: Sequence[str], log: Path) -> tuple[int, int]:
         """Run `command` in it; return the exit code and the most memory that was held, in bytes."""
@@ -227,13 +234,13 @@ def main() -> None:
     """Measure the cases that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_memory", description=__doc__)
     parser.add_argument("--cases", nargs="*", default=[], help="names; all by default")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-host-memory"))  # noqa: S108 - a scratch disk
     arguments = parser.parse_args()
     rows = []
     for case in CASES:
         if arguments.cases and case.name not in arguments.cases:
             continue
-        found = measure(arguments.folder, case)
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(Path(folder), case)
         limit_bytes = found.need.total_bytes - SNAKEMAKE_BYTES
         sizes = (found.predicted_bytes, found.held_bytes, found.charged_bytes, limit_bytes)
         cells = [case.name, *(f"{size / GIGA:.2f}" for size in sizes)]
@@ -242,7 +249,6 @@ def main() -> None:
         print(" | ".join(rows[-1]), flush=True)
     columns = ["case", "predicted GB", "measured GB", "error", "with file cache GB", "limit GB", "under the limit"]
     show("Host memory of a node without Snakemake", columns, rows)
-    shutil.rmtree(arguments.folder)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ NODE_VARIABLE = "NODE_RANK"
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 # Variables that go to other hosts: settings of libraries that have to be equal on all ranks. Neither paths nor secrets.
 _SETTINGS = re.compile(
-    r"(NCCL|GLOO|TORCH|PYTORCH|MALLOC|OMP|MKL|CUBLAS|CUDNN|UCX|FI|NVSHMEM|TRITON|TOKENIZERS)_\w+|CUDA_LAUNCH_BLOCKING|HF_HUB_OFFLINE"
+    r"(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|CUDNN|UCX|FI|NVSHMEM|TRITON|TOKENIZERS)_\w+|MALLOC_(MMAP|TRIM)_THRESHOLD_|CUDA_LAUNCH_BLOCKING|HF_HUB_OFFLINE"
 )
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the comma in `gpu[003-005,9],cpu1`
@@ -30,8 +30,8 @@ PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connect
 
 # For ranks on CPUs. glibc serves blocks of up to 32 MiB from its heap once one of that size was freed, and what lies
 # between those in use stays taken: 0.9 of 3.4 GB of two ranks that shard 55M parameters (benchmarks/RESULTS.md). With a
-# fixed limit, larger blocks go back at once. A step takes 6 to 7 % longer, and 14 to 23 % with 1 MiB. The second
-# stands in for what glibc no longer adapts: how much at the end of the heap is kept for the next block.
+# fixed limit, larger blocks go back at once. A step takes 6 to 7 % longer, and 14 to 23 % with 1 MiB. The limit
+# for trimming replaces the one that glibc would otherwise adapt: how much at the end of the heap is kept.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 

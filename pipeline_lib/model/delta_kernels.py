@@ -53,6 +53,9 @@ def tuners() -> dict[str, Any]:
     return found
 
 
+OFFERED = {name: list(tuner.configs) for name, tuner in tuners().items()}  # before `pin`
+
+
 def pin() -> None:
     """Leave each kernel one configuration on Hopper.
 

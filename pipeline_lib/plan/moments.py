@@ -34,6 +34,7 @@ _LAYERS_ON_DEVICE = 2  # whose activations are there with `offload_activations` 
 LOGITS_AT_ONCE = 2**28
 # Elements that DeepSpeed reduces at a time, as train/deepspeed.py configures it; a larger matrix is reduced alone.
 ZERO_BUCKET = 2**26
+AT_LOSS = "at the loss"  # a moment's name
 ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live_parameters
 
 
@@ -141,7 +142,7 @@ def _end_of_forward(
     """Return the memory at the loss: all activations, the logits in work, and the head's whole gradient in fp32."""
     activations = _kept_on_device(geometry, train, tokens) + _last_hidden(geometry, train, tokens)
     loss = _loss(geometry, train, model, tokens, has_triton)
-    return Moment("at the loss", gradients, _casts(geometry, train, model), 0, activations, loss)
+    return Moment(AT_LOSS, gradients, _casts(geometry, train, model), 0, activations, loss)
 
 
 def _last_hidden(geometry: Geometry, train: Train, tokens: int) -> int:
@@ -357,13 +358,13 @@ class _Sharded:
         """Return the memory when the head is copied from its buffer, and that of the last unit is still there."""
         gathered = self._at_loss() + (self._unit_bytes if self._head_bytes and self.share > 1 else 0)
         activations = _kept_on_device(self.geometry, self.train, self.tokens)
-        return Moment("at the loss", self._kept_gradients(0), gathered, 0, activations, 0)
+        return Moment(AT_LOSS, self._kept_gradients(0), gathered, 0, activations, 0)
 
     def _loss(self) -> Moment:
         activations = _kept_on_device(self.geometry, self.train, self.tokens)
         activations += _last_hidden(self.geometry, self.train, self.tokens)
         loss = _loss(self.geometry, self.train, self.model, self.tokens, self.has_triton)
-        return Moment("at the loss", self._kept_gradients(0), self._at_loss(), 0, activations, loss)
+        return Moment(AT_LOSS, self._kept_gradients(0), self._at_loss(), 0, activations, loss)
 
     def _head(self) -> Moment:
         """Return the memory when the head's gradient is rounded, and the last unit is being gathered."""

@@ -23,6 +23,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.exchange import Collective
+from pipeline_lib.launch.environment import ALLOCATOR
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.known import geometry_of, workload_of
 from pipeline_lib.plan.machine import End, Ranks
@@ -204,6 +205,11 @@ def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config, store = load_config(CONFIG), Store(tmp_path / "store")
     return Calibration.of(config, geometry_of(config, store), workload_of(config, store), 2, store.root, os.environ)
+
+
+def test_ranks_on_cpus_have_the_allocator_of_the_training(calibration: Calibration) -> None:
+    assert len(calibration.environs) == 2
+    assert all(ALLOCATOR.items() <= environ.items() for environ in calibration.environs)
 
 
 def test_it_is_given_up_after_its_deadline(calibration: Calibration) -> None:

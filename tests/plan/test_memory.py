@@ -150,7 +150,7 @@ def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
     assert kept(16384, precision="fp32") == 36 * 16384 * 4 * 4096
 
 
-def test_activations_on_the_host_leave_three_layers_on_the_device() -> None:
+def test_activations_on_the_host_leave_two_layers_on_the_device() -> None:
     """Of 36, with their inputs and attention of 16,384 tokens; nothing else changes."""
     way = {"strategy": "fsdp", "method": "lora", "recompute": "full"}
     here, away = (
@@ -164,7 +164,7 @@ def test_activations_on_the_host_leave_three_layers_on_the_device() -> None:
     assert predict(QWEN3_8B, unused, NODE, 16384).host_bytes == 0
 
 
-@pytest.mark.parametrize(("tokens", "gigabytes"), [(131_072, 48), (262_144, 80)])
+@pytest.mark.parametrize(("tokens", "gigabytes"), [(131_072, 45), (262_144, 70)])
 def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: int, gigabytes: int) -> None:
     """LoRA of Qwen3-8B. The MLP's chunks have a constant size, so that memory grows with the rest of a layer."""
     way = {"method": "lora", "strategy": "ddp", "recompute": "full", "compile": True, "offload_activations": True}
@@ -174,6 +174,7 @@ def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: i
     assert needed.error == 0.15
     monkeypatch.setattr(workload, "FED_AT_ONCE", tokens)
     whole = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
+    assert whole.total_bytes > from_gigabytes(gigabytes)
     of_mlp = tokens * QWEN3_8B.intermediate * 2 * 5  # gate, up and their product, and two gradients
     assert 0.5 * of_mlp < whole.allocated_bytes - needed.allocated_bytes < of_mlp  # now attention needs most
 
