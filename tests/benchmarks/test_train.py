@@ -169,5 +169,5 @@ def test_the_plan_foresees_what_experts_took_on_h200(
 ) -> None:
     """RESULTS.md, 2026-11-23; time by a rate that these runs set, memory by a formula."""
     found = foreseen({"case": "moe-30B-A3B-cut", "side": side, "layers": layers, "ranks": ranks}, "h200", changes)
-    assert found.step_s.value == pytest.approx(step_s, rel=0.06)
+    assert found.step_s.value == pytest.approx(step_s, rel=0.065)
     assert found.peak_memory_bytes.value == pytest.approx(peak_gib * GIB, rel=0.1)

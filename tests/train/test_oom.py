@@ -72,7 +72,7 @@ def test_the_message_says_what_was_done_predicted_and_would_fit() -> None:
         "in use"
     )
     assert "predicted were 268." in predicted
-    assert "activations 240" in predicted
+    assert "activations 238" in predicted
     assert advice.strip() == "what would fit, the cheapest first:"
     assert len(offers) == 3
     assert offers[0].strip().startswith("- train.micro_batch_blocks: 1  (8")
