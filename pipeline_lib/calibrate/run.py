@@ -22,7 +22,7 @@ from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.units import GIGA, TERA, brief, gbit_per_s
 from pipeline_lib.doctor import machine
 from pipeline_lib.doctor.machine import UNMEASURED, Unmeasured, measured
-from pipeline_lib.launch.environment import ALLOCATOR, LOOPBACK, PLACE_IN_WORLD, dist_environment, free_port
+from pipeline_lib.launch.environment import LOOPBACK, PLACE_IN_WORLD, allocator_settings, dist_environment, free_port
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Gpu, Pass, find_gpu
 from pipeline_lib.plan.workload import Workload
@@ -205,10 +205,7 @@ class Calibration:
         task = Task(geometry, config.train, workload, device, PARTS_BUDGET_S[device])
         common = {OWNER_VARIABLE: describe_owner()}
         common["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS", str(config.cluster.cpus_per_rank))
-        if device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in environ:
-            common["PYTORCH_ALLOC_CONF"] = environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if device == "cpu":
-            common |= {name: environ.get(name, value) for name, value in ALLOCATOR.items()}
+        common |= allocator_settings(environ, device == "cuda")
         launched = launched_environment(environ)
         if device == "cuda":
             ranks = min(ranks or config.cluster.gpus_per_node or facts["gpus"], facts["gpus"])

@@ -35,6 +35,14 @@ PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connect
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 
+def allocator_settings(environ: Mapping[str, str], is_gpu: bool) -> dict[str, str]:
+    """Return the settings of memory allocators that ranks get. Those that `environ` has stay as they are."""
+    wanted = ALLOCATOR
+    if is_gpu:
+        wanted = {} if "PYTORCH_CUDA_ALLOC_CONF" in environ else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {name: environ.get(name, value) for name, value in wanted.items()}
+
+
 def is_sent(name: str) -> bool:
     """Return whether the variable `name` goes to other hosts: where rank 0 is met, and settings of libraries."""
     return name in RENDEZVOUS or _SETTINGS.fullmatch(name) is not None
@@ -54,10 +62,7 @@ def launch_environment(
     made.setdefault("OMP_NUM_THREADS", str(known(cluster.cpus_per_rank)))
     if cluster.ranks == 1:  # accelerate and deepspeed start a single rank without telling it its place
         made |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    if cluster.is_gpu and "PYTORCH_CUDA_ALLOC_CONF" not in made:
-        made.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if not cluster.is_gpu:
-        made = ALLOCATOR | made
+    made |= allocator_settings(made, cluster.is_gpu)
     if plan.chosen.deterministic:
         made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         made.setdefault("NCCL_NVLS_ENABLE", "0")  # sums made in a switch: nothing says in which order

@@ -192,7 +192,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     model = Model.of(geometry, train)
     state = _state(model, train, ranks)
     tokens = micro_batch_tokens(train, block_tokens)
-    moments = moments_of_step(geometry, train, ranks, tokens, accumulation, state.gradients)
+    moments = moments_of_step(geometry, train, model, ranks, tokens, accumulation, state.gradients)
     moment = max(moments, key=lambda moment: moment.sum)
     allocated = state.weights + state.optimizer + moment.sum
     host_bytes = state.host + kept_on_host(geometry, train, tokens)

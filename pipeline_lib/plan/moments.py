@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import NF4_BLOCK, NF4_BYTES, Geometry
@@ -104,15 +105,16 @@ class Moment:
 
 
 def moments_of_step(
-    geometry: Geometry, train: Train, ranks: Ranks, tokens: int, accumulation: int, gradients: int
+    geometry: Geometry, train: Train, model: Model, ranks: Ranks, tokens: int, accumulation: int, gradients: int
 ) -> list[Moment]:
     """Return the moments in order. `tokens` are a micro-batch's, padded; `gradients` are the bytes of all of a rank."""
-    model = Model.of(geometry, train)
     # ZeRO-1 and 2 copy the gradients of a rank's shard once more for the update.
     is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
     of_update = FP32_BYTES * model.trained // ranks.total if is_copied else 0
     if is_sharded(train):
-        moments = _Sharded.of(geometry, train, ranks, tokens, accumulation, gradients).moments()
+        share = sharded_over(train, ranks)
+        sharded = _Sharded(geometry, train, model, tokens, ranks.has_triton, accumulation, gradients, share)
+        moments = sharded.moments()
     else:
         moments = [
             _end_of_forward(geometry, train, model, tokens, ranks.has_triton, gradients),
@@ -288,14 +290,6 @@ class _Sharded:
     gradients: int  # bytes of all that a rank keeps
     share: int  # ranks that share a copy
 
-    @staticmethod
-    def of(
-        geometry: Geometry, train: Train, ranks: Ranks, tokens: int, accumulation: int, gradients: int
-    ) -> "_Sharded":
-        """Return it for these ranks."""
-        share, model = sharded_over(train, ranks), Model.of(geometry, train)
-        return _Sharded(geometry, train, model, tokens, ranks.has_triton, accumulation, gradients, share)
-
     def moments(self) -> list[Moment]:
         """Return the moments before the update, in order."""
         units = math.ceil(self.geometry.layers / self.train.unit_layers)
@@ -304,6 +298,10 @@ class _Sharded:
         if self.train.method == "lora":
             return [self._before_loss(), self._loss(), *of_layers, self._end_of_adapters()]
         return [self._loss(), self._head(), *of_layers, self._end()]
+
+    @cached_property
+    def _kept(self) -> int:
+        return _kept_on_device(self.geometry, self.train, self.tokens)
 
     @property
     def _number(self) -> int:
@@ -357,11 +355,11 @@ class _Sharded:
     def _before_loss(self) -> Moment:
         """Return the memory when the head is copied from its buffer, and that of the last unit is still there."""
         gathered = self._at_loss() + (self._unit_bytes if self._head_bytes and self.share > 1 else 0)
-        activations = _kept_on_device(self.geometry, self.train, self.tokens)
+        activations = self._kept
         return Moment(AT_LOSS, self._kept_gradients(0), gathered, 0, activations, 0)
 
     def _loss(self) -> Moment:
-        activations = _kept_on_device(self.geometry, self.train, self.tokens)
+        activations = self._kept
         activations += _last_hidden(self.geometry, self.train, self.tokens)
         loss = _loss(self.geometry, self.train, self.model, self.tokens, self.has_triton)
         return Moment(AT_LOSS, self._kept_gradients(0), self._at_loss(), 0, activations, loss)
@@ -375,7 +373,7 @@ class _Sharded:
         rounded = FP32_BYTES + (self._number if self._number < FP32_BYTES else 0)
         # Then it is copied, and reduced.
         reduced = 0 if self.geometry.tied else self._reduced + math.ceil(self._reduced / self.share)
-        activations = _kept_on_device(self.geometry, self.train, self.tokens)
+        activations = self._kept
         activations += _last_hidden(self.geometry, self.train, self.tokens)
         if not self._stays or self.accumulation <= 2:
             reduced -= self._number
@@ -401,7 +399,7 @@ class _Sharded:
             complete = self.model.unit - layer + half.weights  # of the unit in work
             exchanged = self._number * complete + self._reduced * (self.model.unit if done else own)
             exchanged += self._number * matrix if self.geometry.tied else 0  # until the embedding's is added to it
-        kept = _kept_on_device(self.geometry, self.train, self.tokens)
+        kept = self._kept
         if not keeps_on_host(self.train):
             kept -= kept * done * self.train.unit_layers // self.geometry.layers
         activations = kept + half.activations
