@@ -33,7 +33,7 @@ from pipeline_lib.train.optimizer import (
     zero_moments,
 )
 from pipeline_lib.train.staging import Copy, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS, own_part
 from pipeline_lib.train.strategy import LossScale, Strategy, grouped, holders_of, share_of
 
 # Gradient compression for DDP on slow networks. Both methods are approximations.
@@ -424,6 +424,38 @@ class Fsdp(Native):
     Gradients kept until the last micro-batch would be whole on every rank.
     """
 
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass; offloaded gradients of earlier micro-batches are added after it.
+
+        FSDP2 copies a gradient to page-locked memory during the backward pass, if the parameter has none yet.
+        Otherwise it waits for each copy, which goes to new pageable memory: 40 times as slow (benchmarks/RESULTS.md).
+        """
+        if self.train.offload == "none":
+            super().backward(loss)
+            return
+        earlier = {parameter: parameter.grad for parameter in self.parameters.values() if parameter.grad is not None}
+        self.drop_gradients()
+        super().backward(loss)
+        for parameter, gradient in earlier.items():
+            if parameter.grad is None:  # this micro-batch did not use it
+                parameter.grad = gradient
+            else:
+                own_part(parameter.grad).add_(own_part(gradient))
+
+    def grad_norm(self) -> Tensor:
+        """Return the gradient norm; that of offloaded gradients is computed on the device, one tensor at a time.
+
+        On the host torch computes it at 10 GB/s, with any number of threads (benchmarks/RESULTS.md).
+        """
+        device = self.world.device
+        if self.train.offload == "none" or device.type == "cpu":
+            return super().grad_norm()
+        norms = [torch.linalg.vector_norm(own_part(each).to(device, non_blocking=True)) for each in self.gradients()]
+        squared = torch.linalg.vector_norm(torch.stack(norms)).double().square()
+        dist.all_reduce(squared, group=self._mesh.get_group("shard"))
+        norm: Tensor = squared.sqrt() / self._scale
+        return norm
+
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Shard `unit_layers` decoder layers at a time, embedding and head separately, and the rest as the root.
 
@@ -441,7 +473,8 @@ class Fsdp(Native):
         offload = OffloadPolicy()
         if self.train.offload != "none":  # without GPUs, shards are in host memory in any case
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-        shard = partial(fully_shard, mesh=state_mesh(self.world, self.train), mp_policy=policy, offload_policy=offload)
+        self._mesh = state_mesh(self.world, self.train)
+        shard = partial(fully_shard, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
         layers, at_once = decoder_layers(model), self.train.unit_layers
         for start in range(0, len(layers), at_once):
             shard(layers[start : start + at_once], reshard_after_forward=self.train.reshard is not False)
