@@ -100,7 +100,7 @@ def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) ->
         case = Case("peers", "peft, bitsandbytes, plain loop", "8B", "nf4", 16384, 5)
         yield replace(case, **small) if is_tiny else case
     if "quality" in parts:
-        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 60, pretrain_s=pretrain_s, vocab=8192)
+        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 200, pretrain_s=pretrain_s, vocab=8192)
         yield replace(case, **{**small, "steps": 4, "pretrain_s": 5.0}) if is_tiny else case
 
 
@@ -260,6 +260,7 @@ def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
             **{"last_losses": sum(last) / len(last), "losses": [round(loss, 4) for loss in losses]},
             **{"seconds": round(time.monotonic() - begun_s, 1)},
         }
+        print(RESULT + json.dumps(found), flush=True)  # what there is if the next one takes too long
         print(RESULT + json.dumps(found), flush=True)  # what there is if no time is left for the others
         del stepper
     return found
