@@ -207,8 +207,11 @@ _LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
 _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same
 _NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND = 60e-6, 2.0
 _COPY_GBYTE_S, _COPY_BAND = 20.0, 0.6  # PCIe 4 gives 25, PCIe 5 twice that, and shared switches less
-# AdamW in host memory: one thread 27.6 GB/s and 16 of them 128.5 on the host of an H100 (benchmarks/RESULTS.md).
 _HOST_GBYTE_S, _THREAD_GBYTE_S, _HOST_BAND = 50.0, 25.0, 0.6
+# The hosts of one H100 and one H200 (benchmarks/RESULTS.md): 53 to 54 GB/s each way; AdamW in their memory 28 GB/s with
+# one thread, 60 to 65 with 4 and 127 to 132 with 16. More threads were not tried, nor several GPUs at once.
+_HOPPER_COPY_GBYTE_S, _HOPPER_COPY_BAND = 54.0, 0.3
+_HOPPER_HOST_GBYTE_S, _HOPPER_THREAD_GBYTE_S, _HOPPER_THREADS_POWER, _HOPPER_HOST_BAND = 130.0, 28.0, 0.55, 0.4
 _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
 _NO_LINK = "there is no such link"
@@ -307,11 +310,17 @@ def _near(name: str) -> str:
 
 def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) -> dict[str, Rate]:
     """Return the rates expected of the GPU and of a typical host's `threads`; of the host alone if `gpu` is None."""
-    host_gbyte_s = min(_HOST_GBYTE_S, threads * _THREAD_GBYTE_S)
+    copies = _gbyte_rate(_COPY_GBYTE_S, _COPY_BAND, "a usual host")
+    updates = _gbyte_rate(min(_HOST_GBYTE_S, threads * _THREAD_GBYTE_S), _HOST_BAND, "a usual host")
+    if gpu is not None and gpu.is_hopper:
+        source = f"hosts of {gpu.name}"
+        of_threads = _HOPPER_THREAD_GBYTE_S * threads**_HOPPER_THREADS_POWER
+        copies = _gbyte_rate(_HOPPER_COPY_GBYTE_S, _HOPPER_COPY_BAND, source)
+        updates = _gbyte_rate(min(_HOPPER_HOST_GBYTE_S, of_threads), _HOPPER_HOST_BAND, source)
     rates = {
         "launch_s": Rate.around(_LAUNCH_S, _LAUNCH_BAND, "a usual host"),
-        "copy_bytes_s": _gbyte_rate(_COPY_GBYTE_S, _COPY_BAND, "a usual host"),
-        "host_bytes_s": _gbyte_rate(host_gbyte_s, _HOST_BAND, "a usual host"),
+        "copy_bytes_s": copies,
+        "host_bytes_s": updates,
         "disk_bytes_s": _gbyte_rate(_DISK_GBYTE_S, _DISK_BAND, "a usual disk"),
         "in_node_latency_s": Rate.around(_LATENCY_S, _LATENCY_BAND, "a usual host"),
     }

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from pipeline_lib.config.train import Train
@@ -49,7 +50,7 @@ _BYTES_OF_8_BITS = 1 + FP32_BYTES / 256
 RESERVE_BYTES = 2 * GIB
 _CUT_UP = 0.02
 # Relative errors of predictions (`_error_of`).
-_ERROR, _EXPERTS_ERROR, _HSDP_ERROR, _DERIVED_ERROR = 0.05, 0.09, 0.1, 0.15
+_ERROR, _EXPERTS_ERROR, _FEW_ERROR, _DERIVED_ERROR = 0.05, 0.09, 0.1, 0.15
 MARGIN = 0.06  # fraction of the device's memory that must stay free for a run to fit
 # Host memory beside what is counted here: for each rank an interpreter with torch, on GPUs also CUDA's and NCCL's
 # pinned buffers; and the processes around the ranks (Snakemake, the stage, srun). On CPUs these are for merge and
@@ -190,12 +191,12 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     `accumulation` is the number of micro-batches in a step; from the second on, gradients exist in the forward pass.
     """
     model = Model.of(geometry, train)
-    state = _state(model, train, ranks)
+    state = _state(geometry, train, model, ranks)
     tokens = micro_batch_tokens(train, block_tokens)
     moments = moments_of_step(geometry, train, model, ranks, tokens, accumulation, state.gradients)
     moment = max(moments, key=lambda moment: moment.sum)
     allocated = state.weights + state.optimizer + moment.sum
-    host_bytes = state.host + kept_on_host(geometry, train, tokens)
+    activations_on_host = kept_on_host(geometry, train, tokens)
     copied = _copied(geometry, train, ranks)
     in_forward = max(moment.sum - moment.gradients for moment in moments if moment.name == AT_LOSS)
     on_cpus = _held_on_cpus(model, train, ranks, state, (allocated, in_forward), copied)
@@ -208,10 +209,10 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
         activations_bytes=moment.activations,
         loss_bytes=moment.loss,
         reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
-        host_bytes=host_bytes,
+        host_bytes=state.page_locked + activations_on_host,
         checkpoint_bytes=checkpoint_bytes(geometry, train),
         copied_bytes=math.ceil(_SNAPSHOT * copied),
-        cpu_rank_bytes=host_bytes + on_cpus,
+        cpu_rank_bytes=state.host + activations_on_host + on_cpus,
         moment=moment.name,
         error=_error_of(geometry, train, tokens),
     )
@@ -224,18 +225,21 @@ def _error_of(geometry: Geometry, train: Train, tokens: int) -> float:
     hsdp from -2 to +4 %, since ddp lays its buckets once, and with adapters on a base in 4 bits up to +3 %; experts
     under fsdp, all weights or adapters, eight runs on one and two GPUs, from -1.1 to +1.1 %. Not measured on GPUs,
     though tests/plan/test_sharded_peak.py holds them against torch's tracker: hsdp, and experts with activation
-    checkpointing. Assumed: experts under other strategies; ranks that share blocks; layers that feed forward in chunks
-    (four runs by ddp: +2 to +5 %); and all offloading.
+    checkpointing. Offloading was measured on one GPU with all weights, by fsdp (0.0 %) and zero2 (-1 %), in one setting
+    each. Assumed: experts under other strategies; ranks that share blocks; layers that feed forward in chunks (four
+    runs by ddp: +2 to +5 %); and all other offloading.
     """
     has_experts = bool(geometry.expert_layers)
     is_derived = train.context_ranks > 1 or feeds_in_chunks(train, has_experts, tokens)
-    if is_derived or train.offload != "none" or keeps_on_host(train):
+    offloads = train.offload != "none"
+    is_derived |= offloads and not (train.method == "full" and train.strategy in ("fsdp", "zero2"))
+    if is_derived or keeps_on_host(train):
         return _DERIVED_ERROR
-    if has_experts and train.strategy == "fsdp":
+    if has_experts and train.strategy == "fsdp" and not offloads:
         return _ERROR if recompute_of(train) == "none" else _EXPERTS_ERROR
     if has_experts:
         return _DERIVED_ERROR
-    return _HSDP_ERROR if train.strategy == "hsdp" else _ERROR
+    return _FEW_ERROR if offloads or train.strategy == "hsdp" else _ERROR
 
 
 def _held_on_cpus(
@@ -303,13 +307,19 @@ def predict_all(
 
 @dataclass(frozen=True)
 class _State:
+    """Bytes of a rank's state: on its device, and offloaded, on `host` as such and `page_locked` as it takes for GPUs.
+
+    With offloading, `optimizer` counts what DeepSpeed allocates on the device for it.
+    """
+
     weights: int
     gradients: int
     optimizer: int
     host: int
+    page_locked: int
 
 
-def _state(model: Model, train: Train, ranks: Ranks) -> _State:
+def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _State:
     number, share = compute_bytes(train), sharded_over(train, ranks)
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
     frozen_bytes = number * (frozen - model.quantized) + NF4_BYTES * model.quantized
@@ -325,7 +335,35 @@ def _state(model: Model, train: Train, ranks: Ranks) -> _State:
         gradients, optimizer = gradients / share, moments / share
     sizes = math.ceil(weights), math.ceil(gradients), math.ceil(optimizer)
     if train.offload == "none":
-        return _State(*sizes, 0)
-    if train.offload == "optimizer+params":  # nothing sizable stays on the device
-        return _State(0, 0, 0, sum(sizes))
-    return _State(sizes[0], 0, 0, sizes[1] + sizes[2])
+        return _State(*sizes, 0, 0)
+    if train.strategy == "zero3":  # nothing sizable stays on the device with `optimizer+params`
+        of_host = sizes[1] + sizes[2] + (sizes[0] if train.offload == "optimizer+params" else 0)
+        return _State(sizes[0] if train.offload == "optimizer" else 0, 0, 0, of_host, of_host)
+    if is_sharded(train):
+        # From the second micro-batch on, those of earlier ones: on the host by fsdp (train/native.py), on the device by
+        # hsdp. They are counted in any case, so that a smaller micro-batch never needs more.
+        on_host, on_device = (sizes[1], 0) if train.strategy == "fsdp" else (0, sizes[1])
+        copied = sizes[0] + sizes[1] + on_host
+        page_locked = math.ceil(copied * _rounded_up(geometry, share)) + sizes[2]
+        return _State(0, on_device, 0, copied + sizes[2], page_locked)
+    # DeepSpeed accumulates gradients on the device unless they are computed in fp32, copies them to the host through a
+    # buffer on either side, and makes the weights there that it copies back.
+    part, largest = FP32_BYTES * model.trained / share, geometry.largest_tensor if train.method == "full" else 0
+    on_device = sizes[1] if number < FP32_BYTES else 0
+    copies = 2 * _power_of_two(part) + _power_of_two(number * model.trained / share) + _power_of_two(number * largest)
+    page_locked = math.ceil(moments / share - part) + copies
+    return _State(sizes[0], on_device, number * largest, math.ceil(part) + sizes[2], page_locked)
+
+
+@lru_cache(maxsize=64)
+def _rounded_up(geometry: Geometry, share: int) -> float:
+    """Return the size of torch's page-locked copies of each tensor's part, relative to the parts.
+
+    torch 2.11 and 2.13 take the next power of two for each. It is the same for 2 and for 4 bytes a number.
+    """
+    parts = [FP32_BYTES * math.prod(shape) / share for shape in geometry.shapes().values()]
+    return sum(map(_power_of_two, parts)) / sum(parts)
+
+
+def _power_of_two(size_bytes: float) -> int:
+    return 1 << (math.ceil(size_bytes) - 1).bit_length() if size_bytes >= 1 else 0

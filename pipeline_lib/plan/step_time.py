@@ -346,6 +346,7 @@ _SHARD_LAUNCHES = 25
 # runs of 16 to 512 GPUs that differ in nothing but that (benchmarks/published.jsonl, the half for fitting).
 _LATE_BY_DOUBLING = {End.BAD: 0.027, End.EXPECTED: 0.018, End.GOOD: 0.009}
 ADAM_BYTES = 28  # read and written by AdamW for each parameter
+_CLIP_BYTES, _ADD_BYTES = 8, 12  # of a gradient in host memory: to clip it, and to add one to it
 
 
 @dataclass(frozen=True)
@@ -492,8 +493,9 @@ def _trained_by_rank(case: Case) -> tuple[float, int]:
 def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     """Return the seconds of copies between host and device in each pass: of what is offloaded, and of activations.
 
-    FSDP2 copies its shard of the weights, in fp32, whenever it gathers, and copies gradients back. DeepSpeed copies the
-    gradients and the updated weights; with offloaded parameters it copies those when they are used.
+    FSDP2 copies its shard of the weights, in fp32, whenever it gathers, copies gradients back, and once more to the
+    device for their norm. ZeRO-1 and 2 copy gradients, which they add up on the device, and the updated weights once a
+    step; ZeRO-3 copies gradients in every pass, and offloaded parameters when they are used.
     """
     train, number = case.train, compute_bytes(case.train)
     away_s = kept_on_host(case.geometry, train, case.micro_batch_tokens) / speeds.copy_bytes_s
@@ -506,7 +508,12 @@ def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     gathered = weights if train.offload == "optimizer+params" else 0.0
     updated = 0.0 if train.offload == "optimizer+params" else number * trained
     again = 0.0 if stays_gathered(train) else gathered
-    moved = {"forward": gathered, "backward": again + FP32_BYTES * trained, "update": updated}
+    gradients = FP32_BYTES * trained
+    if train.strategy in ("zero1", "zero2"):
+        moved = {"forward": gathered, "backward": again, "update": updated + gradients}
+    else:
+        normed = 0.0 if train.uses_deepspeed else gradients
+        moved = {"forward": gathered, "backward": again + gradients, "update": updated + normed}
     copied_s = {name: size / speeds.copy_bytes_s for name, size in moved.items()}
     return {**copied_s, "forward": copied_s["forward"] + away_s, "backward": copied_s["backward"] + away_s}
 
@@ -519,5 +526,9 @@ def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
     host_s = tensors * launches[family_of(case.train)] * speeds.launch_s
     if case.train.offload == "none":
         return _Work(trained * _UPDATE_BYTES / speeds.memory_bytes_s, host_s, copy_s)
-    moved = ADAM_BYTES * case.geometry.trained_parameters(case.train) / share * case.ranks.per_node
-    return _Work(0.0, host_s, copy_s + moved / speeds.host_bytes_s)
+    of_a_number = ADAM_BYTES + _CLIP_BYTES
+    if case.train.uses_deepspeed:
+        of_a_number += FP32_BYTES + compute_bytes(case.train)  # the weights that it copies to the device
+    elif case.train.strategy == "fsdp":
+        of_a_number += _ADD_BYTES * (case.accumulation - 1)
+    return _Work(0.0, host_s, copy_s + of_a_number * trained * case.ranks.per_node / speeds.host_bytes_s)

@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Train
+from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model import build, loss, recompute
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.plan import moments, workload
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import predict
+from pipeline_lib.plan.memory import RANK_BYTES, predict
 from tests.plan.test_activations import attention
 
 TOKENS = 256
@@ -113,6 +114,8 @@ def test_peaks_of_experts_that_were_measured_are_within_the_error(
 EAGER = {"strategy": "fsdp", "recompute": "none", "reshard": True, "compile": False}
 GATHERED = {"strategy": "fsdp", "recompute": "none", "reshard": False, "compile": True}
 LONG_DOCUMENT = {"strategy": "ddp", "method": "lora", "recompute": "full", "compile": True}
+FSDP_OFFLOADED = GATHERED | {"offload": "optimizer+params"}
+ZERO2_OFFLOADED = {"strategy": "zero2", "offload": "optimizer", "recompute": "none", "compile": True}
 DENSE: list[tuple[str, int, int, int, int, dict[str, Any], float]] = [
     ("0.6B", 0, 1, 8192, 2, EAGER, 27.74),
     ("0.6B", 0, 2, 8192, 2, EAGER, 23.33),
@@ -134,6 +137,8 @@ DENSE: list[tuple[str, int, int, int, int, dict[str, Any], float]] = [
     ("8B", 0, 1, 32_768, 1, LONG_DOCUMENT, 37.6),
     ("8B", 0, 1, 65_536, 1, LONG_DOCUMENT | {"offload_activations": True}, 24.7),
     ("8B", 0, 1, 131_072, 1, LONG_DOCUMENT | {"offload_activations": True}, 33.4),
+    ("4B", 12, 1, 8192, 2, FSDP_OFFLOADED, 15.44),
+    ("4B", 12, 1, 8192, 2, ZERO2_OFFLOADED, 22.12),
 ]
 
 
@@ -147,6 +152,16 @@ def test_peaks_that_were_measured_are_within_five_percent(
     has_triton = settings.get("reshard") is not True
     found = predict(geometry, train, Ranks(ranks, ranks, has_triton), tokens, accumulation)
     assert found.allocated_bytes == pytest.approx(measured_gib * 2**30, rel=0.05)
+
+
+@pytest.mark.parametrize(("settings", "measured_gb"), [(FSDP_OFFLOADED, 42.5), (ZERO2_OFFLOADED, 39.5)])
+def test_host_memory_of_offloading_that_was_measured_is_what_is_offloaded_and_the_rank(
+    settings: dict[str, Any], measured_gb: float
+) -> None:
+    """Of 12 layers of 4B: how much less memory a host of one rank had while it trained."""
+    geometry = geometry_in((published("Qwen/Qwen3-4B") or {}) | {"num_hidden_layers": 12})
+    found = predict(geometry, Train.model_validate(settings), Ranks(1, 1, True), 8192)
+    assert found.host_bytes < from_gigabytes(measured_gb) < found.host_bytes + RANK_BYTES["cuda"]
 
 
 # With chunks, the tracker's hooks on modules would keep the graphs of chunks alive.
