@@ -251,8 +251,9 @@ def test_a_data_set_without_an_answer(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_damage_in_the_store_is_named_and_not_trained_on(project: Project) -> None:
-    project.snakemake("plan")
+def test_damage_in_the_store_is_named_and_not_trained_on(small: Project, tmp_path: Path) -> None:
+    project = small.copy_to(tmp_path / "project")
+    project.forget_training()
     shard = next(project.sealed("shard").glob("train/*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
