@@ -228,7 +228,7 @@ def _error_of(geometry: Geometry, train: Train, tokens: int) -> float:
     (four runs by ddp: +2 to +5 %); and all offloading.
     """
     has_experts = bool(geometry.expert_layers)
-    is_derived = train.context_ranks > 1 or feeds_in_chunks(train, has_experts, tokens)
+    is_derived = train.ranks_per_block > 1 or feeds_in_chunks(train, has_experts, tokens)
     if is_derived or train.offload != "none" or keeps_on_host(train):
         return _DERIVED_ERROR
     if has_experts and train.strategy == "fsdp":

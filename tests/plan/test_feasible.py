@@ -123,7 +123,8 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     )
     assert match, said
     nodes, per_node = int(match[1] or 1), int(match[2])
-    machine, at_once, blocks = asked.setting.machine, asked.blocks_at_once(1), asked.setting.batch_blocks
+    machine, blocks = asked.setting.machine, asked.setting.batch_blocks
+    at_once = asked.blocks_at_once(replace(machine, nodes=1, ranks_per_node=1))
     assert ("train.global_batch_tokens" in (said or "")) == (nodes * per_node * at_once > blocks)
     assert asked.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
     now, total = machine.ranks_per_node, nodes * per_node
