@@ -12,6 +12,7 @@ from pipeline_lib.config.train import Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.content import TO_A_BLOCK
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, Memory, predict
 from pipeline_lib.plan.near import NearMiss
@@ -409,7 +410,8 @@ def what_would_fit(wanted: Wanted) -> list[str]:
 
 def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
     """Yield what `strategy: auto` would need, for a strategy that cannot train the model on any number of GPUs."""
-    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": "auto"}))
+    kept = () if wanted.train.context_ranks == AUTO else ("context_ranks",)
+    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": "auto"}), held=(*wanted.held, *kept))
     ways, machine = leanest(free), wanted.setting.machine
     if ways and fits(ways[0][1], machine):
         yield f"this would fit: train.strategy: auto{_on_host(ways[0][1], machine)}"
@@ -421,11 +423,13 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     """Yield other values of given keys. Keys that the plan may choose already have their leanest value."""
     machine, setting = wanted.setting.machine, wanted.setting
     device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
-    lean: dict[str, Any] = {"recompute": "full"} if wanted.train.recompute == "auto" else {}
-    lean["context_ranks"] = leanest(wanted)[0][0].context_ranks
-    train = wanted.train.model_copy(update=lean)
-    known = (setting.geometry, train, setting.ranks, block_tokens, device_bytes)
-    for remedy in remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed):
+    lean = {"recompute": "full"} if wanted.train.recompute == "auto" else {}
+    found: list[Remedy] = []
+    for count in setting.rank_counts(wanted.train, wanted.held):
+        train = wanted.train.model_copy(update={**lean, "context_ranks": count})
+        known = (setting.geometry, train, setting.ranks, block_tokens, device_bytes)
+        found = found or remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
+    for remedy in found:
         more = f" and {host_memory(host_bytes_of_node(remedy.memory, machine))}"
         yield f"{remedy}{more if lacks_host_memory(remedy.memory, machine) else _on_host(remedy.memory, machine)}"
 
@@ -525,7 +529,7 @@ def smallest_cluster(wanted: Wanted) -> str | None:
             more += f" and train.global_batch_tokens {tokens}, which changes the training"
         ranks = f"cluster.gpus_per_node {size} of {machine.name}" if machine.is_gpu else f"cluster.cpu_ranks {size}"
         if (count := leanest(wanted.on(same))[0][0].ranks_per_block) > wanted.train.ranks_per_block:
-            ranks += f", {count} to a block"
+            ranks += f", {count} {TO_A_BLOCK}"
         sentences.append(f"{nodes}{ranks}{more}")
     kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
     more_memory = [gpu for gpu in kinds if gpu.memory_bytes > (machine.gpu_memory_bytes or 0)]
