@@ -64,7 +64,7 @@ def make_stepper(side: Side, train: Train, world: World) -> Stepper:
         fill(model, world.device, put)
         draw_adapters(model, train.seed, put, whole)
 
-    strategy = make_strategy(world, train, side.case.rank_blocks * train.context_ranks // train.micro_batch_blocks)
+    strategy = make_strategy(world, train, side.case.rank_blocks * train.ranks_per_block // train.micro_batch_blocks)
     wrapped = strategy.spread(build_trainable(side.folder, train), load)
     wrapped.train()
     return Stepper(wrapped, strategy, world, StopRequest())
@@ -78,9 +78,9 @@ def main() -> None:
     train = train_settings(side.case, side.train)
     with process_group(world, TIMEOUT_S), gpu_sampler(world.device if world.is_first else None) as sampler:
         portion = portion_of(world, train)
-        first = portion.group * train.context_ranks  # of the ranks whose documents this one's group takes
+        first = portion.group * train.ranks_per_block  # of the ranks whose documents this one's group takes
         documents = [
-            documents_of(side.case, rank, side.steps + 1) for rank in range(first, first + train.context_ranks)
+            documents_of(side.case, rank, side.steps + 1) for rank in range(first, first + train.ranks_per_block)
         ]
         read = partial(_read, side.case, documents, train.micro_batch_blocks, portion)
         if world.is_first:

@@ -206,8 +206,9 @@ def _data(config: Config) -> Iterator[Problem]:
 def _batch(config: Config) -> Iterator[Problem]:
     key = ("train", "global_batch_tokens")
     block, batch = config.shard.block_tokens, config.train.global_batch_tokens
-    at_once, parts = config.train.blocks_at_once(config.cluster.ranks), config.train.context_ranks
-    if config.cluster.ranks % parts:  # which is a problem by itself
+    ranks, parts = config.cluster.ranks, config.train.ranks_per_block
+    at_once = config.train.blocks_at_once(ranks)
+    if ranks % parts:  # which is a problem by itself
         at_once = parts = 1
     if config.train.global_batch_samples is not None:
         if batch != _DEFAULT.global_batch_tokens:
@@ -218,17 +219,38 @@ def _batch(config: Config) -> Iterator[Problem]:
     elif batch % block:
         text = f"{batch} is not a multiple of shard.block_tokens ({block})"
         yield key, f"{text}; try {max(1, round(batch / block)) * block}"
-    elif (batch // block) % at_once:
+    elif (batch // block) % at_once and not _may_share(config, batch // block):
         micro = config.train.micro_batch_blocks
         shares = f"{at_once // micro} {'ranks' if parts == 1 else 'groups of ranks'} x {micro} blocks"
         text = f"its {batch // block} blocks of {block} tokens are not a multiple of {shares}"
         yield key, f"{text}; try {math.ceil(batch / block / at_once) * at_once * block}"
-    tile = parts * (FP8_TILE if config.train.precision == "fp8" else 1)
+    tile = parts * _tile(config.train)
     if block % tile:
         keys = {"train.precision: fp8": tile > parts, f"train.context_ranks: {parts}": parts > 1}
         wanted = " and ".join(key for key, is_given in keys.items() if is_given)
         text = f"{block} is not a multiple of {tile}, as {wanted} requires"
         yield ("shard", "block_tokens"), f"{text}; try {math.ceil(block / tile) * tile}"
+
+
+def _tile(train: Train) -> int:
+    """Return what the tokens of a rank's part of a block are a multiple of."""
+    return FP8_TILE if train.precision == "fp8" else 1
+
+
+def _may_share(config: Config, blocks: int) -> bool:
+    """Return whether ranks may share the blocks of a batch so that none is idle; the plan knows the model's heads."""
+    train, ranks = config.train, config.cluster.ranks
+    if train.context_ranks != AUTO or blocks >= ranks:
+        return False
+    counts = (count for count in range(2, ranks + 1) if may_be_shared(train, ranks, config.shard.block_tokens, count))
+    return any(blocks % (ranks // count * train.micro_batch_blocks) == 0 for count in counts)
+
+
+def may_be_shared(train: Train, ranks: int, block_tokens: int, count: int) -> bool:
+    """Return whether `train` and the sizes allow `count` of the ranks to share each block; any model allows 1."""
+    if count > 1 and (train.uses_deepspeed or train.local_sgd_steps > 1):
+        return False
+    return ranks % count == 0 and (count == 1 or block_tokens % (count * _tile(train)) == 0)
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
@@ -327,7 +349,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     elif train.shard_ranks is not None:
         yield ("train", "shard_ranks"), f"works only with train.strategy: hsdp, but that is {strategy}; remove it"
     yield from _left_to_auto(train)
-    if train.context_ranks > 1:
+    if train.ranks_per_block > 1:
         yield from _context(train, cluster)
     if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("auto", "fsdp", "hsdp"):
         yield ("train", "unit_layers"), f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
@@ -352,7 +374,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
     """Yield why ranks cannot share blocks."""
-    key, count = ("train", "context_ranks"), train.context_ranks
+    key, count = ("train", "context_ranks"), train.ranks_per_block
     if cluster.ranks % count:
         legal = tuple(size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0)
         yield key, f"{count} does not divide the {cluster.ranks} ranks; it may be {_any_of(legal)}"

@@ -80,11 +80,12 @@ class Train(Section):
     shard_ranks: Positive | None = Field(
         None, description="ranks that share one copy of the model under `hsdp`; default: all ranks of one node"
     )
-    context_ranks: Positive = Field(
-        1,
+    context_ranks: Literal["auto"] | Positive = Field(
+        "auto",
         description="ranks that share each block, which is for long blocks: each has an equal part of the tokens in"
         " `context_ranks` times as little memory, and all exchange queries, keys and values in every layer (Ulysses);"
-        " with `ddp`, `fsdp` and `hsdp`",
+        " with `ddp`, `fsdp` and `hsdp`. `auto` is 1, unless nothing fits with it, more are faster, or a batch has"
+        " fewer blocks than there are ranks",
     )
     unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
     offload: Literal["none", "optimizer", "optimizer+params"] = Field(
@@ -264,11 +265,19 @@ class Train(Section):
 
     def blocks_at_once(self, ranks: int) -> int:
         """Return the blocks that `ranks` ranks process at the same time."""
-        return ranks // self.context_ranks * self.micro_batch_blocks
+        return ranks // self.ranks_per_block * self.micro_batch_blocks
+
+    @property
+    def ranks_per_block(self) -> int:
+        """The ranks that share each block. The plan resolves `auto`; before that it counts as 1."""
+        return 1 if self.context_ranks == "auto" else self.context_ranks
 
 
 # What the plan chooses: where the value is `auto`, and with `strategy: auto` whatever of it the file does not give.
-CHOSEN_KEYS = ("shard_ranks", "micro_batch_blocks", "recompute", "offload", "reshard", "compile", "save_async")
+CHOSEN_KEYS = (
+    *("shard_ranks", "context_ranks", "micro_batch_blocks", "recompute", "offload", "reshard", "compile"),
+    "save_async",
+)
 
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never in its key.
 PLACEMENT_KEYS = frozenset(

@@ -244,13 +244,17 @@ class Geometry:
 
     def _context_problems(self, train: Train) -> Iterator[str]:
         """Yield a problem if `train.context_ranks` ranks cannot share the heads equally."""
-        ranks = train.context_ranks
-        if not self._can_share_heads(ranks):
-            legal = [count for count in range(1, self.heads + 1) if self._can_share_heads(count)]
+        ranks = train.ranks_per_block
+        if ranks not in self.sharing_ranks:
             text = f"{ranks} ranks cannot share the model's {self.heads} attention heads and {self.kv_heads} KV heads"
             if self.delta is not None:
                 text += f" and {self.delta.key_heads} key heads of its delta rule"
-            yield f"train.context_ranks: {text} equally; it may be {', '.join(map(str, legal))}"
+            yield f"train.context_ranks: {text} equally; it may be {', '.join(map(str, self.sharing_ranks))}"
+
+    @cached_property
+    def sharing_ranks(self) -> tuple[int, ...]:
+        """The numbers of ranks that can share each block, the smallest first."""
+        return tuple(count for count in range(1, self.heads + 1) if self._can_share_heads(count))
 
     def _can_share_heads(self, ranks: int) -> bool:
         """Return whether `ranks` ranks can have equally many heads, and equally many KV heads or one."""

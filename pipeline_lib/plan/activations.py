@@ -90,7 +90,7 @@ def _attended_per_token(geometry: Geometry, train: Train) -> float:
     # the exchanged output is kept beside the one that the kernel needs.
     of_keys = exchanged_kv_heads(geometry, train) * geometry.head_dim
     kept: float = number * (2 * q + 2 * of_keys) + FP32_BYTES * geometry.heads
-    if train.context_ranks > 1 and (train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)):
+    if train.ranks_per_block > 1 and (train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)):
         kept += number * q
     if geometry.gated_attention:  # the gate, or its sigmoid; what it gates, which adapters and eager layers copy
         copies = 2 if train.method == "full" and is_compiled(train) else 3
@@ -137,7 +137,7 @@ def _normalized_bytes(geometry: Geometry, arithmetic: Arithmetic) -> int:
 
 def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
     """Return the heads of keys and values that all ranks together attend with, for each token of a block."""
-    return max(geometry.kv_heads, train.context_ranks)
+    return max(geometry.kv_heads, train.ranks_per_block)
 
 
 def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:

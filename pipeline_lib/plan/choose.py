@@ -12,6 +12,7 @@ from pipeline_lib.config.train import Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.content import TO_A_BLOCK
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, Memory, predict
 from pipeline_lib.plan.near import NearMiss
@@ -205,7 +206,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         own = groups(setting, train, held)
         # Other strategies are compared without the keys that belong to the named one.
         other = train.model_copy(update={"strategy": AUTO, "shard_ranks": None, "reshard": AUTO})
-        kept = [key for key in ("micro_batch_blocks", "recompute", "offload", "compile") if getattr(train, key) != AUTO]
+        named = ("context_ranks", "micro_batch_blocks", "recompute", "offload", "compile")
+        kept = [key for key in named if getattr(train, key) != AUTO]
         chosen, beside = _best_of(setting, own), _by_strategy(groups(setting, other, kept))
         best = {name: _best_of(setting, found) for name, found in beside.items() if name not in left_out}
         return _choice(setting, chosen, {**best, train.strategy: chosen}, own, left_out)
@@ -303,13 +305,14 @@ class Wanted:
 
     def on(self, machine: Machine) -> "Wanted":
         """Return the same training on another machine, with a batch of at least one micro-batch for each rank."""
-        blocks = max(self.setting.batch_blocks, self.blocks_at_once(machine.ranks))
+        blocks = max(self.setting.batch_blocks, self.blocks_at_once(machine))
         return replace(self, setting=replace(self.setting, machine=machine, batch_blocks=blocks))
 
-    def blocks_at_once(self, ranks: int) -> int:
-        """Return the fewest blocks that `ranks` ranks can process at once, of which `context_ranks` share each."""
+    def blocks_at_once(self, machine: Machine) -> int:
+        """Return the fewest blocks that the ranks of `machine` process at once, as few of them as can sharing each."""
+        count = replace(self.setting, machine=machine).rank_counts(self.train, self.held)[0]
         is_free = "micro_batch_blocks" in free_keys(self.train, self.held)
-        return max(1, ranks // self.train.context_ranks) * (1 if is_free else self.train.micro_batch_blocks)
+        return max(1, machine.ranks // count) * (1 if is_free else self.train.micro_batch_blocks)
 
     @property
     def fits(self) -> bool:
@@ -331,14 +334,18 @@ def no_way(wanted: Wanted) -> str | None:
 def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     """Return the ways to train that need least memory: one for each free strategy and each offload.
 
+    They have the fewest ranks to a block with which one fits; if none fits, there are those of every number of ranks.
     Ways that fit come first. After them come those that only the host lacks memory for, ordered by the host memory that
     they need, since a job can ask for more; then all others, ordered by the memory of a rank.
     """
     setting, machine = wanted.setting, wanted.setting.machine
-    ways = []
-    for train in _lean_settings(wanted):
-        if is_legal(train, setting.ranks):
-            ways.append((train, memory_of(setting.case(train))))
+    ways = list[tuple[Train, Memory]]()
+    for count in setting.rank_counts(wanted.train, wanted.held):
+        for train in _lean_settings(wanted, count):
+            if is_legal(train, setting.ranks):
+                ways.append((train, memory_of(setting.case(train))))
+        if any(fits(memory, machine) for _, memory in ways):
+            break
 
     def shortage(way: tuple[Train, Memory]) -> tuple[bool, bool, int]:
         memory = way[1]
@@ -351,8 +358,8 @@ def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     return sorted(ways, key=shortage)
 
 
-def _lean_settings(wanted: Wanted) -> Iterator[Train]:
-    train, held = wanted.train, wanted.held
+def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
+    train, held = wanted.train.model_copy(update={"context_ranks": count}), wanted.held
     open_keys = free_keys(train, held)
     has_triton = wanted.setting.machine.has_triton
     lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": "auto", "save_async": False}
@@ -392,15 +399,19 @@ def what_would_fit(wanted: Wanted) -> list[str]:
         sentences.append(f"the smallest cluster that would do: {cluster}")
     if wanted.train.strategy != "auto" and not sentences:
         sentences += _with_another_strategy(wanted)
-    return sentences or [
-        f"no number of GPUs would do: one block of {wanted.setting.workload.block_tokens} tokens needs more memory "
-        "than a GPU has; lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
-    ]
+    if sentences:
+        return sentences
+    block = f"one block of {wanted.setting.workload.block_tokens} tokens needs more memory than"
+    given = "a GPU has; lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
+    is_open = "context_ranks" in free_keys(wanted.train, wanted.held)
+    said = "the GPUs have that may share it; lower shard.block_tokens" if is_open else given
+    return [f"no number of GPUs would do: {block} {said}"]
 
 
 def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
     """Yield what `strategy: auto` would need, for a strategy that cannot train the model on any number of GPUs."""
-    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": "auto"}))
+    kept = () if wanted.train.context_ranks == AUTO else ("context_ranks",)
+    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": "auto"}), held=(*wanted.held, *kept))
     ways, machine = leanest(free), wanted.setting.machine
     if ways and fits(ways[0][1], machine):
         yield f"this would fit: train.strategy: auto{_on_host(ways[0][1], machine)}"
@@ -413,16 +424,19 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     machine, setting = wanted.setting.machine, wanted.setting
     device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
     lean = {"recompute": "full"} if wanted.train.recompute == "auto" else {}
-    train = wanted.train.model_copy(update=lean)
-    known = (setting.geometry, train, setting.ranks, block_tokens, device_bytes)
-    for remedy in remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed):
+    found: list[Remedy] = []
+    for count in setting.rank_counts(wanted.train, wanted.held):
+        train = wanted.train.model_copy(update={**lean, "context_ranks": count})
+        known = (setting.geometry, train, setting.ranks, block_tokens, device_bytes)
+        found = found or remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
+    for remedy in found:
         more = f" and {host_memory(host_bytes_of_node(remedy.memory, machine))}"
         yield f"{remedy}{more if lacks_host_memory(remedy.memory, machine) else _on_host(remedy.memory, machine)}"
 
 
 def _freed(wanted: Wanted) -> Iterator[str]:
     for key in wanted.held:
-        if replace(wanted, held=[other for other in wanted.held if other != key]).fits:
+        if key != "context_ranks" and replace(wanted, held=[other for other in wanted.held if other != key]).fits:
             yield f"{in_file(key)} left out, so that the plan chooses it"
     for key, value, note in _TRAINS_SOMETHING_ELSE:
         other = replace(wanted, train=wanted.train.model_copy(update={key: value}))
@@ -452,13 +466,13 @@ def _in_4_bits(wanted: Wanted) -> Iterator[str]:
 
 
 def _in_parts(wanted: Wanted) -> Iterator[str]:
-    """Yield the fewest ranks that fit if they share each block, where these ranks can."""
-    geometry, train, blocks = wanted.setting.geometry, wanted.train, wanted.setting.workload.block_tokens
-    for count in range(2 * train.context_ranks, wanted.setting.machine.ranks + 1, train.context_ranks):
-        shared = train.model_copy(update={"context_ranks": count})
-        if blocks % count == 0 and not any(geometry.problems(shared, blocks)) and replace(wanted, train=shared).fits:
-            yield f"train.context_ranks: {count}  (as many ranks share each block)"
-            return
+    """Yield the fewest ranks that fit if they share each block, where these ranks can and the config says how many."""
+    train = wanted.train.model_copy(update={"context_ranks": AUTO})
+    if "context_ranks" in free_keys(wanted.train, wanted.held):
+        return
+    ways = leanest(replace(wanted, train=train, held=[key for key in wanted.held if key != "context_ranks"]))
+    if ways and fits(ways[0][1], wanted.setting.machine):
+        yield f"train.context_ranks: {ways[0][0].context_ranks}  (as many ranks share each block)"
 
 
 def _more_host_memory(wanted: Wanted) -> str | None:
@@ -509,11 +523,13 @@ def smallest_cluster(wanted: Wanted) -> str | None:
         is_link_known = machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
         more = "" if same.nodes == 1 or is_link_known else " (which needs cluster.internode_gbit_s too)"
         more += _least_on_host(wanted.on(same))
-        blocks, size = wanted.blocks_at_once(same.ranks), same.ranks_per_node
+        blocks, size = wanted.blocks_at_once(same), same.ranks_per_node
         if blocks > wanted.setting.batch_blocks:
             tokens = blocks * wanted.setting.workload.block_tokens
             more += f" and train.global_batch_tokens {tokens}, which changes the training"
         ranks = f"cluster.gpus_per_node {size} of {machine.name}" if machine.is_gpu else f"cluster.cpu_ranks {size}"
+        if (count := leanest(wanted.on(same))[0][0].ranks_per_block) > wanted.train.ranks_per_block:
+            ranks += f", {count} {TO_A_BLOCK}"
         sentences.append(f"{nodes}{ranks}{more}")
     kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
     more_memory = [gpu for gpu in kinds if gpu.memory_bytes > (machine.gpu_memory_bytes or 0)]
@@ -538,11 +554,12 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
         least = {size: _least_nodes(wanted, size) for size in range(1, now)}
     first = min((size * nodes for size, nodes in least.items()), default=1)
     for total in range(first, MOST_NODES * max(least, default=0) + 1):
-        blocks = wanted.blocks_at_once(total)
-        if blocks > batch_blocks or batch_blocks % blocks == 0:
-            for size in sorted(least, key=lambda size: (size != total, size != now, -size)):
-                if total % size == 0 and least[size] <= total // size <= MOST_NODES:
-                    yield replace(machine, nodes=total // size, ranks_per_node=size)
+        for size in sorted(least, key=lambda size: (size != total, size != now, -size)):
+            if total % size == 0 and least[size] <= total // size <= MOST_NODES:
+                shape = replace(machine, nodes=total // size, ranks_per_node=size)
+                blocks = wanted.blocks_at_once(shape)
+                if blocks > batch_blocks or batch_blocks % blocks == 0:
+                    yield shape
 
 
 def _least_nodes(wanted: Wanted, per_node: int) -> int:
@@ -554,7 +571,7 @@ def _least_nodes(wanted: Wanted, per_node: int) -> int:
     """
     machine = wanted.setting.machine
     now = math.ceil(machine.ranks / per_node)
-    if "hsdp" in {train.strategy for train in _lean_settings(wanted)}:
+    if "hsdp" in {train.strategy for train in _lean_settings(wanted, 1)}:
         return now
     sizes = range(now, MOST_NODES + 1)
     return now + bisect_left(

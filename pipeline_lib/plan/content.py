@@ -221,6 +221,7 @@ class Placement(Part):
 
     strategy: Text = None
     shard_ranks: Count = None
+    context_ranks: Count = None
     micro_batch_blocks: Count = None
     recompute: Text = None
     offload: Text = None
@@ -238,6 +239,9 @@ PART_NAMES = {
 _BOUNDS = {"device": "computing", "exchange": "communication", "offload": "host copies"}
 
 
+TO_A_BLOCK = "ranks to a block"  # after their number, which is `context_ranks`
+
+
 def bound_in_words(bound: str | None) -> str:
     """Return what a step is bound by, as users read it."""
     return _BOUNDS.get(bound or "", bound or "")
@@ -245,8 +249,9 @@ def bound_in_words(bound: str | None) -> str:
 
 def layer_options(placed: Chosen | Placement) -> list[str]:
     """Return how the layers run beyond the defaults, in words like `selective activation checkpointing`."""
+    words = [f"{placed.context_ranks} {TO_A_BLOCK}"] if (placed.context_ranks or 1) > 1 else []
     options = {"activation checkpointing": placed.recompute, "offloaded": placed.offload}
-    words = [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
+    words += [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
     if isinstance(placed, Chosen) and placed.offload_activations is True:
         words.append("activations on the host")
     if placed.reshard is False:

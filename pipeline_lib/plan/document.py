@@ -22,7 +22,8 @@ from pipeline_lib.plan.choose import (
     what_would_fit,
 )
 from pipeline_lib.plan.cluster import machine_of, read_measured
-from pipeline_lib.plan.content import FITS, NOT_CHECKED, PART_NAMES, TIGHT, TOO_LARGE, bound_in_words
+from pipeline_lib.plan.content import FITS, NOT_CHECKED, PART_NAMES, TIGHT, TO_A_BLOCK, TOO_LARGE, bound_in_words
+from pipeline_lib.plan.context import not_shared, rank_counts
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, host_need, predict_all
@@ -33,6 +34,7 @@ from pipeline_lib.plan.stages import Run, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import (
+    AUTO,
     Workload,
     can_compile,
     has_fused_adapters,
@@ -148,8 +150,8 @@ def describe(way: Prediction) -> str:
 def _in_words(train: Train, accumulation: int) -> str:
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
     words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {accumulation}")
-    if train.context_ranks > 1:
-        words.append(f"{train.context_ranks} ranks to a block")
+    if train.ranks_per_block > 1:
+        words.append(f"{train.ranks_per_block} {TO_A_BLOCK}")
     if train.lora.base != "unquantized":
         words.append(f"base in {train.lora.base}")
     if train.recompute != "none":
@@ -346,6 +348,16 @@ class Question:
         measured = read_measured(self.measured) if self.measured is not None else None
         return machine_of(self.cluster, self.train.precision, measured, self.train.attention)
 
+    def rank_counts(self, batch_blocks: int) -> list[int]:
+        """Return the numbers of ranks that may share each block, the smallest first.
+
+        Raise DataError if there are so few blocks in a batch that ranks would be idle with any of them.
+        """
+        asked = (self.geometry, self.train, self.held, self.ranks, self.workload.block_tokens, batch_blocks)
+        if problem := not_shared(*asked):
+            raise DataError(problem)
+        return rank_counts(*asked)
+
     def batch(self, train: Train) -> BatchPlan:
         """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
         training = self.blocks.training if self.blocks else None
@@ -371,12 +383,15 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     Raise DataError if there is nothing to train on or no legal way to train, and ConfigError for a wrong machine.
     Most of the time goes into sentences; without `is_explained` they are left out.
     """
-    machine = question.machine
+    machine, batch = question.machine, question.batch(question.train)
+    counts = question.rank_counts(batch.global_batch_blocks)
     if machine is None:
+        if question.train.context_ranks == AUTO:
+            train = question.train.model_copy(update={"context_ranks": counts[0]})
+            question = replace(question, train=train)
         set_there = f"{question.train.strategy}: set in the config"
         unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
-    batch = question.batch(question.train)
     setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
     wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
     choice, problem = _choice(wanted)

@@ -230,7 +230,7 @@ def _error_of(geometry: Geometry, train: Train, tokens: int) -> float:
     runs by ddp: +2 to +5 %); and all other offloading.
     """
     has_experts = bool(geometry.expert_layers)
-    is_derived = train.context_ranks > 1 or feeds_in_chunks(train, has_experts, tokens)
+    is_derived = train.ranks_per_block > 1 or feeds_in_chunks(train, has_experts, tokens)
     offloads = train.offload != "none"
     is_derived |= offloads and not (train.method == "full" and train.strategy in ("fsdp", "zero2"))
     if is_derived or keeps_on_host(train):

@@ -240,7 +240,7 @@ def _in_attention(geometry: Geometry, train: Train) -> float:
 
 def _sent(geometry: Geometry, train: Train) -> int:
     """Return the bytes per token that are sent beside what is received, if ranks share blocks."""
-    if train.context_ranks == 1:
+    if train.ranks_per_block == 1:
         return 0
     return max(exchanged_by_a_layer(geometry, train, kind) for kind in geometry.kinds)
 
@@ -428,7 +428,7 @@ class _Sharded:
 def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
     recompute = recompute_of(train)
     kept = sum(count * kept_per_token(geometry, train, kind, recompute) for kind, count in geometry.kinds.items())
-    if keeps_attention(train, tokens * train.context_ranks / train.micro_batch_blocks):  # a block may be one document
+    if keeps_attention(train, tokens * train.ranks_per_block / train.micro_batch_blocks):  # a block may be one document
         kept += geometry.attention_layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
     return round(tokens * kept)
 

@@ -34,6 +34,7 @@ from pipeline_lib.model.families import PLANNED, SUPPORTED
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
+from pipeline_lib.plan.context import not_shared
 from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.known import (
@@ -174,7 +175,8 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
     setting = Setting(geometry, machine, workload, batch_blocks, None)
     wanted = Wanted(setting, config.train, held_keys(config.train), find_spec("deepspeed") is not None)
-    if problem := no_way(wanted):
+    sizes = setting.ranks, workload.block_tokens, batch_blocks
+    if problem := not_shared(geometry, config.train, wanted.held, *sizes) or no_way(wanted):
         yield problem
         return
     if wanted.fits:

@@ -4,6 +4,9 @@ Ways that differ in their micro-batch alone form a group: a larger micro-batch n
 long as activations stay where they are. So how many of a group fit is found by bisection, and its fastest is the
 largest that fits. The largest micro-batch of all, with which there is no accumulation and no gradient is kept
 meanwhile, is a group of its own. A test compares the result with an estimate of every way.
+
+Ranks that share each block need less memory, and time for their exchange. So ways with more ranks to a block are looked
+at only where not even one block fits with fewer, and something would be gained if it did.
 """
 
 import math
@@ -18,10 +21,11 @@ from pipeline_lib.config.checks import train_problems
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.context import rank_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, Memory
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
-from pipeline_lib.plan.predict import Prediction, fits, host_bytes_of_node, memory_of, predict_step
+from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, memory_of, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, step_time
 from pipeline_lib.plan.workload import (
     AUTO,
@@ -33,6 +37,7 @@ from pipeline_lib.plan.workload import (
     is_compiled,
     is_sharded,
     keeps_on_host,
+    settled,
 )
 
 # Predictions cannot separate ways to train whose step times differ by less than this fraction; the simplest of them is
@@ -40,6 +45,10 @@ from pipeline_lib.plan.workload import (
 AS_GOOD, _AS_GOOD_ON_CPUS = 0.02, 0.25
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+params")
+
+
+def _simplicity(train: Train) -> tuple[int, int]:
+    return train.ranks_per_block, STRATEGIES.index(train.strategy)
 
 
 @dataclass(frozen=True)
@@ -75,12 +84,12 @@ class Estimate:
         return self.step_s + (COMPILE_S / steps if steps and is_compiled(self.train) else 0.0)
 
     @property
-    def complexity(self) -> tuple[int, int, bool, int, bool, int]:
-        """The order among ways that are equally fast: strategy first, then what is offloaded, and so on."""
+    def complexity(self) -> tuple[int, int, int, bool, int, bool, int]:
+        """The order among ways that are equally fast: ranks to a block, strategy, what is offloaded, and so on."""
         train = self.train
-        places = (STRATEGIES.index(train.strategy), OFFLOAD.index(train.offload), keeps_on_host(train))
+        places = (OFFLOAD.index(train.offload), keeps_on_host(train))
         again = (RECOMPUTE.index(train.recompute), train.reshard is not False)
-        return (*places, *again, self.memory.total_bytes)
+        return (*_simplicity(train), *places, *again, self.memory.total_bytes)
 
     def predict(self) -> Prediction:
         """Return the whole prediction."""
@@ -106,6 +115,11 @@ class Setting:
     def as_good(self) -> float:
         """The fraction by which a strategy may be slower than the fastest and still count as equally fast."""
         return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
+
+    def rank_counts(self, train: Train, held: Collection[str]) -> list[int]:
+        """Return the numbers of ranks that may share each block, the smallest first; `held` keys stay as they are."""
+        sizes = self.workload.block_tokens, self.batch_blocks
+        return rank_counts(self.geometry, train, held, self.ranks, *sizes)
 
     def case(self, train: Train) -> Case:
         """Return the case of one way to train."""
@@ -207,6 +221,25 @@ class Group:
         return self.at(place)
 
     @property
+    def simplicity(self) -> tuple[int, int]:
+        """The ranks to a block and the place of the strategy, which order ways before all else."""
+        return _simplicity(self.train)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its smallest micro-batch fits, with activations on the device."""
+        smallest = self.at(0)
+        return smallest.fits and not keeps_on_host(smallest.train)
+
+    def would_fit(self, count: int) -> bool:
+        """Return whether GPUs may have the memory for its smallest micro-batch if `count` ranks share each block."""
+        setting, lean = self.setting, {"context_ranks": count, "micro_batch_blocks": self.sizes[0]}
+        if self.train.offload_activations == AUTO:
+            lean["offload_activations"] = can_keep_on_host(self.train)
+        train = settled(self.train.model_copy(update=lean), setting.machine.has_triton)
+        return fits_on_gpu(memory_of(setting.case(train)), setting.machine)
+
+    @property
     def complexity(self) -> tuple[int, int, bool]:
         """The places of what is offloaded, recomputed and resharded; each takes time and saves memory."""
         train = self.train
@@ -227,8 +260,57 @@ def is_legal(train: Train, ranks: Ranks) -> bool:
 
 
 def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]:
-    """Return all legal ways to train on the same global batch that keep the `held` keys."""
+    """Return all legal ways to train on the same global batch that keep the `held` keys.
+
+    With more ranks to a block these are only the ways that may be faster than what fits with fewer. Blocks are shared
+    across nodes only if nothing fits within them.
+    """
     free = free_keys(train, held)
+    first, *more = setting.rank_counts(train, held)
+    last = _of_count(setting, train.model_copy(update={"context_ranks": first}), free)
+    found = list(last)
+    for count in more:
+        fastest_s = min((group.fastest.cost_s for group in _undominated(found)), default=math.inf)
+        if fastest_s < math.inf:
+            more = [one for one in more if one <= setting.ranks.per_node]
+        if count not in more:
+            break
+        cramped = _cramped(last, fastest_s / (1 + setting.as_good), more[-1])
+        shared = (group.train.model_copy(update={"context_ranks": count}) for group in cramped)
+        last = [
+            Group(setting, way, sizes)
+            for way in shared
+            if is_legal(way, setting.ranks)
+            for sizes in _sizes(setting, way, free)
+        ]
+        if not last:
+            break
+        found += last
+    return found
+
+
+def _cramped(found: Iterable[Group], limit_s: float, most: int) -> Iterator[Group]:
+    """Yield one group for each of the ways in `found` that ranks which share blocks might make faster than `limit_s`.
+
+    Not even one block of it fits on the device, nor with the same strategy one of a simpler way. It may fit if `most`
+    ranks share a block, and if all blocks did, a step would take less.
+    """
+    of_options: dict[tuple[Any, ...], list[Group]] = {}
+    for group in sorted(found, key=lambda group: group.complexity):
+        of_options.setdefault((group.train.strategy, group.train.shard_ranks, group.complexity), []).append(group)
+    roomy: dict[tuple[str, int | None], list[tuple[int, int, bool]]] = {}
+    for (strategy, shard_ranks, places), parts in of_options.items():
+        simpler = roomy.setdefault((strategy, shard_ranks), [])
+        if any(all(its <= mine for its, mine in zip(one, places, strict=True)) for one in simpler):
+            continue
+        if any(group.has_room for group in parts):
+            simpler.append(places)
+        elif parts[0].would_fit(most) and parts[-1].at(len(parts[-1].sizes) - 1).step_s < limit_s:
+            yield parts[-1]
+
+
+def _of_count(setting: Setting, train: Train, free: frozenset[str]) -> list[Group]:
+    """Return all legal ways with as many ranks to a block as `train` says, over its `free` keys."""
     if train.strategy != AUTO:
         return list(_groups(setting, train, free))
     found: list[Group] = []
@@ -245,11 +327,8 @@ def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]
 
 def _groups(setting: Setting, train: Train, free: Collection[str]) -> Iterator[Group]:
     ranks, machine = setting.ranks.total, setting.machine
+    parts = _sizes(setting, train, free)
     is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
-    of_a_rank = math.ceil(setting.batch_blocks * train.context_ranks / ranks)
-    sizes = [train.micro_batch_blocks]
-    if "micro_batch_blocks" in free:
-        sizes = [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0]
     values: dict[str, list[Any]] = {
         "shard_ranks": [size for size in range(2, ranks) if ranks % size == 0],
         # Without GPUs the state lies in host memory anyway.
@@ -259,25 +338,32 @@ def _groups(setting: Setting, train: Train, free: Collection[str]) -> Iterator[G
         "compile": [AUTO],
     }
     own = {key: choices for key, choices in values.items() if key in free}
-    parts = [part for part in (sizes[:-1], sizes[-1:]) if part]
     for chosen in product(*own.values()):
         changed = train.model_copy(update=dict(zip(own, chosen, strict=True)))
-        yield from (Group(setting, changed, tuple(part)) for part in parts)
+        yield from (Group(setting, changed, part) for part in parts)
+
+
+def _sizes(setting: Setting, train: Train, free: Collection[str]) -> list[tuple[int, ...]]:
+    """Return the micro-batches that divide a rank's share of the batch, the largest of all by itself; or the given."""
+    if "micro_batch_blocks" not in free:
+        return [(train.micro_batch_blocks,)]
+    of_a_rank = math.ceil(setting.batch_blocks * train.ranks_per_block / setting.ranks.total)
+    sizes = [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0]
+    return [tuple(part) for part in (sizes[:-1], sizes[-1:]) if part]
 
 
 def simplest_of_fastest(setting: Setting, found: Iterable[Group]) -> Estimate | None:
     """Return the simplest of the ways as fast as the fastest; None if nothing fits.
 
-    On CPUs it is of the simplest strategy that is as fast as the fastest.
+    On CPUs it is of the fewest ranks to a block, and then of the simplest strategy, that are as fast as the fastest.
     """
     useful = _undominated(found)
     if not useful:
         return None
     if not setting.machine.is_gpu:
         limit_s = min(group.fastest.cost_s for group in useful) * (1 + setting.as_good)
-        fast = {group.train.strategy for group in useful if group.fastest.cost_s <= limit_s}
-        first = min(fast, key=STRATEGIES.index)
-        useful = [group for group in useful if group.train.strategy == first]
+        first = min(group.simplicity for group in useful if group.fastest.cost_s <= limit_s)
+        useful = [group for group in useful if group.simplicity == first]
     limit_s = min(group.fastest.cost_s for group in useful) * (1 + AS_GOOD)
     near = [group.simplest_within(limit_s) for group in useful if group.fastest.cost_s <= limit_s]
     return min(near, key=lambda way: way.complexity)
@@ -286,12 +372,12 @@ def simplest_of_fastest(setting: Setting, found: Iterable[Group]) -> Estimate | 
 def _undominated(found: Iterable[Group]) -> list[Group]:
     """Return the groups of which something fits, without those that have a simpler and faster one for all that fits.
 
-    That is one of the same strategy and sizes that offloads, recomputes and reshards no more, and of which as large a
-    micro-batch fits.
+    That is one of the same strategy, ranks to a block and sizes that offloads, recomputes and reshards no more, and of
+    which as large a micro-batch fits.
     """
-    kept: dict[tuple[str, int | None, tuple[int, ...]], list[Group]] = {}
+    kept: dict[tuple[tuple[int, int], int | None, tuple[int, ...]], list[Group]] = {}
     for group in sorted(found, key=lambda group: group.complexity):
-        before = kept.setdefault((group.train.strategy, group.train.shard_ranks, group.sizes), [])
+        before = kept.setdefault((group.simplicity, group.train.shard_ranks, group.sizes), [])
         places = group.complexity
         simpler = [one for one in before if all(mine <= its for mine, its in zip(one.complexity, places, strict=True))]
         most = max((one.plain for one in simpler), default=0)

@@ -451,8 +451,8 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     yield f"layers run {how}, activation checkpointing {recompute_of(train)}{gathered}"
     yield f"tokens of a step = {of_step}, {1 - workload.real_fraction:.1%} of them padding"
     micro, groups = f"{train.micro_batch_blocks} x {workload.block_tokens}", str(ranks)
-    if train.context_ranks > 1:
-        micro, groups = f"{micro} / {train.context_ranks}", f"{ranks} / {train.context_ranks}"
+    if train.ranks_per_block > 1:
+        micro, groups = f"{micro} / {train.ranks_per_block}", f"{ranks} / {train.ranks_per_block}"
     tokens = micro_batch_tokens(train, workload.block_tokens)
     chunks = ""
     if feeds_in_chunks(train, bool(geometry.expert_layers), tokens):

@@ -260,7 +260,7 @@ def _pointwise_bytes(kind: _Bytes, geometry: Geometry, train: Train) -> float:
             width += geometry.intermediate
     head_bytes = kind.by_head if geometry.normed_heads or is_compiled(train) else kind.by_head / 2
     total = kind.by_hidden * geometry.hidden + head_bytes * heads + kind.by_mlp * width
-    if train.context_ranks > 1:  # each part is copied together to be sent, and apart when it has come
+    if train.ranks_per_block > 1:  # each part is copied together to be sent, and apart when it has come
         total += _COPIES_OF_EXCHANGED * exchanged_bytes_per_token(geometry, train) / geometry.layers
     if Arithmetic.of(train).by_autocast and train.method == "full":
         total *= _AUTOCAST

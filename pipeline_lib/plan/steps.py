@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline_lib.config.checks import warmup_problem
+from pipeline_lib.config.checks import AUTO, may_be_shared, warmup_problem
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Config, FileData
 from pipeline_lib.config.train import Train
@@ -119,16 +119,20 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
             f"shard.block_tokens to {fitting:,} or less"
         )
     at_once = train.blocks_at_once(ranks)
-    places = train.accumulation(blocks, ranks) * at_once
-    if places - blocks <= MOST_OFF * places:
+    # Which of the numbers of ranks that may share a block is taken is for the plan to say, which knows the model.
+    is_open = train.context_ranks == AUTO and blocks < ranks
+    if is_shared_well(train, at_once, blocks) or (
+        is_open and any(may_be_shared(train, ranks, workload.block_tokens, count) for count in range(2, ranks + 1))
+    ):
         return None
+    places = train.accumulation(blocks, ranks) * at_once
     shares = f"{ranks} ranks"
-    if train.context_ranks > 1:
-        shares += f", {train.context_ranks} to a block,"
+    if train.ranks_per_block > 1:
+        shares += f", {train.ranks_per_block} to a block,"
     if train.micro_batch_blocks > 1:
         shares += f" x {train.micro_batch_blocks} blocks"
     fitting_samples = [round(count * at_once * each) for count in {max(1, blocks // at_once), places // at_once}]
-    fewer = range(train.context_ranks, ranks, train.context_ranks)
+    fewer = range(train.ranks_per_block, ranks, train.ranks_per_block)
     fitting_ranks = [count for count in fewer if blocks % train.blocks_at_once(count) == 0]
     remedies = [f"set {' or '.join(map(str, sorted(fitting_samples)))}"]
     if fitting_ranks:
@@ -139,6 +143,15 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
         f"train.global_batch_samples: {wanted} are {blocks} blocks ({one}), and {shares} would be idle for "
         f"{1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
     )
+
+
+def is_shared_well(train: Train, at_once: int, blocks: int) -> bool:
+    """Return whether no rank is idle in a step of `blocks` blocks, or hardly with `global_batch_samples`.
+
+    All ranks together process `at_once` of the blocks at a time.
+    """
+    idle = -blocks % at_once
+    return idle <= (0 if train.global_batch_samples is None else MOST_OFF * (blocks + idle))
 
 
 def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:

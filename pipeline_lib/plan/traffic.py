@@ -61,7 +61,7 @@ def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
     if group == "all":
         return Reach(ranks.total, nodes, 1)
     if group == "context":
-        return _reach_of_parts("shard", train.context_ranks, ranks)
+        return _reach_of_parts("shard", train.ranks_per_block, ranks)
     return _reach_of_parts(group, sharded_over(train, ranks), ranks)
 
 
@@ -92,7 +92,7 @@ def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> li
 
     The backward pass makes them in reverse, and before that again if layers are recomputed. Attention waits for them.
     """
-    if train.context_ranks == 1:
+    if train.ranks_per_block == 1:
         return []
     of_pass, pieces = float(tokens * exchanged_bytes_per_token(geometry, train)), 2 * geometry.layers
     back = 1 if recompute_of(train) == "none" else 2

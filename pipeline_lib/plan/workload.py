@@ -116,7 +116,7 @@ def can_keep_on_host(train: Train) -> bool:
 
 def micro_batch_tokens(train: Train, block_tokens: int) -> int:
     """Return the tokens of a micro-batch on a rank, which has a part of each block if ranks share blocks."""
-    return train.micro_batch_blocks * block_tokens // train.context_ranks
+    return train.micro_batch_blocks * block_tokens // train.ranks_per_block
 
 
 # The tokens of the block whose logits prove the export, at most: the merge passes them through the model on CPUs.
@@ -202,6 +202,7 @@ def settled(train: Train, has_triton: bool) -> Train:
         **{"recompute": "none", "reshard": True, "compile": can_compile(train, has_triton)},
         "save_async": train.offload == "none",
         "offload_activations": False,
+        "context_ranks": 1,
     }
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
 

@@ -23,7 +23,7 @@ def state_mesh(world: World, train: Train) -> DeviceMesh:
 
 def portion_of(world: World, train: Train) -> Portion:
     """Return what this rank computes of a step's blocks. All ranks of `world` have to call it."""
-    parts = train.context_ranks
+    parts = train.ranks_per_block
     groups = world.size // parts
     if parts == 1:
         return Portion(world.rank, groups)

@@ -172,7 +172,7 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     result_step = loop.take_best()
     parts = loop.saver.parts(strategy, (WEIGHTS,))
     checkpoint.save_parts(job.out / WEIGHTS, map(_by_parameter, parts), world)
-    block = batch.probe_block(loop.held_out[0], loop.train.context_ranks)
+    block = batch.probe_block(loop.held_out[0], loop.train.ranks_per_block)
     with strategy.autocast():
         logits = batch.probe_logits(wrapped, block, world.device, loop.batches.portion.part)
     if not world.is_first:

@@ -211,6 +211,28 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
     assert text == "its 3 blocks of 2000 tokens are not a multiple of 2 groups of ranks x 1 blocks; try 8000"
 
 
+@pytest.mark.parametrize(
+    ("train", "blocks", "is_refused"),
+    [
+        ({}, 4, False),
+        ({}, 6, False),
+        ({}, 12, True),  # each rank can have a block of its own
+        ({"micro_batch_blocks": 2}, 4, False),
+        ({"micro_batch_blocks": 2}, 3, True),
+        ({"context_ranks": 1}, 4, True),
+        ({"strategy": "zero2"}, 4, True),
+        ({"local_sgd_steps": 2}, 4, True),
+    ],
+)
+def test_a_batch_of_fewer_blocks_than_ranks_is_left_to_ranks_that_share_them(
+    train: dict[str, Any], blocks: int, is_refused: bool
+) -> None:
+    sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": 1024}, "cluster": {"gpus_per_node": 8}}
+    given = {**BASE, **sizes, "train": {"global_batch_tokens": blocks * 1024, **train}}
+    found = cross_check(Config.model_validate_json(json.dumps(given)))
+    assert [keys for keys, _ in found] == [("train", "global_batch_tokens")] * is_refused
+
+
 def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:
     given = {"train": {"precision": "fp8", "global_batch_tokens": 64_000}, "cluster": {"gpus_per_node": 1}}
     for tokens, said in (

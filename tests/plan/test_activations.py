@@ -204,7 +204,7 @@ def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geomet
         cast = torch.autocast("cpu", torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
         ends = {"cu_seq_lens_q": torch.tensor([0, TOKENS // 3, TOKENS])} if kind.startswith("qwen3_5") else {}
-        layer(hidden, position_embeddings=angles, attention_mask=None, **ends, **shared_with(train.context_ranks))
+        layer(hidden, position_embeddings=angles, attention_mask=None, **ends, **shared_with(train.ranks_per_block))
     assert not train.compile or not torch._dynamo.utils.counters["graph_break"]
     return sum(kept.values()) / TOKENS, geometry_in({**config.to_dict(), "model_type": kind})
 

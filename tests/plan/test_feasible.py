@@ -123,7 +123,8 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     )
     assert match, said
     nodes, per_node = int(match[1] or 1), int(match[2])
-    machine, at_once, blocks = asked.setting.machine, asked.blocks_at_once(1), asked.setting.batch_blocks
+    machine, blocks = asked.setting.machine, asked.setting.batch_blocks
+    at_once = asked.blocks_at_once(replace(machine, nodes=1, ranks_per_node=1))
     assert ("train.global_batch_tokens" in (said or "")) == (nodes * per_node * at_once > blocks)
     assert asked.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
     now, total = machine.ranks_per_node, nodes * per_node
@@ -172,7 +173,7 @@ def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() ->
     given = wanted("qwen3-8b", "a10", 2, None, strategy="ddp", micro_batch_blocks=1)
     remedy = r"train.offload: optimizer\+params.* a GPU\), with [\d.]+ GB of host memory on each node"
     assert any(re.search(remedy, said) for said in what_would_fit(given))
-    alone = wanted("qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=48)
+    alone = wanted("qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=48, context_ranks=1)
     assert not any("host memory" in said for said in what_would_fit(alone))
 
 
@@ -192,22 +193,39 @@ def test_keys_that_allow_no_way_at_all_are_named() -> None:
 
 
 def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
-    asked = wanted("qwen3-8b", "a10", 8, strategy="ddp", recompute="full", method="lora", micro_batch_blocks=1)
-    longest = replace(asked.setting, workload=replace(BLOCKS, block_tokens=2**20))
-    [said] = what_would_fit(replace(asked, setting=longest))
+    given: dict[str, Any] = {"strategy": "ddp", "recompute": "full", "method": "lora", "micro_batch_blocks": 1}
+    alone = in_blocks_of(2**20, wanted("qwen3-8b", "a10", 8, **given, context_ranks=1))
+    [said] = what_would_fit(alone)
     assert said.startswith("no number of GPUs would do: one block of 1048576 tokens needs more memory than a GPU has")
     assert said.endswith("or raise train.context_ranks, so that more GPUs share a block")
+    [said] = what_would_fit(in_blocks_of(2**28, wanted("qwen3-8b", "a10", 8, **given)))
+    assert said == (
+        "no number of GPUs would do: one block of 268435456 tokens needs more memory than the GPUs have that may share "
+        "it; lower shard.block_tokens"
+    )
 
 
 def test_where_a_block_is_too_long_for_a_gpu_ranks_that_share_it_are_offered() -> None:
-    asked = wanted("qwen3-8b", "a10", 8, 200, method="lora", batch_blocks=8, offload_activations=False)
-    longest = in_blocks_of(40960, asked)
+    given: dict[str, Any] = {"method": "lora", "batch_blocks": 8, "offload_activations": False}
+    longest = in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, ("context_ranks",), context_ranks=1, **given))
     assert not longest.fits
     assert "this would fit: train.context_ranks: 2  (as many ranks share each block)" in what_would_fit(longest)
     shared = replace(longest, train=longest.train.model_copy(update={"context_ranks": 2}))
     assert shared.fits
     odd = replace(longest, setting=replace(longest.setting, workload=replace(BLOCKS, block_tokens=40959)))
     assert not any("context_ranks" in said for said in what_would_fit(odd))
+    assert leanest(in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, **given)))[0][0].context_ranks == 2
+
+
+def test_one_gpu_is_told_how_many_would_share_a_block_that_it_has_no_room_for() -> None:
+    """The batch stays as it is: a single block, which both have a half of."""
+    alone = in_blocks_of(131_072, wanted("qwen3-8b", "h100", 1, 64, method="lora", batch_blocks=1))
+    assert not alone.fits
+    said = smallest_cluster(alone) or ""
+    assert said.startswith("cluster.gpus_per_node 2 of H100 SXM, 2 ranks to a block")
+    assert "global_batch_tokens" not in said
+    given = wanted("qwen3-8b", "h100", 1, 64, ("context_ranks",), method="lora", batch_blocks=1, context_ranks=1)
+    assert "ranks to a block" not in (smallest_cluster(in_blocks_of(131_072, given)) or "")
 
 
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:

@@ -66,6 +66,7 @@ def test_every_field_of_a_real_prediction_is_known_here_by_its_name() -> None:
     machine = Machine("made up", True, 2, 4, 80 * GIB, 1e15, 512 * GIB, rates)
     geometry = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
     settled: dict[str, Any] = {"recompute": "none", "reshard": False, "compile": True, "save_async": True}
+    settled["context_ranks"] = 1
     train = Train(strategy="fsdp", micro_batch_blocks=1, global_batch_tokens=16 * 4096, **settled)
     workload = Workload(4096, 0.98, 0.5, 1024.0, 100, 100)
     made = predict_step(Case(geometry, train, machine, workload, 16, 30)).as_json()

@@ -83,7 +83,7 @@ class Arena:
         spec = Spec("train", 1, settings_of(train, PLACEMENT_KEYS), {"model": self.model, "shard": self.shard})
         plan = {
             "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 1},
-            "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS},
+            "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS} | {"context_ranks": train.ranks_per_block},
         }
         out.mkdir(parents=True, exist_ok=True)
         checkpoints = self.store.run_dir(run_digest(spec)) / CHECKPOINTS
