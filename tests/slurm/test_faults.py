@@ -115,7 +115,8 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     assert {event["job"] for event in requeued} == {job}
     saved = [event["step"] for event in requeued if event["step"]]  # a busy machine may make no step in a minute
     assert saved == [event["step"] for event in project.events("run.resumed")]
-    assert project.steps_done() == list(range(1, project.steps_done()[-1] + 1))  # no step was made twice
+    done = project.steps_done()
+    assert done == list(range(1, done[-1] + 1))  # no step was made twice
     assert project.slurm_log(job).count("will be queued again") == len(requeued)  # the log is that of all attempts
     slurm.call("scancel", str(job))
     assert ended(started, project, slurm) == 1

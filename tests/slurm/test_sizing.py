@@ -97,8 +97,9 @@ def test_what_is_offloaded_to_the_host_of_cpus_is_counted_too(store: Store) -> N
     held = config_of(cluster={"cpu_ranks": 2}, save_async=False)
     moved = config_of(cluster={"cpu_ranks": 2}, offload="optimizer+params")
     asked = [training_request(config, foreseen(config, store), []).memory_mb for config in (held, moved)]
-    assert asked[1] > 1.15 * 16 * 8190
-    assert asked[0] == pytest.approx(asked[1], rel=0.05)
+    assert asked[0] > 1.15 * 16 * 8190
+    second_gradients = 1.3 * 4 * 8190  # fsdp adds those of each micro-batch when all of them are there
+    assert asked[1] == pytest.approx(asked[0] + second_gradients, rel=0.05)
 
 
 def test_offloading_asks_for_more_host_memory(store: Store) -> None:
