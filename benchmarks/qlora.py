@@ -260,7 +260,6 @@ def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
             **{"last_losses": sum(last) / len(last), "losses": [round(loss, 4) for loss in losses]},
             **{"seconds": round(time.monotonic() - begun_s, 1)},
         }
-        print(RESULT + json.dumps(found), flush=True)  # what there is if the next one takes too long
         print(RESULT + json.dumps(found), flush=True)  # what there is if no time is left for the others
         del stepper
     return found

@@ -208,10 +208,10 @@ _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe
 _NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND = 60e-6, 2.0
 _COPY_GBYTE_S, _COPY_BAND = 20.0, 0.6  # PCIe 4 gives 25, PCIe 5 twice that, and shared switches less
 _HOST_GBYTE_S, _THREAD_GBYTE_S, _HOST_BAND = 50.0, 25.0, 0.6
-# The hosts of one H100 and one H200 (benchmarks/RESULTS.md): 53 to 54 GB/s each way; AdamW in their memory 28 GB/s with
-# one thread, 60 to 65 with 4 and 127 to 132 with 16. More threads were not tried, nor several GPUs at once.
+# Hosts of an H100 (benchmarks/RESULTS.md): 53 to 54 GB/s each way; AdamW 28 GB/s with one thread, in page-locked memory
+# 55 with 4 and 127 with 16. Neither more threads nor several GPUs at once were measured; H200 was not measured apart.
 _HOPPER_COPY_GBYTE_S, _HOPPER_COPY_BAND = 54.0, 0.3
-_HOPPER_HOST_GBYTE_S, _HOPPER_THREAD_GBYTE_S, _HOPPER_THREADS_POWER, _HOPPER_HOST_BAND = 130.0, 28.0, 0.55, 0.4
+_HOPPER_HOST_GBYTE_S, _HOPPER_THREAD_GBYTE_S, _HOPPER_THREADS_POWER, _HOPPER_HOST_BAND = 130.0, 26.0, 0.57, 0.4
 _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
 _NO_LINK = "there is no such link"
@@ -313,7 +313,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
     copies = _gbyte_rate(_COPY_GBYTE_S, _COPY_BAND, "a usual host")
     updates = _gbyte_rate(min(_HOST_GBYTE_S, threads * _THREAD_GBYTE_S), _HOST_BAND, "a usual host")
     if gpu is not None and gpu.is_hopper:
-        source = f"hosts of {gpu.name}"
+        source = "a host like those of H100"
         of_threads = _HOPPER_THREAD_GBYTE_S * threads**_HOPPER_THREADS_POWER
         copies = _gbyte_rate(_HOPPER_COPY_GBYTE_S, _HOPPER_COPY_BAND, source)
         updates = _gbyte_rate(min(_HOPPER_HOST_GBYTE_S, of_threads), _HOPPER_HOST_BAND, source)

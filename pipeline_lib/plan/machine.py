@@ -46,7 +46,7 @@ class Gpu:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether cuDNN's attention kernel is for this GPU (model/attention.py)."""
+        """Whether it is of the architecture that cuDNN's attention kernel is for (model/attention.py)."""
         return self.capability == _HOPPER
 
     def computes_in(self, precision: str) -> bool:

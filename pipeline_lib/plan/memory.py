@@ -195,21 +195,22 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     tokens = micro_batch_tokens(train, block_tokens)
     moments = moments_of_step(geometry, train, model, ranks, tokens, accumulation, state.gradients)
     moment = max(moments, key=lambda moment: moment.sum)
-    allocated = state.weights + state.optimizer + moment.sum
+    of_step = state.weights + state.optimizer + moment.sum
+    allocated = of_step + state.buffer
     activations_on_host = kept_on_host(geometry, train, tokens)
     copied = _copied(geometry, train, ranks)
     in_forward = max(moment.sum - moment.gradients for moment in moments if moment.name == AT_LOSS)
-    on_cpus = _held_on_cpus(model, train, ranks, state, (allocated, in_forward), copied)
+    on_cpus = _held_on_cpus(model, train, ranks, state, (of_step, in_forward), copied)
     return Memory(
         weights_bytes=state.weights,
         gradients_bytes=moment.gradients,
-        optimizer_bytes=state.optimizer,
+        optimizer_bytes=state.optimizer + state.buffer,
         gathered_bytes=moment.gathered,
         exchanged_bytes=moment.exchanged,
         activations_bytes=moment.activations,
         loss_bytes=moment.loss,
         reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
-        host_bytes=state.page_locked + activations_on_host,
+        host_bytes=state.host_for_gpu + activations_on_host,
         checkpoint_bytes=checkpoint_bytes(geometry, train),
         copied_bytes=math.ceil(_SNAPSHOT * copied),
         cpu_rank_bytes=state.host + activations_on_host + on_cpus,
@@ -307,16 +308,18 @@ def predict_all(
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes of a rank's state: on its device, and offloaded, on `host` as such and `page_locked` as it takes for GPUs.
+    """Bytes of a rank's state on its device and of what is offloaded.
 
-    With offloading, `optimizer` counts what DeepSpeed allocates on the device for it.
+    `host_for_gpu` is what the offloaded state takes where a GPU copies from it, in page-locked memory; `buffer` is what
+    DeepSpeed then allocates on the GPU for gradients on their way.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    host: int
-    page_locked: int
+    host: int = 0
+    host_for_gpu: int = 0
+    buffer: int = 0
 
 
 def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _State:
@@ -335,24 +338,25 @@ def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _Sta
         gradients, optimizer = gradients / share, moments / share
     sizes = math.ceil(weights), math.ceil(gradients), math.ceil(optimizer)
     if train.offload == "none":
-        return _State(*sizes, 0, 0)
+        return _State(*sizes)
     if train.strategy == "zero3":  # nothing sizable stays on the device with `optimizer+params`
         of_host = sizes[1] + sizes[2] + (sizes[0] if train.offload == "optimizer+params" else 0)
         return _State(sizes[0] if train.offload == "optimizer" else 0, 0, 0, of_host, of_host)
     if is_sharded(train):
-        # From the second micro-batch on, those of earlier ones: on the host by fsdp (train/native.py), on the device by
-        # hsdp. They are counted in any case, so that a smaller micro-batch never needs more.
+        # Gradients of earlier micro-batches: on the host by fsdp (train/native.py), on the device by hsdp. They are
+        # counted for a step of one micro-batch too, which has none: so a smaller micro-batch never needs more memory,
+        # as `leanest` in plan/choose.py takes for granted.
         on_host, on_device = (sizes[1], 0) if train.strategy == "fsdp" else (0, sizes[1])
         copied = sizes[0] + sizes[1] + on_host
-        page_locked = math.ceil(copied * _rounded_up(geometry, share)) + sizes[2]
-        return _State(0, on_device, 0, copied + sizes[2], page_locked)
-    # DeepSpeed accumulates gradients on the device unless they are computed in fp32, copies them to the host through a
-    # buffer on either side, and makes the weights there that it copies back.
+        return _State(0, on_device, 0, copied + sizes[2], math.ceil(copied * _rounded_up(geometry, share)) + sizes[2])
+    # DeepSpeed adds up gradients on the device unless they are computed in fp32, has a buffer for the largest of them
+    # on either side, and rounds the weights on the host before it copies them back. In fp32 it also keeps a page-locked
+    # copy of each gradient, which is not counted.
     part, largest = FP32_BYTES * model.trained / share, geometry.largest_tensor if train.method == "full" else 0
     on_device = sizes[1] if number < FP32_BYTES else 0
     copies = 2 * _power_of_two(part) + _power_of_two(number * model.trained / share) + _power_of_two(number * largest)
-    page_locked = math.ceil(moments / share - part) + copies
-    return _State(sizes[0], on_device, number * largest, math.ceil(part) + sizes[2], page_locked)
+    for_gpu = math.ceil(moments / share - part) + copies  # without the masters, which are among the copies
+    return _State(sizes[0], on_device, 0, math.ceil(part) + sizes[2], for_gpu, number * largest)
 
 
 @lru_cache(maxsize=64)

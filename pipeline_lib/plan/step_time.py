@@ -402,6 +402,7 @@ class _Work:
     device_s: float
     host_s: float
     copy_s: float
+    added_s: float = 0.0  # sums in host memory, which wait for the rest
 
 
 def overlapped(*times_s: float) -> float:
@@ -421,7 +422,8 @@ def step_time(case: Case, end: End) -> StepTime:
     for name in ("forward", "backward"):
         of_layer, of_ends = getattr(layer, name), getattr(ends, name)
         device_s = layers * of_layer.device_s(tokens) + of_ends.device_s(tokens)
-        work[name] = _Work(device_s, layers * of_layer.host_s + of_ends.host_s, moved[name])
+        added_s = _added_s(case, speeds) if name == "backward" else 0.0
+        work[name] = _Work(device_s, layers * of_layer.host_s + of_ends.host_s, moved[name], added_s)
     work["update"] = _update(case, speeds, moved["update"])
     costs = [
         (exchange, duration_of(exchange, case.train, ranks, speeds, end, case.machine.is_gpu))
@@ -456,7 +458,7 @@ def _phase(work: _Work, times: int, costs: list[tuple[Exchange, Duration]], late
         times * work.device_s,
         times * work.host_s,
         times * computing_s,
-        times * (with_copies_s - computing_s),
+        times * (with_copies_s - computing_s + work.added_s),
         total_s - times * with_copies_s,
     )
 
@@ -493,9 +495,10 @@ def _trained_by_rank(case: Case) -> tuple[float, int]:
 def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     """Return the seconds of copies between host and device in each pass: of what is offloaded, and of activations.
 
-    FSDP2 copies its shard of the weights, in fp32, whenever it gathers, copies gradients back, and once more to the
-    device for their norm. ZeRO-1 and 2 copy gradients, which they add up on the device, and the updated weights once a
-    step; ZeRO-3 copies gradients in every pass, and offloaded parameters when they are used.
+    FSDP2 copies its shard of the weights, in fp32, whenever it gathers, copies gradients back (with hsdp once a step),
+    and once more to the device for their norm. ZeRO-1 and 2 copy the sum of the gradients and the updated weights once
+    a step; what they copy besides in fp32 is not counted. ZeRO-3 copies gradients in every pass, and offloaded
+    parameters when they are used.
     """
     train, number = case.train, compute_bytes(case.train)
     away_s = kept_on_host(case.geometry, train, case.micro_batch_tokens) / speeds.copy_bytes_s
@@ -509,18 +512,25 @@ def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     updated = 0.0 if train.offload == "optimizer+params" else number * trained
     again = 0.0 if stays_gathered(train) else gathered
     gradients = FP32_BYTES * trained
-    if train.strategy in ("zero1", "zero2"):
-        moved = {"forward": gathered, "backward": again, "update": updated + gradients}
-    else:
-        normed = 0.0 if train.uses_deepspeed else gradients
-        moved = {"forward": gathered, "backward": again + gradients, "update": updated + normed}
+    in_passes, in_update = (gradients, 0.0) if train.strategy in ("fsdp", "zero3") else (0.0, gradients)
+    in_update += 0.0 if train.uses_deepspeed else gradients
+    moved = {"forward": gathered, "backward": again + in_passes, "update": updated + in_update}
     copied_s = {name: size / speeds.copy_bytes_s for name, size in moved.items()}
     return {**copied_s, "forward": copied_s["forward"] + away_s, "backward": copied_s["backward"] + away_s}
 
 
+def _added_s(case: Case, speeds: Speeds) -> float:
+    """Return the mean seconds of a backward pass in which fsdp adds offloaded gradients to those of earlier passes."""
+    if case.train.strategy != "fsdp" or case.train.offload == "none":
+        return 0.0
+    trained, _ = _trained_by_rank(case)
+    moved = _ADD_BYTES * trained * case.ranks.per_node * (case.accumulation - 1) / case.accumulation
+    return moved / speeds.host_bytes_s
+
+
 def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
     """Return norm, clipping and AdamW of a rank; offloaded, the ranks of a node share its memory bandwidth."""
-    trained, share = _trained_by_rank(case)
+    trained, _ = _trained_by_rank(case)
     tensors = len(trained_shapes(case.geometry, case.train))
     launches = _8BIT_LAUNCHES if case.train.optimizer == "adamw_8bit" else _UPDATE_LAUNCHES
     host_s = tensors * launches[family_of(case.train)] * speeds.launch_s
@@ -529,6 +539,4 @@ def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
     of_a_number = ADAM_BYTES + _CLIP_BYTES
     if case.train.uses_deepspeed:
         of_a_number += FP32_BYTES + compute_bytes(case.train)  # the weights that it copies to the device
-    elif case.train.strategy == "fsdp":
-        of_a_number += _ADD_BYTES * (case.accumulation - 1)
     return _Work(0.0, host_s, copy_s + of_a_number * trained * case.ranks.per_node / speeds.host_bytes_s)

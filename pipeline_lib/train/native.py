@@ -429,6 +429,7 @@ class Fsdp(Native):
 
         FSDP2 copies a gradient to page-locked memory during the backward pass, if the parameter has none yet.
         Otherwise it waits for each copy, which goes to new pageable memory: 40 times as slow (benchmarks/RESULTS.md).
+        CPUs would not need that; they do the same, so that tests without GPUs take this way too.
         """
         if self.train.offload == "none":
             super().backward(loss)
@@ -445,16 +446,21 @@ class Fsdp(Native):
     def grad_norm(self) -> Tensor:
         """Return the gradient norm; that of offloaded gradients is computed on the device, one tensor at a time.
 
-        On the host torch computes it at 10 GB/s, with any number of threads (benchmarks/RESULTS.md).
+        On the host torch computes it at 10 GB/s, with 4 threads and with 16 (benchmarks/RESULTS.md).
         """
-        device = self.world.device
-        if self.train.offload == "none" or device.type == "cpu":
+        if self.train.offload == "none" or self.world.device.type == "cpu":
             return super().grad_norm()
-        norms = [torch.linalg.vector_norm(own_part(each).to(device, non_blocking=True)) for each in self.gradients()]
-        squared = torch.linalg.vector_norm(torch.stack(norms)).double().square()
+        return self.norm_on_device()
+
+    def norm_on_device(self) -> Tensor:
+        """Return the gradient norm, computed on the device: of each tensor in fp32, their sum in float64."""
+        device = self.world.device
+        squared = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in self.gradients():
+            norm = torch.linalg.vector_norm(own_part(gradient).to(device, non_blocking=True))
+            squared += norm.double().square()
         dist.all_reduce(squared, group=self._mesh.get_group("shard"))
-        norm: Tensor = squared.sqrt() / self._scale
-        return norm
+        return squared.sqrt() / self._scale
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Shard `unit_layers` decoder layers at a time, embedding and head separately, and the rest as the root.

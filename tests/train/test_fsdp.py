@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from pipeline_lib.config.train import Train
 from pipeline_lib.model.batch import loss_sum, read_batch
 from pipeline_lib.model.weights import local_part
+from pipeline_lib.train.dist import World
+from pipeline_lib.train.native import Fsdp
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result, losses, train, train_until_killed
@@ -47,6 +51,50 @@ def test_layers_that_stay_gathered_change_no_bit(arena: Arena, settings: dict[st
     )
     assert given_back == kept
     assert any(given_back[0].values())
+
+
+OFFLOADED = {"offload": "optimizer+params"}
+
+
+def test_offloaded_gradients_of_several_micro_batches_have_the_same_sum(arena: Arena) -> None:
+    """Those of a micro-batch come by themselves and are added to the earlier ones; bit by bit the same update."""
+    plain, offloaded = (run_ranks(accumulated_by_hand, 2, arena, settings) for settings in ({}, OFFLOADED))
+    assert offloaded == plain
+
+
+def test_offloaded_gradients_are_kept_where_a_micro_batch_does_not_use_a_parameter() -> None:
+    strategy = Fsdp(World(0, 0, 1, torch.device("cpu")), Train(strategy="fsdp", offload="optimizer+params"), 3)
+    one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    strategy.parameters = {"one": one, "other": other}
+    strategy.optimizer = torch.optim.AdamW([one, other])
+    for loss in (2 * one.sum(), 3 * other.sum(), 5 * one.sum() + other.sum()):
+        strategy.backward(loss)
+    assert [gradient.tolist() for gradient in strategy.gradients()] == [[7.0] * 3, [4.0] * 3]
+
+
+def norms_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> tuple[float, float]:
+    """The gradient norm, as it is computed of offloaded gradients on a GPU, and as torch computes it."""
+    with by_hand(environ, arena, **settings) as hand:
+        hand.accumulate(0)
+        assert isinstance(hand.strategy, Fsdp)
+        return float(hand.strategy.norm_on_device()), float(hand.strategy.grad_norm())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"method": "lora", "lora": {"rank": 4, "alpha": 8}}),
+        (4, {"strategy": "hsdp", "shard_ranks": 2}),
+    ],
+    ids=["1", "2", "lora", "hsdp"],
+)
+def test_the_norm_of_offloaded_gradients_is_torchs(arena: Arena, ranks: int, settings: dict[str, Any]) -> None:
+    found = run_ranks(norms_by_hand, ranks, arena, {"strategy": "fsdp", **OFFLOADED, **settings})
+    for on_device, by_torch in found.values():
+        assert on_device == pytest.approx(by_torch, rel=1e-6)
+        assert by_torch > 0
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 1e-2)])
