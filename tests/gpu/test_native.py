@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeline_lib.train.rank import RankJob
+from pipeline_lib.train.state import own_part
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed
@@ -81,6 +82,20 @@ def devices_by_hand(environ: Mapping[str, str], arena: Arena) -> set[str]:
 
 def test_what_is_offloaded_lies_on_the_host(arena: Arena) -> None:
     assert run_ranks(devices_by_hand, RANKS, arena)[0] == {"cpu"}
+
+
+def page_locked_by_hand(environ: Mapping[str, str], arena: Arena) -> list[bool]:
+    """Which gradients lie in page-locked memory after two micro-batches."""
+    with by_hand(environ, arena, device="cuda", strategy="fsdp", offload="optimizer+params") as hand:
+        hand.accumulate(0, 2)
+        return [own_part(gradient).is_pinned() for gradient in hand.strategy.gradients()]
+
+
+def test_offloaded_gradients_of_every_micro_batch_come_to_page_locked_memory(arena: Arena) -> None:
+    """To pageable memory a copy takes 40 times as long, and the training waits for it."""
+    found = run_ranks(page_locked_by_hand, RANKS, arena)[0]
+    assert found
+    assert all(found)
 
 
 def test_an_offloaded_run_resumes_on_the_same_curve(arena: Arena, tmp_path: Path) -> None:
