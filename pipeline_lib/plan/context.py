@@ -39,12 +39,18 @@ def _counts(
     if "context_ranks" not in free:
         return [train.ranks_per_block]
     found = [
-        count
-        for count in geometry.sharing_ranks
-        if may_be_shared(train, ranks.total, block_tokens, count)
-        and 0 in (ranks.per_node % count, count % ranks.per_node)
+        count for count in allowed_counts(geometry, train, ranks.per_node, block_tokens) if ranks.total % count == 0
     ]
     if batch_blocks >= ranks.total:
         return found
     micro = 1 if "micro_batch_blocks" in free else train.micro_batch_blocks
     return [count for count in found if is_shared_well(train, ranks.total // count * micro, batch_blocks)]
+
+
+def allowed_counts(geometry: Geometry, train: Train, per_node: int, block_tokens: int) -> list[int]:
+    """Return the numbers of ranks that may share each block on enough nodes of `per_node` ranks, the smallest first."""
+    return [
+        count
+        for count in geometry.sharing_ranks
+        if may_be_shared(train, count, block_tokens, count) and 0 in (per_node % count, count % per_node)
+    ]
