@@ -13,7 +13,7 @@ from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.content import PlanDocument
-from pipeline_lib.plan.context import rank_counts
+from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.predict import Prediction
@@ -139,6 +139,20 @@ def test_fewer_blocks_than_ranks_are_shared_by_as_few_as_leave_none_idle(blocks:
     assert found.content["batch"]["accumulation"] == blocks * count // 8
 
 
+@pytest.mark.parametrize(("blocks", "count"), [(16, 1), (12, 4), (8, 2), (4, 4), (2, 8)])
+@pytest.mark.parametrize("cluster", [H100S, {"gpus_per_node": 8}])
+@pytest.mark.parametrize("is_in_samples", [False, True])
+def test_fewer_blocks_than_ranks_take_at_a_time_are_shared_too(
+    blocks: int, count: int, cluster: dict[str, Any], is_in_samples: bool
+) -> None:
+    given: dict[str, Any] = {"strategy": "ddp", "method": "lora", "micro_batch_blocks": 2}
+    question = asked("Qwen3-0.6B", cluster, 4096, blocks, **given)
+    if is_in_samples:
+        samples = question.train.model_copy(update={"global_batch_samples": 4 * blocks})
+        question = replace(question, train=samples, workload=replace(question.workload, samples_per_block=4.0))
+    assert chosen(answer(question)) == count
+
+
 def test_samples_of_fewer_blocks_than_ranks_are_shared_too() -> None:
     question = asked("Qwen3-0.6B", H100S, 4096, 8, method="lora", global_batch_samples=12, global_batch_tokens=65_536)
     assert chosen(answer(replace(question, workload=replace(question.workload, samples_per_block=4.0)))) == 8
@@ -148,6 +162,8 @@ def test_a_batch_that_the_heads_keep_ranks_from_sharing_is_refused() -> None:
     """28 heads and 4 KV heads: 8 ranks cannot share a block, and 4 leave one of two groups idle."""
     with pytest.raises(DataError, match="its 1 blocks of 4096 tokens are fewer than the 8 ranks, .*; try 32768"):
         answer(asked("Qwen2.5-7B", H100S, 4096, 1, method="lora"))
+    with pytest.raises(DataError, match="its 2 blocks of 4096 tokens are fewer than 8 ranks x 2 blocks, .*; try 65536"):
+        answer(asked("Qwen2.5-7B", H100S, 4096, 2, strategy="ddp", method="lora", micro_batch_blocks=2))
     assert chosen(answer(asked("Qwen2.5-7B", H100S, 4096, 2, method="lora"))) == 4
 
 
@@ -170,7 +186,7 @@ def test_only_numbers_that_would_be_allowed_are_considered(
 ) -> None:
     geometry = geometry_in(published("Qwen/Qwen3-8B") or {})
     settings = Train.model_validate({"strategy": "ddp", **train})
-    assert rank_counts(geometry, settings, (), ranks, block_tokens, ranks.total) == counts
+    assert sharing_counts(geometry, settings, (), ranks, block_tokens, ranks.total) == counts
 
 
 def test_blocks_are_shared_across_nodes_only_where_nothing_fits_within() -> None:
