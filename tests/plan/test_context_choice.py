@@ -1,7 +1,9 @@
 """`train.context_ranks: auto` is the fewest ranks to a block with which something fits that is as fast as any."""
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.units import from_gigabytes, gib
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
@@ -16,12 +19,13 @@ from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.search import AS_GOOD, Setting
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.workload import Workload
 
 LONG = 131_072
+PAGES = [Path(__file__).parents[2] / "docs" / f"long-context{language}.md" for language in ("", ".zh-CN")]
 H100S: dict[str, Any] = {"gpus_per_node": 8, "gpu": "h100"}
 LITTLE_HOST: dict[str, Any] = {**H100S, "memory_gb": 256}  # of its activations on the host, 8B has 792 GB
 TWO_NODES: dict[str, Any] = {**H100S, "nodes": 2, "internode_gbit_s": 400}
@@ -128,6 +132,26 @@ def test_a_named_strategy_gets_the_ranks_that_it_needs() -> None:
     assert chosen(found) > 1
     alone = answer(asked("Qwen3-8B", H100S, LONG, 8, context_ranks=1, **given))
     assert alone.choice is not None and not alone.choice.chosen.fits
+
+
+@pytest.mark.parametrize(("memory_gb", "count", "is_copied"), [(792, 1, True), (688, 1, False), (687, 2, True)])
+def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks(
+    memory_gb: int, count: int, is_copied: bool
+) -> None:
+    train = answer(asked("Qwen3-8B", {**H100S, "memory_gb": memory_gb}, LONG, 8)).content["chosen"]
+    assert (train["context_ranks"], train["save_async"]) == (count, is_copied)
+    for page in PAGES:
+        assert {"792", "688"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_table_of_the_long_context_pages_is_what_the_plan_says(count: int) -> None:
+    question = asked("Qwen3-8B", H100S, LONG, 8)
+    way = way_with(count, question)
+    assert way is not None
+    host_bytes = host_bytes_of_node(way.memory, setting_of(question).machine)
+    row = f"| {gib(way.memory.total_bytes)} | {host_bytes / from_gigabytes(1):.0f} GB | {way.step_s.value:.1f} s |"
+    assert all(row in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 @pytest.mark.parametrize(("blocks", "count"), [(8, 1), (6, 4), (4, 2), (3, 8), (1, 8)])
