@@ -219,7 +219,7 @@ def _batch(config: Config) -> Iterator[Problem]:
     elif batch % block:
         text = f"{batch} is not a multiple of shard.block_tokens ({block})"
         yield key, f"{text}; try {max(1, round(batch / block)) * block}"
-    elif (batch // block) % at_once and not _may_share(config, batch // block):
+    elif (batch // block) % at_once and not _a_count_fits_the_batch(config, batch // block):
         micro = config.train.micro_batch_blocks
         shares = f"{at_once // micro} {'ranks' if parts == 1 else 'groups of ranks'} x {micro} blocks"
         text = f"its {batch // block} blocks of {block} tokens are not a multiple of {shares}"
@@ -237,20 +237,30 @@ def _tile(train: Train) -> int:
     return FP8_TILE if train.precision == "fp8" else 1
 
 
-def _may_share(config: Config, blocks: int) -> bool:
+def _a_count_fits_the_batch(config: Config, blocks: int) -> bool:
     """Return whether ranks may share the blocks of a batch so that none is idle; the plan knows the model's heads."""
     train, ranks = config.train, config.cluster.ranks
-    if train.context_ranks != AUTO or blocks >= ranks:
+    if train.context_ranks != AUTO or not has_few_blocks(train, ranks, blocks):
         return False
-    counts = (count for count in range(2, ranks + 1) if may_be_shared(train, ranks, config.shard.block_tokens, count))
+    counts = more_than_one(train, ranks, config.shard.block_tokens)
     return any(blocks % (ranks // count * train.micro_batch_blocks) == 0 for count in counts)
 
 
-def may_be_shared(train: Train, ranks: int, block_tokens: int, count: int) -> bool:
-    """Return whether `train` and the sizes allow `count` of the ranks to share each block; any model allows 1."""
-    if count > 1 and (train.uses_deepspeed or train.local_sgd_steps > 1):
-        return False
-    return ranks % count == 0 and (count == 1 or block_tokens % (count * _tile(train)) == 0)
+def has_few_blocks(train: Train, ranks: int, blocks: int) -> bool:
+    """Return whether a batch has fewer blocks than so many ranks process at a time if none of them share a block."""
+    return blocks < ranks * train.micro_batch_blocks
+
+
+def more_than_one(train: Train, ranks: int, block_tokens: int) -> Iterator[int]:
+    """Yield the numbers of ranks, 2 or more, that may share each block as far as the config tells."""
+    return (count for count in range(2, ranks + 1) if ranks % count == 0 and allows_count(train, block_tokens, count))
+
+
+def allows_count(train: Train, block_tokens: int, count: int) -> bool:
+    """Return whether `train` and the length of a block allow `count` ranks to share each block."""
+    if count == 1:
+        return True
+    return not train.uses_deepspeed and train.local_sgd_steps == 1 and block_tokens % (count * _tile(train)) == 0
 
 
 def _cluster(config: Config) -> Iterator[Problem]:

@@ -85,7 +85,7 @@ class Train(Section):
         description="ranks that share each block, which is for long blocks: each has an equal part of the tokens in"
         " `context_ranks` times as little memory, and all exchange queries, keys and values in every layer (Ulysses);"
         " with `ddp`, `fsdp` and `hsdp`. `auto` is 1, unless nothing fits with it, more are faster, or a batch has"
-        " fewer blocks than there are ranks",
+        " fewer blocks than the ranks process at a time (`micro_batch_blocks` each)",
     )
     unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
     offload: Literal["none", "optimizer", "optimizer+params"] = Field(

@@ -13,6 +13,7 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.content import TO_A_BLOCK
+from pipeline_lib.plan.context import allowed_counts
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, Memory, predict
 from pipeline_lib.plan.near import NearMiss
@@ -563,17 +564,37 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
 
 
 def _least_nodes(wanted: Wanted, per_node: int) -> int:
-    """Return a lower bound for the nodes of this size that fit and have no fewer ranks than now, by bisection.
+    """Return a lower bound for the nodes of this size that fit and have no fewer ranks than now.
 
-    Bisection is valid because more nodes never need more memory, with two exceptions. With the second rank the exchange
-    begins; that does no harm, because the present size is known to be too small. And hsdp's replicas do not exist for
-    every number of ranks; with hsdp the bound is therefore the present size.
+    It is found by bisection for each number of ranks to a block, over the numbers of nodes whose ranks it divides: of
+    these more never need more memory, with two exceptions. With the second rank the exchange begins; that does no harm,
+    because the present size is known to be too small. And hsdp's replicas do not exist for every number of ranks; with
+    hsdp the bound is therefore the present size.
     """
     machine = wanted.setting.machine
     now = math.ceil(machine.ranks / per_node)
     if "hsdp" in {train.strategy for train in _lean_settings(wanted, 1)}:
         return now
-    sizes = range(now, MOST_NODES + 1)
-    return now + bisect_left(
-        sizes, True, key=lambda nodes: wanted.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
-    )
+    least = MOST_NODES + 1
+    for count, given in _of_each_count(wanted, per_node).items():
+
+        def is_enough(nodes: int, given: Wanted = given) -> bool:
+            return given.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
+
+        whole = count // math.gcd(count, per_node)
+        sizes = range(math.ceil(now / whole) * whole, least, whole)
+        if sizes and is_enough(sizes[-1]):
+            least = sizes[bisect_left(sizes, True, key=is_enough)]
+    return least
+
+
+def _of_each_count(wanted: Wanted, per_node: int) -> dict[int, Wanted]:
+    """Return the same training by the ranks to a block, for each number of them that such nodes may have."""
+    setting, train = wanted.setting, wanted.train
+    if "context_ranks" not in free_keys(train, wanted.held):
+        return {train.ranks_per_block: wanted}
+    counts = allowed_counts(setting.geometry, train, per_node, setting.workload.block_tokens)
+    held = (*wanted.held, "context_ranks")
+    return {
+        count: replace(wanted, train=train.model_copy(update={"context_ranks": count}), held=held) for count in counts
+    }

@@ -23,7 +23,7 @@ from pipeline_lib.plan.choose import (
 )
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.content import FITS, NOT_CHECKED, PART_NAMES, TIGHT, TO_A_BLOCK, TOO_LARGE, bound_in_words
-from pipeline_lib.plan.context import not_shared, rank_counts
+from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, PARTS, Memory, checkpoint_bytes, host_need, predict_all
@@ -34,7 +34,6 @@ from pipeline_lib.plan.stages import Run, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import (
-    AUTO,
     Workload,
     can_compile,
     has_fused_adapters,
@@ -339,24 +338,13 @@ class Question:
     @property
     def ranks(self) -> Ranks:
         """The ranks of the cluster."""
-        cluster = self.cluster
-        return Ranks(cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda")
+        return Ranks.of_cluster(self.cluster)
 
     @property
     def machine(self) -> Machine | None:
         """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
         measured = read_measured(self.measured) if self.measured is not None else None
         return machine_of(self.cluster, self.train.precision, measured, self.train.attention)
-
-    def rank_counts(self, batch_blocks: int) -> list[int]:
-        """Return the numbers of ranks that may share each block, the smallest first.
-
-        Raise DataError if there are so few blocks in a batch that ranks would be idle with any of them.
-        """
-        asked = (self.geometry, self.train, self.held, self.ranks, self.workload.block_tokens, batch_blocks)
-        if problem := not_shared(*asked):
-            raise DataError(problem)
-        return rank_counts(*asked)
 
     def batch(self, train: Train) -> BatchPlan:
         """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
@@ -380,15 +368,17 @@ class Answer:
 def answer(question: Question, is_explained: bool = True) -> Answer:
     """Predict the run, and with `strategy: auto` choose how to train.
 
-    Raise DataError if there is nothing to train on or no legal way to train, and ConfigError for a wrong machine.
+    Raise DataError if there is nothing to train on, no legal way to train, or if ranks would be idle with any number of
+    them to a block, and ConfigError for a wrong machine.
     Most of the time goes into sentences; without `is_explained` they are left out.
     """
     machine, batch = question.machine, question.batch(question.train)
-    counts = question.rank_counts(batch.global_batch_blocks)
+    train, ranks, sizes = question.train, question.ranks, (question.workload.block_tokens, batch.global_batch_blocks)
+    counts = sharing_counts(question.geometry, train, question.held, ranks, *sizes)
+    if not counts:
+        raise DataError(not_shared(train, ranks.total, *sizes))
     if machine is None:
-        if question.train.context_ranks == AUTO:
-            train = question.train.model_copy(update={"context_ranks": counts[0]})
-            question = replace(question, train=train)
+        question = replace(question, train=train.model_copy(update={"context_ranks": counts[0]}))
         set_there = f"{question.train.strategy}: set in the config"
         unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from functools import cache, cached_property
 from typing import Any
 
+from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.units import from_gbyte_per_s, from_gibibytes, from_gigabytes, from_teraflops
 
 # The catalogue of GPUs, by the names that users write and those that drivers report.
@@ -335,6 +336,11 @@ class Ranks:
     def of(machine: "Machine") -> "Ranks":
         """Return the ranks of `machine`."""
         return Ranks(machine.ranks, machine.ranks_per_node, machine.has_triton)
+
+    @staticmethod
+    def of_cluster(cluster: Cluster) -> "Ranks":
+        """Return the ranks of `cluster`, whose GPUs may be unknown."""
+        return Ranks(cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda")
 
 
 # Host memory that is assumed of a node where cluster.memory_gb does not give it: for cards of desktops, known by their

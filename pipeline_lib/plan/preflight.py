@@ -34,7 +34,7 @@ from pipeline_lib.model.families import PLANNED, SUPPORTED
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
-from pipeline_lib.plan.context import not_shared
+from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.known import (
@@ -46,7 +46,7 @@ from pipeline_lib.plan.known import (
     remembered_specs,
     repetition_of,
 )
-from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.show import explain, render, render_what_if
@@ -170,13 +170,20 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     workload = Workload.assumed(config)
     run = Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
+    batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
+    held, ranks, sizes = (
+        held_keys(config.train),
+        Ranks.of_cluster(config.cluster),
+        (workload.block_tokens, batch_blocks),
+    )
+    if not sharing_counts(geometry, config.train, held, ranks, *sizes):
+        yield not_shared(config.train, ranks.total, *sizes)
+        return
     if machine is None:
         return
-    batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
     setting = Setting(geometry, machine, workload, batch_blocks, None)
-    wanted = Wanted(setting, config.train, held_keys(config.train), find_spec("deepspeed") is not None)
-    sizes = setting.ranks, workload.block_tokens, batch_blocks
-    if problem := not_shared(geometry, config.train, wanted.held, *sizes) or no_way(wanted):
+    wanted = Wanted(setting, config.train, held, find_spec("deepspeed") is not None)
+    if problem := no_way(wanted):
         yield problem
         return
     if wanted.fits:

@@ -21,7 +21,7 @@ from pipeline_lib.config.checks import train_problems
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.context import rank_counts
+from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, Memory
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
@@ -117,9 +117,9 @@ class Setting:
         return AS_GOOD if self.machine.is_gpu else _AS_GOOD_ON_CPUS
 
     def rank_counts(self, train: Train, held: Collection[str]) -> list[int]:
-        """Return the numbers of ranks that may share each block, the smallest first; `held` keys stay as they are."""
+        """Return `sharing_counts` for this machine and batch; 1 alone if each number leaves ranks idle."""
         sizes = self.workload.block_tokens, self.batch_blocks
-        return rank_counts(self.geometry, train, held, self.ranks, *sizes)
+        return sharing_counts(self.geometry, train, held, self.ranks, *sizes) or [1]
 
     def case(self, train: Train) -> Case:
         """Return the case of one way to train."""

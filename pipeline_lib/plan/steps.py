@@ -12,14 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline_lib.config.checks import AUTO, may_be_shared, warmup_problem
+from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Config, FileData
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow
 from pipeline_lib.data.read_files import CorpusFile, value_of
-from pipeline_lib.plan.workload import Workload
+from pipeline_lib.plan.workload import AUTO, Workload
 
 if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
@@ -120,10 +120,8 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
         )
     at_once = train.blocks_at_once(ranks)
     # Which of the numbers of ranks that may share a block is taken is for the plan to say, which knows the model.
-    is_open = train.context_ranks == AUTO and blocks < ranks
-    if is_shared_well(train, at_once, blocks) or (
-        is_open and any(may_be_shared(train, ranks, workload.block_tokens, count) for count in range(2, ranks + 1))
-    ):
+    is_open = train.context_ranks == AUTO and has_few_blocks(train, ranks, blocks)
+    if is_shared_well(train, at_once, blocks) or (is_open and any(more_than_one(train, ranks, workload.block_tokens))):
         return None
     places = train.accumulation(blocks, ranks) * at_once
     shares = f"{ranks} ranks"

@@ -219,12 +219,15 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
         ({}, 12, True),  # each rank can have a block of its own
         ({"micro_batch_blocks": 2}, 4, False),
         ({"micro_batch_blocks": 2}, 3, True),
+        ({"micro_batch_blocks": 2}, 8, False),  # 2 ranks to a block, which take 8 blocks at a time instead of 16
+        ({"micro_batch_blocks": 2}, 12, False),
+        ({"micro_batch_blocks": 2}, 24, True),
         ({"context_ranks": 1}, 4, True),
         ({"strategy": "zero2"}, 4, True),
         ({"local_sgd_steps": 2}, 4, True),
     ],
 )
-def test_a_batch_of_fewer_blocks_than_ranks_is_left_to_ranks_that_share_them(
+def test_a_batch_of_fewer_blocks_than_ranks_take_at_a_time_is_left_to_ranks_that_share_them(
     train: dict[str, Any], blocks: int, is_refused: bool
 ) -> None:
     sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": 1024}, "cluster": {"gpus_per_node": 8}}

@@ -1,7 +1,9 @@
 """`train.context_ranks: auto` is the fewest ranks to a block with which something fits that is as fast as any."""
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,19 +11,21 @@ import pytest
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.units import from_gigabytes, gib
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.content import PlanDocument
-from pipeline_lib.plan.context import rank_counts
+from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.document import Answer, Question, answer
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.predict import Prediction
+from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.search import AS_GOOD, Setting
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.workload import Workload
 
 LONG = 131_072
+PAGES = [Path(__file__).parents[2] / "docs" / f"long-context{language}.md" for language in ("", ".zh-CN")]
 H100S: dict[str, Any] = {"gpus_per_node": 8, "gpu": "h100"}
 LITTLE_HOST: dict[str, Any] = {**H100S, "memory_gb": 256}  # of its activations on the host, 8B has 792 GB
 TWO_NODES: dict[str, Any] = {**H100S, "nodes": 2, "internode_gbit_s": 400}
@@ -130,6 +134,26 @@ def test_a_named_strategy_gets_the_ranks_that_it_needs() -> None:
     assert alone.choice is not None and not alone.choice.chosen.fits
 
 
+@pytest.mark.parametrize(("memory_gb", "count", "is_copied"), [(792, 1, True), (688, 1, False), (687, 2, True)])
+def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks(
+    memory_gb: int, count: int, is_copied: bool
+) -> None:
+    train = answer(asked("Qwen3-8B", {**H100S, "memory_gb": memory_gb}, LONG, 8)).content["chosen"]
+    assert (train["context_ranks"], train["save_async"]) == (count, is_copied)
+    for page in PAGES:
+        assert {"792", "688"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_table_of_the_long_context_pages_is_what_the_plan_says(count: int) -> None:
+    question = asked("Qwen3-8B", H100S, LONG, 8)
+    way = way_with(count, question)
+    assert way is not None
+    host_bytes = host_bytes_of_node(way.memory, setting_of(question).machine)
+    row = f"| {gib(way.memory.total_bytes)} | {host_bytes / from_gigabytes(1):.0f} GB | {way.step_s.value:.1f} s |"
+    assert all(row in page.read_text(encoding="utf-8") for page in PAGES)
+
+
 @pytest.mark.parametrize(("blocks", "count"), [(8, 1), (6, 4), (4, 2), (3, 8), (1, 8)])
 def test_fewer_blocks_than_ranks_are_shared_by_as_few_as_leave_none_idle(blocks: int, count: int) -> None:
     assert chosen(answer(asked("Qwen3-0.6B", H100S, 4096, blocks, method="lora"))) == count
@@ -137,6 +161,20 @@ def test_fewer_blocks_than_ranks_are_shared_by_as_few_as_leave_none_idle(blocks:
     found = answer(unnamed)
     assert chosen(found) == count
     assert found.content["batch"]["accumulation"] == blocks * count // 8
+
+
+@pytest.mark.parametrize(("blocks", "count"), [(16, 1), (12, 4), (8, 2), (4, 4), (2, 8)])
+@pytest.mark.parametrize("cluster", [H100S, {"gpus_per_node": 8}])
+@pytest.mark.parametrize("is_in_samples", [False, True])
+def test_fewer_blocks_than_ranks_take_at_a_time_are_shared_too(
+    blocks: int, count: int, cluster: dict[str, Any], is_in_samples: bool
+) -> None:
+    given: dict[str, Any] = {"strategy": "ddp", "method": "lora", "micro_batch_blocks": 2}
+    question = asked("Qwen3-0.6B", cluster, 4096, blocks, **given)
+    if is_in_samples:
+        samples = question.train.model_copy(update={"global_batch_samples": 4 * blocks})
+        question = replace(question, train=samples, workload=replace(question.workload, samples_per_block=4.0))
+    assert chosen(answer(question)) == count
 
 
 def test_samples_of_fewer_blocks_than_ranks_are_shared_too() -> None:
@@ -148,6 +186,8 @@ def test_a_batch_that_the_heads_keep_ranks_from_sharing_is_refused() -> None:
     """28 heads and 4 KV heads: 8 ranks cannot share a block, and 4 leave one of two groups idle."""
     with pytest.raises(DataError, match="its 1 blocks of 4096 tokens are fewer than the 8 ranks, .*; try 32768"):
         answer(asked("Qwen2.5-7B", H100S, 4096, 1, method="lora"))
+    with pytest.raises(DataError, match="its 2 blocks of 4096 tokens are fewer than 8 ranks x 2 blocks, .*; try 65536"):
+        answer(asked("Qwen2.5-7B", H100S, 4096, 2, strategy="ddp", method="lora", micro_batch_blocks=2))
     assert chosen(answer(asked("Qwen2.5-7B", H100S, 4096, 2, method="lora"))) == 4
 
 
@@ -170,7 +210,7 @@ def test_only_numbers_that_would_be_allowed_are_considered(
 ) -> None:
     geometry = geometry_in(published("Qwen/Qwen3-8B") or {})
     settings = Train.model_validate({"strategy": "ddp", **train})
-    assert rank_counts(geometry, settings, (), ranks, block_tokens, ranks.total) == counts
+    assert sharing_counts(geometry, settings, (), ranks, block_tokens, ranks.total) == counts
 
 
 def test_blocks_are_shared_across_nodes_only_where_nothing_fits_within() -> None:

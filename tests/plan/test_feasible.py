@@ -228,6 +228,31 @@ def test_one_gpu_is_told_how_many_would_share_a_block_that_it_has_no_room_for() 
     assert "ranks to a block" not in (smallest_cluster(in_blocks_of(131_072, given)) or "")
 
 
+NODES_TO_A_BLOCK: dict[str, tuple[str, str, int, int]] = {
+    "two of small GPUs": ("qwen3-8b", "a10", 262_144, 2),
+    "four of small GPUs": ("qwen3-8b", "a10", 524_288, 4),
+    "four of large GPUs": ("qwen3-32b", "h100", 2**20, 4),
+}
+
+
+@pytest.mark.parametrize(("name", "gpu", "tokens", "nodes"), NODES_TO_A_BLOCK.values(), ids=NODES_TO_A_BLOCK)
+def test_the_fewest_nodes_that_share_a_block_are_named(name: str, gpu: str, tokens: int, nodes: int) -> None:
+    """With more nodes than that, only some numbers of them share blocks equally, and the batch stays as it is."""
+    given: dict[str, Any] = {"method": "lora", "batch_blocks": 8, "offload_activations": False}
+    asked = in_blocks_of(tokens, wanted(name, gpu, 8, 600, **given))
+    fitting = [count for count in range(1, 9) if asked.on(replace(asked.setting.machine, nodes=count)).fits]
+    assert fitting[0] == nodes
+    assert nodes + 1 not in fitting
+    start_s = time.process_time()
+    said = smallest_cluster(asked) or ""
+    assert time.process_time() - start_s < 0.5
+    assert said.startswith(f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of ")
+    assert f", {8 * nodes} ranks to a block" in said
+    held = replace(asked, train=asked.train.model_copy(update={"context_ranks": 8 * nodes}), held=("context_ranks",))
+    assert (smallest_cluster(held) or "").startswith(f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of ")
+    assert "global_batch_tokens" not in f"{said} {smallest_cluster(held)}"
+
+
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:
     asked = wanted("qwen3-8b", "a100 80gb", 2, 200, ("micro_batch_blocks",), micro_batch_blocks=32)
     assert "this would fit: train.micro_batch_blocks left out, so that the plan chooses it" in what_would_fit(asked)

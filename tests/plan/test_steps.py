@@ -77,6 +77,14 @@ def test_samples_that_blocks_or_ranks_cannot_meet_are_refused_with_what_would_do
         planned(blocks_of(tmp_path / "blocks", (1.0, 50, 4)), ranks, **settings)
 
 
+def test_samples_of_blocks_that_ranks_may_share_are_left_to_the_plan(tmp_path: Path) -> None:
+    """8 ranks take 16 blocks at a time, and 8 of them if two share each."""
+    reader = blocks_of(tmp_path / "blocks", (1.0, 50, 4))
+    assert planned(reader, 8, global_batch_samples=32, micro_batch_blocks=2).global_batch_blocks == 8
+    with pytest.raises(DataError, match="8 ranks x 2 blocks would be idle for 25%"):
+        planned(reader, 8, global_batch_samples=96, micro_batch_blocks=2)
+
+
 def test_max_steps_is_the_length_of_the_run_and_may_pass_the_data(tmp_path: Path) -> None:
     reader = blocks_of(tmp_path / "blocks", (1.0, 50, 4))
     batch = planned(reader, global_batch_samples=40, max_steps=12)
