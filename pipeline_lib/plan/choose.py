@@ -402,11 +402,11 @@ def what_would_fit(wanted: Wanted) -> list[str]:
         sentences += _with_another_strategy(wanted)
     if sentences:
         return sentences
-    block = f"one block of {wanted.setting.workload.block_tokens} tokens needs more memory than"
-    given = "a GPU has; lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
-    is_open = "context_ranks" in free_keys(wanted.train, wanted.held)
-    said = "the GPUs have that may share it; lower shard.block_tokens" if is_open else given
-    return [f"no number of GPUs would do: {block} {said}"]
+    block = f"no number of GPUs would do: one block of {wanted.setting.workload.block_tokens} tokens needs more memory"
+    if "context_ranks" in free_keys(wanted.train, wanted.held):
+        return [f"{block} than all GPUs that can share it have; lower shard.block_tokens"]
+    remedy = "lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
+    return [f"{block} than a GPU has; {remedy}"]
 
 
 def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
@@ -468,9 +468,9 @@ def _in_4_bits(wanted: Wanted) -> Iterator[str]:
 
 def _in_parts(wanted: Wanted) -> Iterator[str]:
     """Yield the fewest ranks that fit if they share each block, where these ranks can and the config says how many."""
-    train = wanted.train.model_copy(update={"context_ranks": AUTO})
     if "context_ranks" in free_keys(wanted.train, wanted.held):
         return
+    train = wanted.train.model_copy(update={"context_ranks": AUTO})
     ways = leanest(replace(wanted, train=train, held=[key for key in wanted.held if key != "context_ranks"]))
     if ways and fits(ways[0][1], wanted.setting.machine):
         yield f"train.context_ranks: {ways[0][0].context_ranks}  (as many ranks share each block)"

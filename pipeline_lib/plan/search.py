@@ -227,7 +227,7 @@ class Group:
 
     @property
     def has_room(self) -> bool:
-        """Whether its smallest micro-batch fits, with activations on the device."""
+        """Whether its smallest micro-batch fits on the device and in host memory, with activations on the device."""
         smallest = self.at(0)
         return smallest.fits and not keeps_on_host(smallest.train)
 
@@ -267,15 +267,15 @@ def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]
     """
     free = free_keys(train, held)
     first, *more = setting.rank_counts(train, held)
+    within = [count for count in more if count <= setting.ranks.per_node]
     last = _of_count(setting, train.model_copy(update={"context_ranks": first}), free)
     found = list(last)
     for count in more:
         fastest_s = min((group.fastest.cost_s for group in _undominated(found)), default=math.inf)
-        if fastest_s < math.inf:
-            more = [one for one in more if one <= setting.ranks.per_node]
-        if count not in more:
+        useful = more if fastest_s == math.inf else within
+        if count not in useful:
             break
-        cramped = _cramped(last, fastest_s / (1 + setting.as_good), more[-1])
+        cramped = _cramped(last, fastest_s / (1 + setting.as_good), useful[-1])
         shared = (group.train.model_copy(update={"context_ranks": count}) for group in cramped)
         last = [
             Group(setting, way, sizes)
@@ -292,8 +292,9 @@ def groups(setting: Setting, train: Train, held: Collection[str]) -> list[Group]
 def _cramped(found: Iterable[Group], limit_s: float, most: int) -> Iterator[Group]:
     """Yield one group for each of the ways in `found` that ranks which share blocks might make faster than `limit_s`.
 
-    Not even one block of it fits on the device, nor with the same strategy one of a simpler way. It may fit if `most`
-    ranks share a block, and if all blocks did, a step would take less.
+    GPUs or hosts lack the memory for even one block of it, unless activations are kept on the host, and with the same
+    strategy for one of a simpler way. It may fit on the GPUs if `most` ranks share a block, and if all blocks fit at
+    once, a step would take less.
     """
     of_options: dict[tuple[Any, ...], list[Group]] = {}
     for group in sorted(found, key=lambda group: group.complexity):

@@ -200,8 +200,8 @@ def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
     assert said.endswith("or raise train.context_ranks, so that more GPUs share a block")
     [said] = what_would_fit(in_blocks_of(2**28, wanted("qwen3-8b", "a10", 8, **given)))
     assert said == (
-        "no number of GPUs would do: one block of 268435456 tokens needs more memory than the GPUs have that may share "
-        "it; lower shard.block_tokens"
+        "no number of GPUs would do: one block of 268435456 tokens needs more memory than all GPUs that can share it "
+        "have; lower shard.block_tokens"
     )
 
 
