@@ -339,9 +339,10 @@ def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _Sta
     sizes = math.ceil(weights), math.ceil(gradients), math.ceil(optimizer)
     if train.offload == "none":
         return _State(*sizes)
-    if train.strategy == "zero3":  # nothing sizable stays on the device with `optimizer+params`
-        of_host = sizes[1] + sizes[2] + (sizes[0] if train.offload == "optimizer+params" else 0)
-        return _State(sizes[0] if train.offload == "optimizer" else 0, 0, 0, of_host, of_host)
+    if train.strategy == "zero3":
+        stays = sizes[0] if train.offload == "optimizer" else 0  # with `optimizer+params` nothing sizable does
+        of_host = sum(sizes) - stays
+        return _State(stays, 0, 0, of_host, of_host)
     if is_sharded(train):
         # Gradients of earlier micro-batches: on the host by fsdp (train/native.py), on the device by hsdp. They are
         # counted for a step of one micro-batch too, which has none: so a smaller micro-batch never needs more memory,
