@@ -287,6 +287,7 @@ PHASES = ("forward_s", "backward_s")
 STEPS = (3, 9)  # minimum and maximum number of steps for each token count
 PARTS_PATIENCE_S = 0.3  # per model; after this time the minimum of steps is enough
 SLOW_S = 2.0  # per model; after this time even fewer steps are enough
+ATTEMPTS = 2  # for a variant, while other load hides a layer or the ends
 USED_MEMORY = 0.85  # of the free memory
 _CPU_FLOPS = 1e10  # upper bound per pass, so that it takes less than a second
 # (strategy, recompute, compile) in order of importance, beginning with the choices of `auto`.
@@ -387,17 +388,18 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
     batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
     # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have memory for both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
-    runs: dict[int, Run] = {}
-    for layers in together:
-        runs |= _runs(task, train, layers, batches, world, folder)
-        _give_memory_back(world)
-    few, many = runs[FEW], runs[MANY]
-    of_layer = [_per_layer(getattr(few, name), getattr(many, name), MANY - FEW) for name in PHASES]
-    of_ends = [
-        tuple(max(0.0, one - layer) for one, layer in zip(getattr(few, name), of_one, strict=True))
-        for name, of_one in zip(PHASES, of_layer, strict=True)
-    ]
-    if any(seconds <= 0 for times in of_layer for seconds in times[1:]):
+    for _ in range(ATTEMPTS):
+        runs: dict[int, Run] = {}
+        for layers in together:
+            runs |= _runs(task, train, layers, batches, world, folder)
+            _give_memory_back(world)
+        few, many = runs[FEW], runs[MANY]
+        of_layer, of_ends = _layer_and_ends(few, many)
+        has_layer = all(seconds > 0 for times in of_layer for seconds in times[1:])
+        if has_layer and all(times[-1] > 0 for times in of_ends):
+            break
+    # The ends may stay at 0: under LoRA the first layer saves the gradient of its input, which can be all they take.
+    if not has_layer:
         raise LeftOut("three layers took no longer than one, so much was disturbed; let nothing else run beside it")
     if world.device.type == "cuda":
         hosts = _host_seconds(task, train, world, folder)
@@ -419,6 +421,16 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
     host_s = of_layer[0][0] + of_layer[1][0]
     if many.kernels > few.kernels and host_s > 0:
         found.launch_s = host_s / ((many.kernels - few.kernels) / (MANY - FEW))
+
+
+def _layer_and_ends(few: Run, many: Run) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Return the seconds of one layer and of the ends, for forward and for backward, each by the number of tokens."""
+    of_layer = [_per_layer(getattr(few, name), getattr(many, name), MANY - FEW) for name in PHASES]
+    of_ends = [
+        tuple(max(0.0, one - FEW * layer) for one, layer in zip(getattr(few, name), of_one, strict=True))
+        for name, of_one in zip(PHASES, of_layer, strict=True)
+    ]
+    return of_layer, of_ends
 
 
 def _per_layer(few: tuple[float, ...], many: tuple[float, ...], layers: int) -> tuple[float, ...]:

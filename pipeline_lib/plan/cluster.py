@@ -104,25 +104,26 @@ def _part(part: Any, where: str) -> MeasuredPart:
         _refuse(f"{where}.shape: {_short(shape)} is no list of sizes")
     if not isinstance(variant, str) or not variant:
         _refuse(f"{where}.variant: {_short(variant)} is not the name of a variant, as 'ddp/full/none'")
+    kind = _one_of(part, "part", PARTS, f"{where}.part")
     supervised = _number(part, "supervised_fraction", f"{where}.supervised_fraction")
     if supervised > 1:
         _refuse(f"{where}.supervised_fraction: {supervised:g} is above 1")
     return MeasuredPart(
-        part=_one_of(part, "part", PARTS, f"{where}.part"),
+        part=kind,
         shape=tuple(shape),
         variant=variant,
         document_tokens=_number(part, "document_tokens", f"{where}.document_tokens", is_positive=True),
         supervised_fraction=supervised,
-        forward=_pass(part, "forward", where),
-        backward=_pass(part, "backward", where),
+        forward=_pass(part, "forward", where, may_be_zero=kind == "ends"),
+        backward=_pass(part, "backward", where, may_be_zero=kind == "ends"),
     )
 
 
-def _pass(part: Mapping[str, Any], key: str, where: str) -> Pass:
+def _pass(part: Mapping[str, Any], key: str, where: str, may_be_zero: bool) -> Pass:
     times = _mapping(part, key, f"{where}.{key}")
     found = {field.name: _number(times, field.name, f"{where}.{key}.{field.name}") for field in fields(Pass)}
-    if not any(found.values()):
-        _refuse(f"{where}.{key}: {', '.join(found)} are all 0, and every pass takes some time")
+    if not any(found.values()) and not may_be_zero:
+        _refuse(f"{where}.{key}: {', '.join(found)} are all 0, and every pass of a layer takes some time")
     return Pass(**found)
 
 

@@ -82,6 +82,47 @@ def test_parts_are_told_apart_by_models_that_take_exactly_so_long(tmp_path: Path
             assert measured.host_s == pytest.approx(wanted[name].device_s(rank.TINY_TOKENS), rel=1e-6)
 
 
+@pytest.mark.parametrize("hidden", ["layer", "ends"])
+@pytest.mark.parametrize("attempts", [1, rank.ATTEMPTS])
+def test_a_disturbed_variant_is_measured_again(tmp_path: Path, hidden: str, attempts: int) -> None:
+    """The clock is made up: for as many attempts as are disturbed, a layer or the ends take no time."""
+    found = run_ranks(measure_while_disturbed, 1, tmp_path, hidden, attempts)[0]
+    is_seen = attempts < rank.ATTEMPTS
+    backward_s = {part.part: part.backward.device_s(512) for part in found.parts if part.variant == "ddp/full/none"}
+    left_out = [line for line in found.left_out if line.startswith("ddp/full/none") and "so much was disturbed" in line]
+    if hidden == "layer" and not is_seen:
+        assert (len(left_out), backward_s) == (1, {})
+    else:
+        assert left_out == []
+        assert backward_s["layer"] == pytest.approx(LAYER["backward_s"].device_s(512))
+        assert backward_s["ends"] == (pytest.approx(ENDS["backward_s"].device_s(512)) if is_seen else 0)
+
+
+def measure_while_disturbed(environ: Mapping[str, str], folder: Path, hidden: str, attempts: int) -> Found:
+    built = 0
+
+    def count_builds(model: Path, train: Train, accumulation: int, world: World) -> Stepper:
+        nonlocal built
+        built += 1
+        return random_stepper(model, train, accumulation, world)
+
+    def take_step_on_paper(stepper: Stepper, batches: list[Batch]) -> Any:
+        layers, tokens = len(decoder_layers(stepper.wrapped)), batches[0].real_tokens
+        phases = {name: layers * LAYER[name].device_s(tokens) + ENDS[name].device_s(tokens) for name in LAYER}
+        if built <= 2 * attempts:
+            is_layer = hidden == "layer"
+            layers, ends = (1, ENDS["backward_s"]) if is_layer else (layers, Pass(0.0, 0.0, 0.0))
+            phases["backward_s"] = layers * LAYER["backward_s"].device_s(tokens) + ends.device_s(tokens)
+        return SimpleNamespace(phases=phases)
+
+    train = Train.model_validate({"precision": "fp32"})
+    task = Task(GEOMETRY, train, Workload(512, 1.0, 0.5, 128.0, None, None), "cpu", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "random_stepper", count_builds)
+        patch.setattr(rank, "take_step", take_step_on_paper)
+        return measure(environ, task, folder)
+
+
 def measure_by_a_made_up_clock(environ: Mapping[str, str], folder: Path) -> Found:
     steps = 0
 

@@ -106,7 +106,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (
         ("parts", 0, "backward"),
         {"fixed_s": 0, "per_token_s": 0.0, "host_s": 0},
-        r"parts\[0\].backward: fixed_s, per_token_s, host_s are all 0, and every pass takes some time",
+        r"parts\[0\].backward: fixed_s, per_token_s, host_s are all 0, and every pass of a layer takes",
     ),
     (("parts", 0, "backward", "per_token_s"), False, r"parts\[0\].backward.per_token_s: False is no finite number"),
 ]
@@ -118,6 +118,13 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, said: s
         read_measured(changed(path, value))
     assert "cluster.measured" in str(raised.value)
     assert "`python -m pipeline_lib calibrate`" in str(raised.value)
+
+
+def test_the_ends_may_take_no_time() -> None:
+    """A first layer under LoRA may save as much as they take."""
+    none = {"fixed_s": 0.0, "per_token_s": 0.0, "host_s": 0.0}
+    ends = {**CONTENT["parts"][0], "part": "ends", "backward": none}
+    assert read_measured(changed(("parts", 0), ends)).parts[0].backward == Pass(0.0, 0.0, 0.0)
 
 
 def test_a_rate_without_a_band_is_legal() -> None:
