@@ -36,7 +36,7 @@ from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE
-from pipeline_lib.plan.workload import keeps_attention
+from pipeline_lib.plan.workload import kept_attention
 from pipeline_lib.train.dist import World, process_group
 
 KINDS = ("parts", "away", "here")  # of cases: a step's parts alone, activations on the host, and on the device
@@ -153,7 +153,7 @@ def parts(case: Case, geometry: Geometry, device: torch.device) -> dict[str, Any
     Attention: forward once if its results are kept, else twice, and backward.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    forwards = 1 if keeps_attention(case.train(), case.tokens) else 2
+    forwards = 1 if kept_attention(geometry, case.train(), case.tokens) else 2
     forward_s, backward_s = attention_s(case, geometry, device, dtype)
     of_layer = sum(
         2 * product_s(case.tokens, inputs, outputs, device, dtype)

@@ -338,7 +338,7 @@ def variants(task: Task) -> list[Train]:
     plain = {
         **{"micro_batch_blocks": 1, "unit_layers": 1, "offload": "none", "deepspeed_json": None, "reshard": True},
         **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
-        **{"optimizer": "adamw", "deterministic": False},
+        **{"optimizer": "adamw", "deterministic": False, "kept_attention_layers": "auto"},
     }
     is_gpu = task.device == "cuda"
     base = settled(task.train, is_gpu).model_copy(update=plain)

@@ -368,6 +368,9 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
         yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
     if train.offload_activations is True:
         yield from _activations(train, cluster)
+    if train.kept_attention_layers != AUTO and train.recompute not in (AUTO, "full"):
+        text = f"has no effect with train.{RENAMED['recompute']}: {train.recompute}"
+        yield ("train", "kept_attention_layers"), f"{text}; set that to full, or remove this key"
     if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
         text = f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
         yield ("train", RENAMED["reshard"]), text

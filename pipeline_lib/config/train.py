@@ -105,6 +105,12 @@ class Train(Section):
         description="on GPUs with `activation_checkpointing: full`: what is kept of the layers waits in page-locked"
         " host memory, and is copied while layers compute; `auto` does so if only then the run fits in memory",
     )
+    kept_attention_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="with `activation_checkpointing: full`: layers that keep the attention's results of documents from"
+        " 16,384 tokens on, the last ones of the model; the others compute their attention again, which takes time"
+        " and no memory. `auto` is all, or as many as fit in memory",
+    )
     reshard: Literal["auto"] | bool = Field(
         "auto",
         validation_alias=RENAMED["reshard"],
@@ -285,7 +291,7 @@ PLACEMENT_KEYS = frozenset(
         *("strategy", "shard_ranks", "unit_layers", "offload", "recompute", "reshard", "compile", "attention"),
         *("micro_batch_blocks", "save_every_steps", "save_async", "keep_last", "timeout_s", "start_timeout_s"),
         *("sample_every_steps", "profile_every_steps", "deterministic", "deepspeed_json", "offload_activations"),
-        "context_ranks",
+        *("kept_attention_layers", "context_ranks"),
     }
 )
 

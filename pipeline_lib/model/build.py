@@ -36,7 +36,7 @@ from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
 from pipeline_lib.model.offload import HostMemory
-from pipeline_lib.model.recompute import fully_recomputed, selectively_recomputed
+from pipeline_lib.model.recompute import fully_recomputed, keep_attention_of_last, selectively_recomputed
 from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import base_parameters
 from pipeline_lib.plan.workload import can_feed_in_chunks, has_fused_adapters, keeps_on_host
@@ -99,7 +99,10 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     """
     prepared: dict[tuple[type, bool, bool, bool], Callable[..., Any]] = {}
     host = HostMemory() if keeps_on_host(train) else None
-    for layer in decoder_layers(model):
+    layers = decoder_layers(model)
+    if train.kept_attention_layers != "auto":
+        keep_attention_of_last(layers, train.kept_attention_layers)
+    for layer in layers:
         if train.precision == "fp8":
             use_fp8(layer)
         has_random = any(  # numbers, in training

@@ -233,6 +233,9 @@ class Geometry:
         if self.delta is not None and train.precision == "fp8":
             yield "train.precision: fp8 does not work for models with a gated delta rule; set it to bf16"
         yield from self._context_problems(train)
+        if train.kept_attention_layers != "auto" and train.kept_attention_layers > self.attention_layers:
+            of_model = f"the model's {self.attention_layers} layers with attention"
+            yield f"train.kept_attention_layers: {train.kept_attention_layers} are more than {of_model}"
         yield from self.adapter_problems(train)
 
     @property

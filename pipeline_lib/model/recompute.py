@@ -1,7 +1,7 @@
 """Activation checkpointing of decoder layers: what a layer keeps of its forward pass, and how it is computed again."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +17,7 @@ from pipeline_lib.plan.workload import KEPT_FROM
 Results = tuple[Tensor, ...]
 
 # Results of attention under full checkpointing: kept where documents are long, and not computed again.
+# `train.kept_attention_layers` may be fewer layers than all.
 #
 # The attention operators of model/attention.py call `once`. It stands inside the operator, so that compiled layers,
 # which call operators while they run, have it too, and the graphs of both passes are the same. Kept are aliases of the
@@ -67,12 +68,20 @@ def once(compute: Callable[[], Results]) -> Results:
     return compute() if kept is None else kept.once(compute)
 
 
+def keep_attention_of_last(layers: Iterable[nn.Module], count: int) -> None:
+    """Let only the last `count` of those of `layers` that have attention keep its results."""
+    attending: list[Any] = [layer for layer in layers if hasattr(layer, "self_attn")]
+    for number, layer in enumerate(reversed(attending)):
+        layer.keeps_attention = number < count
+
+
 def fully_recomputed(
     forward: Callable[..., Any], has_random: bool, host: HostMemory | None = None
 ) -> Callable[..., Any]:
     """Return `forward`, of a layer, such that only its input is kept, and the attention's results of long documents.
 
-    `has_random` makes the repetition repeat random numbers. With `host`, what is kept is kept there.
+    These only if `keep_attention_of_last` does not leave the layer out. `has_random` makes the repetition repeat
+    random numbers. With `host`, what is kept is kept there.
     """
 
     @functools.wraps(forward)
@@ -81,7 +90,7 @@ def fully_recomputed(
             return forward(layer, *args, **kwargs)
         call = None if host is None else host.call()
         longest = kwargs.get("max_length_q")
-        is_kept = isinstance(longest, int) and longest >= KEPT_FROM and _saves_attention(layer, args)
+        is_kept = isinstance(longest, int) and longest >= KEPT_FROM and _keeps_attention(layer, args)
         options: dict[str, Any] = {"context_fn": KeptResults(call).contexts} if is_kept else {}
         # `checkpoint` saves the tensors among `args` for the repetition, which is the layer's input.
         with nullcontext() if call is None else saved_tensors_hooks(call.keep, call.get):
@@ -92,13 +101,13 @@ def fully_recomputed(
     return recomputed
 
 
-def _saves_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Return whether the attention of `layer` is saved for a backward pass; else compiled code reuses its memory.
+def _keeps_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Return whether `layer` is to keep its attention's results, and they are saved for a backward pass.
 
-    The delta rule's result is never kept: its time does not grow with the square of a document, and the result is as
-    large as the layer's input.
+    Compiled code reuses the memory of what is not saved. The delta rule's result is never kept: its time does not grow
+    with the square of a document, and the result is as large as the layer's input.
     """
-    if not hasattr(layer, "self_attn"):
+    if not hasattr(layer, "self_attn") or not getattr(layer, "keeps_attention", True):
         return False
     if any(isinstance(value, Tensor) and value.requires_grad for value in args):
         return True

@@ -382,9 +382,14 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
 
 
 def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
-    """Yield `lean`, and the same with activations on the host if that may be chosen, and only that fits on the GPU."""
-    yield lean
+    """Yield `lean`, and the same with activations on the host if that may be chosen, and only that fits on the GPU.
+
+    If that may be chosen, no layer keeps the attention's results.
+    """
     setting, machine = wanted.setting, wanted.setting.machine
+    if lean.kept_attention_layers == AUTO and setting.keeps_attention(lean):
+        lean = lean.model_copy(update={"kept_attention_layers": 0})
+    yield lean
     if wanted.train.offload_activations == AUTO and machine.is_gpu and can_keep_on_host(lean):
         away = lean.model_copy(update={"offload_activations": True})
         is_needed = not fits_on_gpu(memory_of(setting.case(lean)), machine)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, model_validator
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.lenient import Count, Lenient, Number, Text, unusable
+from pipeline_lib.core.units import count
 
 Value = TypeVar("Value")
 
@@ -114,6 +115,7 @@ class Chosen(Part, extra="allow"):
     compile: bool | str | None = None
     save_async: bool | str | None = None
     offload_activations: bool | str = "auto"  # plans of older code have none, and `auto` counts as off
+    kept_attention_layers: int | str = "auto"  # likewise, and it counts as all
     context_ranks: int = 1  # likewise
     save_every_steps: Count = None
     keep_last: Count = None
@@ -247,13 +249,23 @@ def bound_in_words(bound: str | None) -> str:
     return _BOUNDS.get(bound or "", bound or "")
 
 
+def attention_in_words(layers: int) -> str:
+    """Return what that number of `kept_attention_layers` means."""
+    if not layers:
+        return "attention computed again in all layers"
+    return f"attention kept in {count(layers, 'layers')} and computed again in the others"
+
+
 def layer_options(placed: Chosen | Placement) -> list[str]:
     """Return how the layers run beyond the defaults, in words like `selective activation checkpointing`."""
     words = [f"{placed.context_ranks} {TO_A_BLOCK}"] if (placed.context_ranks or 1) > 1 else []
     options = {"activation checkpointing": placed.recompute, "offloaded": placed.offload}
     words += [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
-    if isinstance(placed, Chosen) and placed.offload_activations is True:
-        words.append("activations on the host")
+    if isinstance(placed, Chosen):
+        if placed.recompute == "full" and isinstance(placed.kept_attention_layers, int):
+            words.append(attention_in_words(placed.kept_attention_layers))
+        if placed.offload_activations is True:
+            words.append("activations on the host")
     if placed.reshard is False:
         words.append("no reshard after forward")
     if placed.compile:

@@ -22,7 +22,16 @@ from pipeline_lib.plan.choose import (
     what_would_fit,
 )
 from pipeline_lib.plan.cluster import machine_of, read_measured
-from pipeline_lib.plan.content import FITS, NOT_CHECKED, PART_NAMES, TIGHT, TO_A_BLOCK, TOO_LARGE, bound_in_words
+from pipeline_lib.plan.content import (
+    FITS,
+    NOT_CHECKED,
+    PART_NAMES,
+    TIGHT,
+    TO_A_BLOCK,
+    TOO_LARGE,
+    attention_in_words,
+    bound_in_words,
+)
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.known import Blocks
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
@@ -34,6 +43,7 @@ from pipeline_lib.plan.stages import Run, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.workload import (
+    AUTO,
     Workload,
     can_compile,
     has_fused_adapters,
@@ -155,6 +165,8 @@ def _in_words(train: Train, accumulation: int) -> str:
         words.append(f"base in {train.lora.base}")
     if train.recompute != "none":
         words.append(f"{train.recompute} activation checkpointing")
+        if isinstance(train.kept_attention_layers, int):
+            words.append(attention_in_words(train.kept_attention_layers))
     if keeps_on_host(train):
         words.append("activations on the host")
     if stays_gathered(train):
@@ -295,7 +307,8 @@ def _on_one_node(setting: Setting) -> Setting:
 
 
 def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
-    train = now.train.model_copy(update={"strategy": "auto", "shard_ranks": None})
+    free = {"strategy": AUTO, "shard_ranks": None, "kept_attention_layers": AUTO}
+    train = now.train.model_copy(update=free)
     return fastest(setting, train, (), has_deepspeed)
 
 

@@ -23,8 +23,8 @@ from pipeline_lib.plan.workload import (
     feeds_in_chunks,
     is_compiled,
     is_sharded,
-    keeps_attention,
     keeps_on_host,
+    kept_attention,
     recompute_of,
     stays_gathered,
     tokens_at_once,
@@ -425,23 +425,27 @@ class _Sharded:
         return Moment("at the end of the backward pass", self.gradients, gathered, 0, 0, 0)
 
 
-def _kept(geometry: Geometry, train: Train, tokens: int) -> int:
-    recompute = recompute_of(train)
-    kept = sum(count * kept_per_token(geometry, train, kind, recompute) for kind, count in geometry.kinds.items())
-    if keeps_attention(train, tokens * train.ranks_per_block / train.micro_batch_blocks):  # a block may be one document
-        kept += geometry.attention_layers * geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
-    return round(tokens * kept)
+def _kept(geometry: Geometry, train: Train, tokens: int, layers: int) -> int:
+    """Return the bytes that `layers` average layers keep, as far as there are as many those with attention's results.
+
+    A block may be one document.
+    """
+    recompute, share = recompute_of(train), layers / geometry.layers
+    of_all = sum(count * kept_per_token(geometry, train, kind, recompute) for kind, count in geometry.kinds.items())
+    attending = kept_attention(geometry, train, tokens * train.ranks_per_block / train.micro_batch_blocks)
+    of_attention = geometry.heads * (geometry.head_dim * compute_bytes(train) + FP32_BYTES)
+    return round(tokens * (share * of_all + min(attending, share * geometry.attention_layers) * of_attention))
 
 
 def _kept_on_device(geometry: Geometry, train: Train, tokens: int) -> int:
     """Return the bytes of `_kept` on the device: of the layer in work, and of those that leave or come meanwhile."""
-    kept = _kept(geometry, train, tokens)
-    return kept * min(_LAYERS_ON_DEVICE, geometry.layers) // geometry.layers if keeps_on_host(train) else kept
+    layers = min(_LAYERS_ON_DEVICE, geometry.layers) if keeps_on_host(train) else geometry.layers
+    return _kept(geometry, train, tokens, layers)
 
 
 def kept_on_host(geometry: Geometry, train: Train, tokens: int) -> int:
     """Return the bytes that a rank keeps of the layers in host memory, for a micro-batch of `tokens` tokens."""
-    return _kept(geometry, train, tokens) if keeps_on_host(train) else 0
+    return _kept(geometry, train, tokens, geometry.layers) if keeps_on_host(train) else 0
 
 
 def sharded_over(train: Train, ranks: Ranks) -> int:

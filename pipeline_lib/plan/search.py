@@ -37,6 +37,7 @@ from pipeline_lib.plan.workload import (
     is_compiled,
     is_sharded,
     keeps_on_host,
+    kept_attention,
     settled,
 )
 
@@ -129,32 +130,55 @@ class Setting:
         """Predict one way to train, with `auto` resolved as by `estimate`."""
         return self.estimate(train).predict()
 
-    def estimate(self, train: Train) -> Estimate:
-        """Return a way to train, with `save_async: auto`, `offload_activations: auto` and `compile: auto` resolved.
+    def estimate(self, train: Train, keeps_all: bool = False) -> Estimate:
+        """Return a way to train, with all keys resolved that are `auto`.
 
-        Activations are kept on the host if only that fits. Layers are compiled if the run saves more than COMPILE_S by
-        it, if its length is unknown, or if only that fits.
+        Activations are kept on the host if only that fits. With `kept_attention_layers: auto`, which stays if all
+        layers keep their attention's results, as many keep them as fit if all do not, unless `keeps_all`; of the device
+        and the host it is the faster one that has room then. Layers are compiled if the run saves more than COMPILE_S
+        by it, if its length is unknown, or if only that fits.
         """
+        places = [train.offload_activations]
         if train.offload_activations == AUTO:
-            kept, away = (train.model_copy(update={"offload_activations": value}) for value in (False, True))
-            if not (self.machine.is_gpu and can_keep_on_host(train)):
-                return self.estimate(kept)
-            here = self.estimate(kept)
-            if here.fits:
-                return here
-            there = self.estimate(away)
-            return there if there.fits else here
+            places = [False, True] if self.machine.is_gpu and can_keep_on_host(train) else [False]
+        ways = [train.model_copy(update={"offload_activations": value}) for value in places]
+        found = list[Estimate]()
+        for way in ways:
+            found.append(self._estimate(way))
+            if found[-1].fits:
+                return found[-1]
+        if not keeps_all and train.kept_attention_layers == AUTO and self.keeps_attention(train):
+            found = [self._with_fewer(way, whole.train.compile) for way, whole in zip(ways, found, strict=True)]
+        return min((way for way in found if way.fits), key=lambda way: way.step_s, default=found[0])
+
+    def keeps_attention(self, train: Train) -> bool:
+        """Return whether a layer may keep its attention's results, if one document fills a block."""
+        return kept_attention(self.geometry, train, self.workload.block_tokens) > 0
+
+    def _with_fewer(self, train: Train, compiled: bool | str) -> Estimate:
+        """Return `train` with the attention's results of as many layers as fit, but not all; of none if none fit."""
+
+        def keeping(layers: int) -> Estimate:
+            return self._estimate(train.model_copy(update={"kept_attention_layers": layers, "compile": compiled}))
+
+        least = keeping(0)
+        if not least.fits:
+            return least
+        return keeping(_count(self.geometry.attention_layers, lambda layers: keeping(layers).fits) - 1)
+
+    def _estimate(self, train: Train) -> Estimate:
+        """Return `estimate` where no more than `save_async` and `compile` may be `auto`."""
         if train.save_async == AUTO:
-            return self.estimate(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
+            return self._estimate(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
         if train.compile != AUTO:
             return Estimate(self.case(train))
         plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
         if not can_compile(train, self.machine.has_triton):
-            return self.estimate(plain)
-        then = self.estimate(compiled)
+            return self._estimate(plain)
+        then = self._estimate(compiled)
         if self.steps is None:
             return then
-        now = self.estimate(plain)
+        now = self._estimate(plain)
         saved_s = self.steps * (now.step_s - then.step_s)
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
 
@@ -184,10 +208,18 @@ class Group:
         return self.train.model_copy(update={"micro_batch_blocks": self.sizes[place]})
 
     def at(self, place: int) -> Estimate:
-        """Return the same with no key `auto`."""
+        """Return the same with no key `auto`. Of the attention, only the smallest micro-batch may keep less than all.
+
+        So a larger one is never slower.
+        """
         if place not in self._made:
-            self._made[place] = self.setting.estimate(self.way(place))
+            self._made[place] = self.setting.estimate(self.way(place), keeps_all=place > 0)
         return self._made[place]
+
+    def _is_plain(self, place: int) -> bool:
+        """Return whether the one at `place` has activations on the device, and no `auto` made it keep less of them."""
+        train = self.at(place).train
+        return not keeps_on_host(train) and train.kept_attention_layers == self.train.kept_attention_layers
 
     @cached_property
     def fitting(self) -> int:
@@ -196,8 +228,8 @@ class Group:
 
     @cached_property
     def plain(self) -> int:
-        """The number of sizes that fit with activations on the device."""
-        return _count(self.fitting, lambda place: not keeps_on_host(self.at(place).train))
+        """The number of sizes that fit with activations on the device, all that may be kept of them."""
+        return _count(self.fitting, self._is_plain)
 
     @cached_property
     def near(self) -> int:
@@ -228,14 +260,20 @@ class Group:
     @property
     def has_room(self) -> bool:
         """Whether its smallest micro-batch fits on the device and in host memory, with activations on the device."""
-        smallest = self.at(0)
-        return smallest.fits and not keeps_on_host(smallest.train)
+        return self.at(0).fits and self._is_plain(0)
+
+    @property
+    def largest_s(self) -> float:
+        """The seconds of a step with its largest micro-batch, if there were memory for all that it may keep."""
+        return self.setting.estimate(self.way(len(self.sizes) - 1), keeps_all=True).step_s
 
     def would_fit(self, count: int) -> bool:
         """Return whether GPUs may have the memory for its smallest micro-batch if `count` ranks share each block."""
         setting, lean = self.setting, {"context_ranks": count, "micro_batch_blocks": self.sizes[0]}
         if self.train.offload_activations == AUTO:
             lean["offload_activations"] = can_keep_on_host(self.train)
+        if self.train.kept_attention_layers == AUTO:
+            lean["kept_attention_layers"] = 0
         train = settled(self.train.model_copy(update=lean), setting.machine.has_triton)
         return fits_on_gpu(memory_of(setting.case(train)), setting.machine)
 
@@ -306,7 +344,7 @@ def _cramped(found: Iterable[Group], limit_s: float, most: int) -> Iterator[Grou
             continue
         if any(group.has_room for group in parts):
             simpler.append(places)
-        elif parts[0].would_fit(most) and parts[-1].at(len(parts[-1].sizes) - 1).step_s < limit_s:
+        elif parts[0].would_fit(most) and parts[-1].largest_s < limit_s:
             yield parts[-1]
 
 

@@ -10,10 +10,11 @@ from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE, Model, kept_on_host, sharded_over
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
 from pipeline_lib.plan.workload import (
+    AUTO,
     Case,
     has_fused_adapters,
     is_compiled,
-    keeps_attention,
+    kept_attention,
     recompute_of,
     stays_gathered,
 )
@@ -139,8 +140,8 @@ def _best_known(part: str, case: Case, end: End) -> Passes:
     found = _measured(part, geometry, train, machine)
     if found is None:
         return _as_its_like(part, case, end, computed)
-    # Measurements are of layers that are resharded after each pass.
-    as_measured = train.model_copy(update={"reshard": True})
+    # Measurements are of layers that are resharded after each pass, and keep their attention.
+    as_measured = train.model_copy(update={"reshard": True, "kept_attention_layers": AUTO})
     speeds = machine.speeds_in(found.document_tokens, end)
     then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
@@ -217,7 +218,7 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
     mixing_s = attention_s + delta_s
     backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * mixing_s + backward_pointwise_s
-    kept_s = attention_s if keeps_attention(train, document_tokens) else 0.0
+    kept_s = attention_s * kept_attention(geometry, train, document_tokens) / geometry.attention_layers
     again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s - kept_s}[recompute_of(train)]
     fixed = _weight_passes(geometry, train, speeds)
     host = _launches(geometry, train)

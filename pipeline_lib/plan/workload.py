@@ -96,12 +96,15 @@ def recompute_of(train: Train) -> str:
 KEPT_FROM = 16_384
 
 
-def keeps_attention(train: Train, tokens: float) -> bool:
-    """Return whether the attention's results of documents of so many tokens are kept under full checkpointing.
+def kept_attention(geometry: Geometry, train: Train, tokens: float) -> int:
+    """Return how many layers keep the attention's results of documents of so many tokens under full checkpointing.
 
     In fp32 there is no operator that keeps them.
     """
-    return recompute_of(train) == "full" and train.precision != "fp32" and tokens >= KEPT_FROM
+    if recompute_of(train) != "full" or train.precision == "fp32" or tokens < KEPT_FROM:
+        return 0
+    kept = train.kept_attention_layers
+    return kept if isinstance(kept, int) else geometry.attention_layers
 
 
 def keeps_on_host(train: Train) -> bool:

@@ -96,6 +96,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "train.offload": ("optimizer", PLAN),
     "train.activation_checkpointing": ("full", PLAN),
     "train.offload_activations": (False, PLAN),
+    "train.kept_attention_layers": (0, PLAN),
     "train.reshard_after_forward": (False, PLAN),
     "train.compile": (True, PLAN),
     "train.attention": ("flash", PLAN),

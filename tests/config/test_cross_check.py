@@ -51,6 +51,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.offload_activations",
         "works only with train.activation_checkpointing: full, but that is selective; set that, or remove one of them",
     ),
+    (
+        {"kept_attention_layers": 0, "recompute": "none"},
+        {},
+        "train.kept_attention_layers",
+        "has no effect with train.activation_checkpointing: none; set that to full, or remove this key",
+    ),
     ({"context_ranks": 3}, FOUR, "train.context_ranks", "3 does not divide the 4 ranks; it may be 1, 2 or 4"),
     ({"context_ranks": 2, "strategy": "zero2"}, FOUR, "train.context_ranks", "* zero2; * may be ddp, fsdp or hsdp"),
     ({"context_ranks": 2, "local_sgd_steps": 4}, FOUR, "train.context_ranks", "* makes updates alone; remove one *"),

@@ -76,6 +76,25 @@ def test_loss_and_gradients_are_the_same_bits(
     assert host.allocated_bytes > 0
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_only_layers_that_keep_their_attention_take_host_memory_for_it(
+    folder: Path, calls: Counter[str], hosts: list[HostMemory], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Of 40 tokens in fp32: a result of the width of the queries, and a log-sum-exp for each head."""
+    monkeypatch.setattr(recompute, "KEPT_FROM", 8)
+    plain = step(model_of(folder, method=method, recompute="full"))
+    for kept in range(LAYERS + 1):
+        calls.clear()
+        found = step(model_of(folder, method=method, **AWAY, kept_attention_layers=kept))
+        assert calls["forward"] == 2 * (LAYERS + LAYERS - kept)
+        assert all(map(torch.equal, found, plain))
+    heads = SIZES["num_attention_heads"]
+    of_layer = 40 * 4 * (heads * SIZES["head_dim"] + heads)
+    assert [host.allocated_bytes - hosts[0].allocated_bytes for host in hosts] == [
+        kept * of_layer for kept in range(LAYERS + 1)
+    ]
+
+
 def spread_step(environ: Mapping[str, str], folder: Path, strategy: str, way: dict[str, Any]) -> tuple[list[Any], int]:
     """Losses and gradients of a rank, and the bytes of host memory."""
     made: list[HostMemory] = []

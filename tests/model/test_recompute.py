@@ -127,6 +127,30 @@ def test_attention_without_a_gradient_is_not_kept(
     assert all(map(torch.equal, found, plain))
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_layers_that_do_not_keep_their_attention_compute_it_again_with_the_same_bits(
+    folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, method: str, compiled: bool
+) -> None:
+    monkeypatch.setattr(recompute, "KEPT_FROM", 8)
+    plain = step(model_of(folder, method=method, compile=compiled))
+    for kept in range(LAYERS + 1):
+        model = model_of(folder, method=method, compile=compiled, recompute="full", kept_attention_layers=kept)
+        calls.clear()
+        found = step(model)
+        assert calls == {"forward": 2 * (LAYERS + LAYERS - kept), "backward": 2 * LAYERS}
+        assert len(found) == len(plain) > 2 + LAYERS
+        assert all(map(torch.equal, found, plain))
+
+
+def test_the_last_layers_with_attention_keep_it() -> None:
+    attending = [True, False, True, True, False]
+    layers = [nn.ModuleDict({"self_attn" if one else "linear_attn": nn.Identity()}) for one in attending]
+    for count, expected in ((0, []), (2, [2, 3]), (3, [0, 2, 3])):
+        recompute.keep_attention_of_last(layers, count)
+        assert [place for place, layer in enumerate(layers) if getattr(layer, "keeps_attention", False)] == expected
+
+
 def test_selective_keeps_it_at_any_length(folder: Path, calls: Counter[str]) -> None:
     plain = step(model_of(folder))
     calls.clear()

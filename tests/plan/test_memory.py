@@ -155,10 +155,11 @@ def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
 
     def kept(block_tokens: int, **settings: Any) -> int:
         train = Train.model_validate({"strategy": "fsdp", "method": "lora", "recompute": "full", **settings})
-        return moments._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens)
+        return moments._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens, 36)
 
     assert kept(8192, micro_batch_blocks=4) == 36 * 4 * 8192 * 2 * 4096
     assert kept(16384) == 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
+    assert kept(16384, kept_attention_layers=5) == 16384 * (36 * 2 * 4096 + 5 * (2 * 4096 + 4 * 32))
     assert kept(16384, precision="fp32") == 36 * 16384 * 4 * 4096
 
 
