@@ -157,14 +157,13 @@ class Setting:
 
     def _with_fewer(self, train: Train, compiled: bool | str) -> Estimate:
         """Return `train` with the attention's results of as many layers as fit, but not all; of none if none fit."""
+        lean = {"compile": compiled, "save_async": False if train.save_async == AUTO else train.save_async}
 
-        def keeping(layers: int) -> Estimate:
-            return self._estimate(train.model_copy(update={"kept_attention_layers": layers, "compile": compiled}))
+        def has_room(layers: int) -> bool:
+            return Estimate(self.case(train.model_copy(update={**lean, "kept_attention_layers": layers}))).fits
 
-        least = keeping(0)
-        if not least.fits:
-            return least
-        return keeping(_count(self.geometry.attention_layers, lambda layers: keeping(layers).fits) - 1)
+        kept = _count(self.geometry.attention_layers, has_room) - 1 if has_room(0) else 0
+        return self._estimate(train.model_copy(update={"compile": compiled, "kept_attention_layers": kept}))
 
     def _estimate(self, train: Train) -> Estimate:
         """Return `estimate` where no more than `save_async` and `compile` may be `auto`."""
@@ -265,7 +264,8 @@ class Group:
     @property
     def largest_s(self) -> float:
         """The seconds of a step with its largest micro-batch, if there were memory for all that it may keep."""
-        return self.setting.estimate(self.way(len(self.sizes) - 1), keeps_all=True).step_s
+        whole = {"kept_attention_layers": self.train.kept_attention_layers}
+        return Estimate(self.setting.case(self.at(len(self.sizes) - 1).train.model_copy(update=whole))).step_s
 
     def would_fit(self, count: int) -> bool:
         """Return whether GPUs may have the memory for its smallest micro-batch if `count` ranks share each block."""

@@ -1,0 +1,168 @@
+"""`train.kept_attention_layers: auto` is all layers with attention, or as many as there is memory for."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.units import from_gigabytes
+from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.plan.choose import Wanted, leanest
+from pipeline_lib.plan.cluster import machine_of
+from pipeline_lib.plan.content import PlanDocument, layer_options
+from pipeline_lib.plan.document import answer, describe
+from pipeline_lib.plan.machine import End
+from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
+from pipeline_lib.plan.predict import host_bytes_of_node
+from pipeline_lib.plan.search import Estimate, Setting
+from pipeline_lib.plan.show import render, render_what_if
+from pipeline_lib.plan.step_time import step_time
+from pipeline_lib.plan.workload import Workload, keeps_on_host
+from tests.plan.test_context_choice import asked
+
+LONGEST = 262_144
+ONE_GPU: dict[str, Any] = {"gpus_per_node": 1, "gpu": "h100", "memory_gb": 128}
+ADAPTERS: dict[str, Any] = {"method": "lora", "strategy": "ddp", "recompute": "full"}
+
+
+def setting_of(model: str, tokens: int, gpu: str, ranks: int, memory_gb: int | None) -> Setting:
+    machine = machine_of(Cluster(gpus_per_node=ranks, gpu=gpu, memory_gb=memory_gb), "bf16", None)
+    assert machine is not None
+    data = Workload(tokens, 0.98, 0.5, float(tokens), None, None, is_assumed=True)
+    return Setting(geometry_in(published(f"Qwen/{model}") or {}), machine, data, ranks, None)
+
+
+def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with_128_gb_of_host_memory() -> None:
+    """36 layers keep their inputs there, 4096 numbers a token, and as many as fit also 32 heads and a sum of each."""
+    found = answer(asked("Qwen3-8B", ONE_GPU, LONGEST, 1, method="lora"))
+    assert found.refusal is None and found.choice is not None and found.wanted is not None
+    way, machine = found.choice.chosen, found.wanted.setting.machine
+    assert way.fits
+    assert way.memory.total_bytes < 60 * 2**30
+    kept = way.train.kept_attention_layers
+    assert isinstance(kept, int) and 0 < kept < 36
+    of_attention = LONGEST * (2 * 4096 + 4 * 32)
+    assert way.memory.host_bytes == LONGEST * 36 * 2 * 4096 + kept * of_attention
+    needed = way.memory.host_bytes + way.memory.copied_bytes + AROUND_BYTES + RANK_BYTES["cuda"]
+    assert host_bytes_of_node(way.memory, machine) == needed
+    assert needed <= from_gigabytes(128) < needed + of_attention
+    plan = PlanDocument.model_validate(found.content)
+    assert plan.chosen.kept_attention_layers == found.content["train"]["kept_attention_layers"] == kept
+    said = f"attention kept in {kept} layers and computed again in the others"
+    assert said in describe(way)
+    assert said in layer_options(plan.chosen)
+    shown = " ".join(render(found.content, False).split())
+    assert f"{said}, activations on the host" in shown.partition(" WAY ")[2].partition(" ASSUMED ")[0]
+
+
+def test_a_what_if_question_compares_numbers_of_layers() -> None:
+    given = asked("Qwen3-8B", ONE_GPU, LONGEST, 1, **ADAPTERS)
+    more = replace(given, train=given.train.model_copy(update={"kept_attention_layers": 0}))
+    shown = render_what_if(answer(given).content, answer(more).content, ["train.kept_attention_layers=0"])
+    assert "in all layers" in shown
+
+
+def test_where_all_layers_have_room_nothing_is_said() -> None:
+    for tokens, cluster in ((LONGEST, {**ONE_GPU, "memory_gb": 512}), (8192, ONE_GPU)):
+        found = answer(asked("Qwen3-8B", cluster, tokens, 1, method="lora"))
+        assert found.content["chosen"]["kept_attention_layers"] == "auto"
+        assert "attention kept" not in found.content["summary"]["way"]
+
+
+def test_more_host_memory_never_keeps_the_attention_of_fewer_layers() -> None:
+    train, found = Train.model_validate(ADAPTERS), []
+    for memory_gb in range(80, 200, 4):
+        way = setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb).estimate(train)
+        kept = way.train.kept_attention_layers
+        found.append(36 if way.fits and kept == "auto" else kept if way.fits else -1)
+    assert found == sorted(found)
+    assert {-1, 0, 36} <= set(found)
+    assert len(set(found)) > 20
+
+
+SAMPLED = random.Random(0).sample(
+    list(
+        product(
+            ("Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen3.5-9B"),
+            (32_768, 65_536, 131_072, 262_144),
+            (("a10", 1), ("h100", 1), ("h200", 2)),
+            (48, 64, 80, 96, 128, 192),
+            ("ddp", "fsdp", "zero2"),
+        )
+    ),
+    80,
+)
+
+
+def test_it_is_the_largest_number_that_fits() -> None:
+    """By trying every number, on the device and on the host."""
+    outcomes = Counter[str]()
+    for model, tokens, (gpu, ranks), memory_gb, strategy in SAMPLED:
+        setting = setting_of(model, tokens, gpu, ranks, memory_gb)
+        train = Train.model_validate({**ADAPTERS, "strategy": strategy})
+        layers, found = setting.geometry.attention_layers, setting.estimate(train)
+        most: list[Estimate] = []
+        for is_away in (False,) if strategy == "zero2" else (False, True):
+            given = train.model_copy(update={"offload_activations": is_away})
+            tried = [
+                setting.estimate(given.model_copy(update={"kept_attention_layers": kept})) for kept in range(layers + 1)
+            ]
+            fitting = [way for way in tried if way.fits]
+            assert fitting == tried[: len(fitting)]
+            most += fitting[-1:]
+        kept = found.train.kept_attention_layers
+        assert found.fits == bool(most)
+        whole = [way for way in most if way.train.kept_attention_layers == layers]
+        outcomes["all" if whole else "some" if most else "none"] += 1
+        if whole:
+            assert kept == "auto"
+        elif most:
+            expected = min(most, key=lambda way: way.step_s).train
+            assert (kept, keeps_on_host(found.train)) == (expected.kept_attention_layers, keeps_on_host(expected))
+        else:
+            assert kept == 0
+    assert min(outcomes.values()) >= 10
+    assert len(outcomes) == 3
+
+
+def test_a_number_that_is_given_is_kept() -> None:
+    given = setting_of("Qwen3-8B", LONGEST, "h100", 1, 512).estimate(Train(**ADAPTERS, kept_attention_layers=5))
+    assert given.fits
+    assert given.train.kept_attention_layers == 5
+
+
+@pytest.mark.parametrize(("model", "layers"), [("Qwen3-8B", 36), ("Qwen3.5-9B", 8)])
+def test_each_layer_with_attention_takes_its_time_once_more(model: str, layers: int) -> None:
+    setting = setting_of(model, 65_536, "h100", 1, 512)
+    again_s = [
+        step_time(setting.case(Train(**ADAPTERS, compile=True, kept_attention_layers=kept)), End.EXPECTED).recomputed_s
+        for kept in range(layers + 1)
+    ]
+    attention_s = again_s[0] - again_s[-1]
+    channels = setting.geometry.heads * setting.geometry.head_dim
+    rate = setting.machine.speeds_in(65_536.0).attention_flop_s
+    assert attention_s == pytest.approx(layers * 2 * channels * 65_536**2 / rate)
+    for kept, taken_s in enumerate(again_s):
+        assert taken_s - again_s[-1] == pytest.approx(attention_s * (layers - kept) / layers, abs=1e-9)
+
+
+@pytest.mark.parametrize(("model", "layers"), [("Qwen3-8B", 36), ("Qwen3.5-9B", 8)])
+def test_more_layers_than_have_attention_are_refused(model: str, layers: int) -> None:
+    geometry = geometry_in(published(f"Qwen/{model}") or {})
+    found = [list(geometry.problems(Train(kept_attention_layers=count), 4096)) for count in (layers, layers + 1)]
+    of_model = f"{layers + 1} are more than the model's {layers} layers with attention"
+    assert found == [[], [f"train.kept_attention_layers: {of_model}"]]
+
+
+def test_a_run_is_possible_if_it_is_without_any_results_kept() -> None:
+    """The least host memory that is named is what the inputs of the layers need."""
+    for memory_gb, is_enough in ((86, False), (87, True)):
+        setting = setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb)
+        wanted = Wanted(setting, Train.model_validate({"method": "lora", "strategy": "auto"}), (), True)
+        assert wanted.fits == is_enough
+        assert leanest(wanted)[0][0].kept_attention_layers == 0
