@@ -13,6 +13,7 @@ tokens), and the head for supervised tokens. What is computed again does not cou
 import argparse
 import json
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class Case:
     size: str
     tokens: int
     layers: int
+    kept: int | None = None  # layers with their attention's results; None: all
 
     def config(self) -> dict[str, Any]:
         """config.json; the positions of rotary embeddings do not change the time."""
@@ -64,6 +66,7 @@ class Case:
             **{"method": "lora", "lora": {"rank": 16, "alpha": 32}, "strategy": "ddp", "recompute": "full"},
             **{
                 "offload_activations": self.kind == "away",
+                "kept_attention_layers": "auto" if self.kept is None else self.kept,
                 "compile": is_gpu,
                 "precision": "bf16" if is_gpu else "fp32",
             },
@@ -71,11 +74,11 @@ class Case:
         return Train.model_validate(settings)
 
 
-def cases(lengths: list[int], layers: int, is_tiny: bool, kinds: list[str]) -> Iterator[Case]:
+def cases(lengths: list[int], layers: int, is_tiny: bool, kinds: list[str], kept: int | None) -> Iterator[Case]:
     """Every kind for every length."""
     for tokens in lengths:
         for kind in kinds:
-            yield Case(kind, "demo" if is_tiny else "8B", tokens, layers)
+            yield Case(kind, "demo" if is_tiny else "8B", tokens, layers, kept)
 
 
 def main() -> None:
@@ -83,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="32768,65536,131072", help="tokens of the document, divided by commas")
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--kept", type=int, help="layers that keep their attention's results; default: all")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, default=Path("results/long_context"))
     parser.add_argument("--tiny", action="store_true", help="small widths")
@@ -96,7 +100,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     end_s, results = time.monotonic() + arguments.limit_s, []
     lengths = [int(tokens) for tokens in arguments.lengths.split(",")]
-    for case in cases(lengths, arguments.layers, arguments.tiny, arguments.kinds):
+    for case in cases(lengths, arguments.layers, arguments.tiny, arguments.kinds, arguments.kept):
         found = started("benchmarks.long_context", case, arguments.out, end_s - time.monotonic())
         results.append({**asdict(case), **found})
         print(f"{case.kind} {case.tokens:,}: {found}", flush=True)
@@ -137,6 +141,8 @@ def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {
         **{"step_s": step_s, "warm_up_s": round(warm_up_s, 1), "tokens_per_s": round(case.tokens / step_s, 1)},
         **{"peak_bytes": _peak_bytes(), "planned_bytes": planned.allocated_bytes, "host_bytes": planned.host_bytes},
+        # What the process held in host memory at most; the kernel counts KiB.
+        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "flops": flops,
     }
     possible = peak_flops(torch.cuda.get_device_name(), train.precision) if torch.cuda.is_available() else None
@@ -150,10 +156,10 @@ def parts(case: Case, geometry: Geometry, device: torch.device) -> dict[str, Any
     """Seconds of all attention and all products of a step under full checkpointing.
 
     Of products: forward twice, and the gradient of the input; of the head once each. Adapters' products do not count.
-    Attention: forward once if its results are kept, else twice, and backward.
+    Attention: forward once in layers that keep its results, else twice, and backward.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    forwards = 1 if kept_attention(geometry, case.train(), case.tokens) else 2
+    forwards = 2 - kept_attention(geometry, case.train(), case.tokens) / geometry.attention_layers
     forward_s, backward_s = attention_s(case, geometry, device, dtype)
     of_layer = sum(
         2 * product_s(case.tokens, inputs, outputs, device, dtype)

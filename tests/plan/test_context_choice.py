@@ -134,14 +134,18 @@ def test_a_named_strategy_gets_the_ranks_that_it_needs() -> None:
     assert alone.choice is not None and not alone.choice.chosen.fits
 
 
-@pytest.mark.parametrize(("memory_gb", "count", "is_copied"), [(792, 1, True), (688, 1, False), (687, 2, True)])
+@pytest.mark.parametrize(
+    ("memory_gb", "count", "is_copied", "kept"),
+    [(792, 1, True, "auto"), (688, 1, False, "auto"), (687, 1, False, 35), (539, 1, False, 19), (538, 2, True, "auto")],
+)
 def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks(
-    memory_gb: int, count: int, is_copied: bool
+    memory_gb: int, count: int, is_copied: bool, kept: int | str
 ) -> None:
     train = answer(asked("Qwen3-8B", {**H100S, "memory_gb": memory_gb}, LONG, 8)).content["chosen"]
     assert (train["context_ranks"], train["save_async"]) == (count, is_copied)
+    assert train["kept_attention_layers"] == kept
     for page in PAGES:
-        assert {"792", "688"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
+        assert {"792", "688", "539"} <= set(re.findall(r"\d+", page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])

@@ -1,6 +1,7 @@
 """`train.kept_attention_layers: auto` is all layers with attention, or as many as there is memory for."""
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -23,11 +24,13 @@ from pipeline_lib.plan.search import Estimate, Setting
 from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.step_time import step_time
 from pipeline_lib.plan.workload import Workload, keeps_on_host
-from tests.plan.test_context_choice import asked
+from tests.plan.test_context_choice import PAGES, asked
 
 LONGEST = 262_144
 ONE_GPU: dict[str, Any] = {"gpus_per_node": 1, "gpu": "h100", "memory_gb": 128}
 ADAPTERS: dict[str, Any] = {"method": "lora", "strategy": "ddp", "recompute": "full"}
+
+AWAY = Train.model_validate({**ADAPTERS, "compile": True, "offload_activations": True})
 
 
 def setting_of(model: str, tokens: int, gpu: str, ranks: int, memory_gb: int | None) -> Setting:
@@ -58,6 +61,19 @@ def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with
     assert said in layer_options(plan.chosen)
     shown = " ".join(render(found.content, False).split())
     assert f"{said}, activations on the host" in shown.partition(" WAY ")[2].partition(" ASSUMED ")[0]
+
+
+def test_the_long_context_pages_say_what_the_plan_says_of_one_document_of_that_length() -> None:
+    few, many = (
+        replace(setting, workload=replace(setting.workload, real_fraction=1.0)).predict(AWAY)
+        for setting in (setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb) for memory_gb in (128, 512))
+    )
+    machine = setting_of("Qwen3-8B", LONGEST, "h100", 1, 128).machine
+    figures = {str(few.train.kept_attention_layers), f"{few.memory.host_bytes / from_gigabytes(1):.1f}"}
+    figures |= {f"{host_bytes_of_node(way.memory, machine) / from_gigabytes(1):.0f}" for way in (few, many)}
+    figures |= {f"{way.step_s.value:.0f}" for way in (few, many)}
+    for page in PAGES:
+        assert figures <= set(re.findall(r"\d+(?:\.\d+)?", page.read_text(encoding="utf-8")))
 
 
 def test_a_what_if_question_compares_numbers_of_layers() -> None:
