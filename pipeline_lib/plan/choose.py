@@ -384,7 +384,7 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
 def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
     """Yield `lean`, and the same with activations on the host if that may be chosen, and only that fits on the GPU.
 
-    If that may be chosen, no layer keeps the attention's results.
+    No layer keeps the attention's results, unless `kept_attention_layers` is given.
     """
     setting, machine = wanted.setting, wanted.setting.machine
     if lean.kept_attention_layers == AUTO and setting.keeps_attention(lean):

@@ -426,7 +426,7 @@ class _Sharded:
 
 
 def _kept(geometry: Geometry, train: Train, tokens: int, layers: int) -> int:
-    """Return the bytes that `layers` average layers keep, as far as there are as many those with attention's results.
+    """Return the bytes that `layers` average layers keep, with attention's results in as many of them as keep these.
 
     A block may be one document.
     """

@@ -133,9 +133,9 @@ class Setting:
     def estimate(self, train: Train, keeps_all: bool = False) -> Estimate:
         """Return a way to train, with all keys resolved that are `auto`.
 
-        Activations are kept on the host if only that fits. With `kept_attention_layers: auto`, which stays if all
-        layers keep their attention's results, as many keep them as fit if all do not, unless `keeps_all`; of the device
-        and the host it is the faster one that has room then. Layers are compiled if the run saves more than COMPILE_S
+        Activations are kept on the host if only that fits. If neither does, and not `keeps_all`, the attention's
+        results of as many layers as fit are kept, in the faster of both places that have room; `kept_attention_layers`
+        stays `auto` where all are kept. Layers are compiled if the run saves more than COMPILE_S
         by it, if its length is unknown, or if only that fits.
         """
         places = [train.offload_activations]
