@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Lora, Train
@@ -473,9 +473,12 @@ def flops_per_token(geometry: Geometry, train: Train) -> float:
     return 6.0 * geometry.matmul_parameters - 2.0 * frozen
 
 
-def frozen_parameters(geometry: Geometry, train: Train) -> set[str]:
+def frozen_parameters(geometry: Geometry, train: Train) -> frozenset[str]:
     """Return the names of the parameters that `train.freeze` matches; a tied head is named as the embedding."""
-    if not train.freeze:
-        return set()
-    names = geometry.shapes()
-    return frozen_names({name: (name, HEAD) if geometry.is_head(name) else (name,) for name in names}, train.freeze)
+    return _frozen(geometry, tuple(train.freeze)) if train.freeze else frozenset()
+
+
+@lru_cache(maxsize=4)  # a plan asks thousands of times about one model
+def _frozen(geometry: Geometry, globs: tuple[str, ...]) -> frozenset[str]:
+    names = {name: (name, HEAD) if geometry.is_head(name) else (name,) for name in geometry.shapes()}
+    return frozenset(frozen_names(names, globs))

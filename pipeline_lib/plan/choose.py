@@ -137,7 +137,8 @@ def alternatives(
     now_bytes = predict(geometry, train, ranks, block_tokens).total_bytes
     for changes in _changes(train, ranks):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
-        if is_legal(changed, ranks) and (has_deepspeed or not changed.uses_deepspeed):
+        can_run = changed.strategy not in geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
+        if can_run and is_legal(changed, ranks):
             memory = predict(geometry, changed, ranks, block_tokens)
             if memory.total_bytes < _LEAST_SAVING * now_bytes:
                 yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))
@@ -485,7 +486,13 @@ def _more_host_memory(wanted: Wanted) -> str | None:
     """Return the key with the least host memory that suffices on these GPUs; None if no amount does."""
     roomy = wanted.on(replace(wanted.setting.machine, host_memory_bytes=_ANY_BYTES))
     machine = roomy.setting.machine
-    ways = [memory for _, memory in leanest(roomy) if fits(memory, machine)]
+    # More ranks to a block need less host memory for its activations.
+    held = (*wanted.held, "context_ranks")
+    each = [
+        replace(roomy, train=wanted.train.model_copy(update={"context_ranks": count}), held=held)
+        for count in roomy.setting.rank_counts(wanted.train, wanted.held)
+    ]
+    ways = [memory for given in each for _, memory in leanest(given) if fits(memory, machine)]
     return host_memory(min(host_bytes_of_node(memory, machine) for memory in ways)) if ways else None
 
 
@@ -558,6 +565,7 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
     least = {size: _least_nodes(wanted, size) for size in {*range(now, MOST_PER_NODE + 1), now}}
     if min(least.values()) > MOST_NODES:
         least = {size: _least_nodes(wanted, size) for size in range(1, now)}
+    least = {size: nodes for size, nodes in least.items() if nodes <= MOST_NODES}
     first = min((size * nodes for size, nodes in least.items()), default=1)
     for total in range(first, MOST_NODES * max(least, default=0) + 1):
         for size in sorted(least, key=lambda size: (size != total, size != now, -size)):
@@ -571,22 +579,23 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
 def _least_nodes(wanted: Wanted, per_node: int) -> int:
     """Return a lower bound for the nodes of this size that fit and have no fewer ranks than now.
 
-    It is found by bisection for each number of ranks to a block, over the numbers of nodes whose ranks it divides: of
-    these more never need more memory, with two exceptions. With the second rank the exchange begins; that does no harm,
-    because the present size is known to be too small. And hsdp's replicas do not exist for every number of ranks; with
-    hsdp the bound is therefore the present size.
+    It is found by bisection for each number of ranks to a block, over the numbers of nodes whose ranks it divides, and
+    whose ranks make whole replicas of hsdp: of these more never need more memory. The exchange begins with the second
+    rank; that does no harm, because the present size is known to be too small.
     """
     machine = wanted.setting.machine
-    now = math.ceil(machine.ranks / per_node)
-    if "hsdp" in {train.strategy for train in _lean_settings(wanted, 1)}:
-        return now
+    # With hsdp, all of these are hsdp; ranks of a replica, of which there have to be two at least.
+    is_hsdp = "hsdp" in {train.strategy for train in _lean_settings(wanted, 1)}
+    of_replica = (wanted.train.shard_ranks or per_node) if is_hsdp else 1
+    now = math.ceil(max(machine.ranks, 2 * of_replica if is_hsdp else 1) / per_node)
     least = MOST_NODES + 1
     for count, given in _of_each_count(wanted, per_node).items():
 
         def is_enough(nodes: int, given: Wanted = given) -> bool:
             return given.on(replace(machine, nodes=nodes, ranks_per_node=per_node)).fits
 
-        whole = count // math.gcd(count, per_node)
+        together = math.lcm(count, of_replica)
+        whole = together // math.gcd(together, per_node)
         sizes = range(math.ceil(now / whole) * whole, least, whole)
         if sizes and is_enough(sizes[-1]):
             least = sizes[bisect_left(sizes, True, key=is_enough)]

@@ -387,7 +387,8 @@ def _sizes(setting: Setting, train: Train, free: Collection[str]) -> list[tuple[
     if "micro_batch_blocks" not in free:
         return [(train.micro_batch_blocks,)]
     of_a_rank = math.ceil(setting.batch_blocks * train.ranks_per_block / setting.ranks.total)
-    sizes = [size for size in range(1, of_a_rank + 1) if of_a_rank % size == 0]
+    small = [size for size in range(1, math.isqrt(of_a_rank) + 1) if of_a_rank % size == 0]
+    sizes = sorted({*small, *(of_a_rank // size for size in small)})
     return [tuple(part) for part in (sizes[:-1], sizes[-1:]) if part]
 
 

@@ -108,6 +108,7 @@ SMALLEST: dict[str, Wanted] = {
     "offloaded": wanted("qwen3-14b", "a10", 2, 300, batch_blocks=48),
     "held": wanted("qwen3-14b", "a100", 2, 64, ("micro_batch_blocks",), micro_batch_blocks=2, batch_blocks=48),
     "replicas": wanted("qwen3-14b", "a100", 2, 300, ("shard_ranks",), shard_ranks=6, batch_blocks=48),
+    "replicas of several nodes": wanted("qwen3-32b", "a10", 4, 300, ("shard_ranks",), shard_ranks=24, batch_blocks=48),
     "more than the batch has blocks": wanted("qwen3-14b", "a10", 2, 600, ("offload",), batch_blocks=4),
     "nodes of eight": wanted("qwen3-32b", "h100", 8, 400, batch_blocks=32),
     "two of the eight of a node": wanted("qwen3-4b", "h100", 8, 48, strategy="zero1", offload="optimizer"),
@@ -142,8 +143,16 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     assert not any(asked.on(replace(machine, nodes=n, ranks_per_node=size)).fits for n, size in shapes)
 
 
-def test_the_smallest_cluster_is_found_while_people_wait() -> None:
-    asked = wanted("qwen3-235b-a22b", "a100 40gb", 8, memory_gb=3000)
+def test_that_no_number_of_replicas_would_do_is_found_while_people_wait() -> None:
+    asked = wanted("qwen3-32b", "rtx 3090", 1, 64, ("shard_ranks",), shard_ranks=8)
+    start_s = time.process_time()
+    assert smallest_cluster(asked) is None
+    assert time.process_time() - start_s < 0.5
+
+
+@pytest.mark.parametrize("freeze", [(), ("model.embed_tokens.*",)])
+def test_the_smallest_cluster_is_found_while_people_wait(freeze: tuple[str, ...]) -> None:
+    asked = wanted("qwen3-235b-a22b", "a100 40gb", 8, memory_gb=3000, freeze=freeze)
     start_s = time.process_time()
     assert (smallest_cluster(asked) or "").startswith("cluster.nodes 2 ")
     assert time.process_time() - start_s < 0.5
@@ -155,6 +164,20 @@ def test_who_says_how_many_ranks_shard_gets_replicas_only() -> None:
     assert {(train.strategy, train.shard_ranks) for train in ways} == {("hsdp", 4)}
     given = wanted("qwen3-1.7b", "h200", 8, 600, ("shard_ranks",), shard_ranks=None)
     assert "hsdp" not in {train.strategy for train, _ in leanest(given)}
+
+
+def test_the_least_host_memory_is_that_of_as_many_ranks_to_a_block_as_need_least() -> None:
+    def given(memory_gb: int) -> Wanted:
+        return in_blocks_of(32_768, wanted("qwen3-4b", "a10", 8, memory_gb))
+
+    def ranks_to_a_block(asked: Wanted) -> int:
+        return leanest(asked)[0][0].ranks_per_block
+
+    (offered,) = (said for said in what_would_fit(given(8)) if said.startswith("this would fit: cluster.memory_gb"))
+    least_gb = int(re.findall(r"\d+", offered)[0])
+    assert given(least_gb).fits
+    assert ranks_to_a_block(given(least_gb)) > ranks_to_a_block(given(2000))
+    assert not given(least_gb - 1).fits
 
 
 def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.train import Train
+from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import AT_MOST, least, remedies
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
@@ -70,6 +71,14 @@ def test_a_run_that_needs_more_than_predicted_is_offered_less() -> None:
     assert {"strategy": "zero2"} in offered(1.0)
     assert {"strategy": "zero2"} not in offered(1.4)
     assert offered(0.5) == offered(1.0)  # it may have ended before its peak
+
+
+def test_what_cannot_train_the_model_is_not_offered() -> None:
+    geometry = geometry_in(published("Qwen/Qwen3.5-9B") or {})
+    train = Train.model_validate({"strategy": "ddp"})
+    found = remedies(geometry, train, NODE, 8192, H200, ratio=1.0, has_deepspeed=True)
+    assert {"fsdp"} < {remedy.changes.get("strategy") for remedy in found}
+    assert "zero3" not in {remedy.changes.get("strategy") for remedy in found}
 
 
 def test_approximations_of_ddp_are_not_given_up_in_silence() -> None:
