@@ -242,19 +242,19 @@ def test_where_a_block_is_too_long_for_a_gpu_ranks_that_share_it_are_offered() -
 
 def test_one_gpu_is_told_how_many_would_share_a_block_that_it_has_no_room_for() -> None:
     """The batch stays as it is: a single block, which both have a half of."""
-    alone = in_blocks_of(131_072, wanted("qwen3-8b", "h100", 1, 64, method="lora", batch_blocks=1))
+    alone = in_blocks_of(262_144, wanted("qwen3-8b", "h100", 1, 64, method="lora", batch_blocks=1))
     assert not alone.fits
     said = smallest_cluster(alone) or ""
     assert said.startswith("cluster.gpus_per_node 2 of H100 SXM, 2 ranks to a block")
     assert "global_batch_tokens" not in said
     given = wanted("qwen3-8b", "h100", 1, 64, ("context_ranks",), method="lora", batch_blocks=1, context_ranks=1)
-    assert "ranks to a block" not in (smallest_cluster(in_blocks_of(131_072, given)) or "")
+    assert "ranks to a block" not in (smallest_cluster(in_blocks_of(262_144, given)) or "")
 
 
 NODES_TO_A_BLOCK: dict[str, tuple[str, str, int, int]] = {
-    "two of small GPUs": ("qwen3-8b", "a10", 262_144, 2),
-    "four of small GPUs": ("qwen3-8b", "a10", 524_288, 4),
-    "four of large GPUs": ("qwen3-32b", "h100", 2**20, 4),
+    "two of small GPUs": ("qwen3-8b", "a10", 524_288, 2),
+    "four of small GPUs": ("qwen3-8b", "a10", 2**20, 4),
+    "four of large GPUs": ("qwen3-32b", "h100", 2**21, 4),
 }
 
 

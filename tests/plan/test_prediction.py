@@ -226,15 +226,16 @@ def test_copies_of_activations_cost_what_does_not_hide_behind_computing() -> Non
 
 
 def test_activations_go_to_the_host_only_if_the_run_does_not_fit_without() -> None:
-    """36 layers of Qwen3-8B keep 145 GiB of 262,144 tokens, for which an H200 has no room."""
+    """36 layers of Qwen3-8B keep 145 GiB of 262,144 tokens, for which an H200 has no room; half of it are inputs."""
     train = Train(strategy="ddp", method="lora", compile=True)
     chosen = []
-    for tokens, memory_gb in ((8192, 1000), (262_144, 1000), (262_144, 64)):
+    for tokens, memory_gb in ((8192, 1000), (262_144, 1000), (262_144, 64), (524_288, 64)):
         data = replace(workload(), block_tokens=tokens, document_tokens=float(tokens))
         setting = Setting(QWEN3_8B, machine(1, 1, host_memory_gb=memory_gb), data, 1, None)
         chosen.append(choose(setting, train, (), True).chosen)
-    assert [way.train.offload_activations for way in chosen] == [False, True, False]
-    assert [way.fits for way in chosen] == [True, True, False]
+    assert [way.train.offload_activations for way in chosen] == [False, True, False, False]
+    assert [way.fits for way in chosen] == [True, True, True, False]
+    assert [way.train.kept_attention_layers == "auto" for way in chosen] == [True, True, False, False]
     assert "activations on the host" in describe(chosen[1])
 
 
