@@ -23,7 +23,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
-from pipeline_lib.plan.memory import STRATEGIES, Memory
+from pipeline_lib.plan.memory import STRATEGIES, Memory, host_need_with_copies
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
 from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, memory_of, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, step_time
@@ -136,34 +136,37 @@ class Setting:
         it, if its length is unknown, or if only that fits.
         """
         if train.offload_activations == AUTO:
-            kept, away = (train.model_copy(update={"offload_activations": value}) for value in (False, True))
-            if not (self.machine.is_gpu and can_keep_on_host(train)):
-                return self.estimate(kept)
-            here = self.estimate(kept)
-            if here.fits:
-                return here
-            there = self.estimate(away)
-            return there if there.fits else here
+            return self.or_away(train, self.estimate(train.model_copy(update={"offload_activations": False})))
         if train.save_async == AUTO:
             return self.estimate(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
         if train.compile != AUTO:
             return Estimate(self.case(train))
-        plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
         if not can_compile(train, self.machine.has_triton):
-            return self.estimate(plain)
-        then = self.estimate(compiled)
+            return self.estimate(train.model_copy(update={"compile": False}))
+        then = self.estimate(train.model_copy(update={"compile": True}))
         if self.steps is None:
             return then
-        now = self.estimate(plain)
+        now = self.estimate(train.model_copy(update={"compile": False}))
         saved_s = self.steps * (now.step_s - then.step_s)
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
+
+    def or_away(self, train: Train, here: Estimate) -> Estimate:
+        """Return `here`, which keeps activations on the device, or `train` with them on the host if only that fits."""
+        if here.fits or not (self.machine.is_gpu and can_keep_on_host(train)):
+            return here
+        there = self.estimate(train.model_copy(update={"offload_activations": True}))
+        return there if there.fits else here
 
     def _has_room_for_copies(self, train: Train) -> bool:
         """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
         limit = self.machine.host_limit_bytes
         if train.offload != "none" or limit is None:
             return train.offload == "none"
-        case = self.case(train.model_copy(update={"save_async": True}))
+        copying = train.model_copy(update={"save_async": True})
+        if self.machine.is_gpu:
+            need = host_need_with_copies(self.geometry, copying, self.ranks, self.workload.block_tokens)
+            return need.total_bytes <= limit
+        case = self.case(copying)
         return host_bytes_of_node(memory_of(case), self.machine) <= limit
 
 
@@ -186,8 +189,19 @@ class Group:
     def at(self, place: int) -> Estimate:
         """Return the same with no key `auto`."""
         if place not in self._made:
-            self._made[place] = self.setting.estimate(self.way(place))
+            way = self.way(place)
+            is_open = self.train.offload_activations == AUTO
+            self._made[place] = (
+                self.setting.or_away(way, self.here.at(place)) if is_open else self.setting.estimate(way)
+            )
         return self._made[place]
+
+    @cached_property
+    def here(self) -> "Group":
+        """The same ways with activations on the device, unless the config says where they are."""
+        if self.train.offload_activations != AUTO:
+            return self
+        return Group(self.setting, self.train.model_copy(update={"offload_activations": False}), self.sizes)
 
     @cached_property
     def fitting(self) -> int:
@@ -403,10 +417,7 @@ def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Predicti
     for group in found:
         if group.plain == len(group.sizes):
             continue
-        here = group.train
-        if here.offload_activations == AUTO:
-            here = here.model_copy(update={"offload_activations": False})
-        kept = Group(setting, here, group.sizes)
+        kept = group.here
         first, end = kept.fitting, kept.near
         if first < end and kept.at(end - 1).step_s < limit_s:
             missed.append((kept, first, end))
