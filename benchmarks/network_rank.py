@@ -1,7 +1,7 @@
 """One rank of emulated nodes: it measures the link between them, or ways to train over it at several rates.
 
 Started by `benchmarks.network`, also for one node alone. The first rank sets the rate; a model is built once for all
-rates and numbers of micro-batches.
+rates and numbers of micro-batches. What trains is imported where there is something to train: it takes seconds.
 """
 
 import argparse
@@ -12,12 +12,11 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.grid import TIMEOUT_S, Ready, cases_in_time, prepare, problem_of
 from benchmarks.loopback import DIRECTIONS, Loopback, sent_bytes
 from pipeline_lib.calibrate.run import link_of
 from pipeline_lib.core.errors import PipelineError
@@ -25,8 +24,12 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.units import MIB
 from pipeline_lib.doctor.exchange import Collective, timed
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.native import Native
 
+if TYPE_CHECKING:
+    from benchmarks.grid import Ready
+    from pipeline_lib.train.native import Native
+
+TIMEOUT_S = 240
 SIZES_BYTES = {"cuda": (MIB, 16 * MIB, 64 * MIB), "cpu": (MIB // 4, MIB, 8 * MIB)}
 SWEEPS = 2
 UNSURE = 1.3  # a prediction times this has to fit into what time is left
@@ -89,6 +92,8 @@ def train_over(network: Network, case: dict[str, Any], world: World, folder: Pat
 
     The model is built and warmed up over the network as it comes.
     """
+    from benchmarks.grid import prepare
+
     ready = prepare(case, world, folder)
     for _ in range(case["warm_steps"]):
         replace(ready, batches=ready.batches[: case["warm_accumulation"]]).step()
@@ -114,7 +119,7 @@ def train_over(network: Network, case: dict[str, Any], world: World, folder: Pat
             print(json.dumps({**begun, **found}), flush=True)
 
 
-def _steps(network: Network, ready: Ready, steps: int, period: int) -> dict[str, Any]:
+def _steps(network: Network, ready: "Ready", steps: int, period: int) -> dict[str, Any]:
     """Seconds and bytes of a step on average; of local SGD of one without an exchange."""
     rows = []
     before = network.sent_bytes()
@@ -128,7 +133,7 @@ def _steps(network: Network, ready: Ready, steps: int, period: int) -> dict[str,
     return {**found, "sent_bytes": sent, "all_step_s": [round(row["step_s"], 4) for row in rows]}
 
 
-def _exchange(network: Network, ready: Ready, plain: dict[str, Any], period: int) -> dict[str, float]:
+def _exchange(network: Network, ready: "Ready", plain: dict[str, Any], period: int) -> dict[str, float]:
     """What the exchange of local SGD adds to a step that is as `plain` without it."""
     _place(ready, period, period)
     before = network.sent_bytes()
@@ -137,9 +142,9 @@ def _exchange(network: Network, ready: Ready, plain: dict[str, Any], period: int
     return {"exchange_s": update_s - plain["update_s"], "exchange_bytes": sent - plain["sent_bytes"]}
 
 
-def _place(ready: Ready, period: int, update: int) -> None:
+def _place(ready: "Ready", period: int, update: int) -> None:
     """Let the next update be the one of that number, from 1, of `period`, after the last of which models meet."""
-    strategy = cast(Native, ready.stepper.strategy)
+    strategy = cast("Native", ready.stepper.strategy)
     strategy.updates += period - strategy.updates % period + update - 1
 
 
@@ -162,15 +167,23 @@ def main() -> None:
             found = measure_link(network, world, gbit_s)
             if world.is_first:
                 print(json.dumps(found), flush=True)
-        for case in cases_in_time(arguments.cases, world, arguments.limit_s) if arguments.cases else ():
-            try:
-                train_over(network, case, world, arguments.folder, until_s)
-            except (RuntimeError, ValueError, PipelineError) as error:
-                print(json.dumps({"name": case["name"], "rank": world.rank, "problem": problem_of(error)}), flush=True)
-                os._exit(1)
-            finally:
-                if world.is_first:
-                    network.link.free()
+        if arguments.cases:
+            train_all(network, world, arguments, until_s)
+
+
+def train_all(network: Network, world: World, arguments: argparse.Namespace, until_s: float) -> None:
+    """Print what the cases of the command line take. An error ends the process, so that no rank waits for it."""
+    from benchmarks.grid import cases_in_time, problem_of
+
+    for case in cases_in_time(arguments.cases, world, arguments.limit_s):
+        try:
+            train_over(network, case, world, arguments.folder, until_s)
+        except (RuntimeError, ValueError, PipelineError) as error:
+            print(json.dumps({"name": case["name"], "rank": world.rank, "problem": problem_of(error)}), flush=True)
+            os._exit(1)
+        finally:
+            if world.is_first:
+                network.link.free()
 
 
 if __name__ == "__main__":

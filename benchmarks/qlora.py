@@ -86,14 +86,14 @@ class Case:
 
 
 def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) -> Iterator[Case]:
-    """The cases of `parts`, in order; of small ones no two alike."""
+    """The cases of `parts`, in order; of small ones no two alike: one in `nf4` is that of `memory`."""
     small: dict[str, Any] = {"size": "demo", "tokens": 256, "steps": 2, "recompute": recompute}
     if "memory" in parts:
         for size, cap in (("8B", 12), ("14B", 16), ("32B", 32))[: 1 if is_tiny else 3]:
             case = Case("memory", f"{size} in {cap} GB", size, "nf4", 4096, 3, cap_bytes=cap * GB)
             yield replace(case, **small) if is_tiny else case
     if "speed" in parts:
-        for base in ("unquantized", "nf4") * (1 if is_tiny else 2):
+        for base in ("unquantized",) if is_tiny else ("unquantized", "nf4") * 2:
             case = Case("speed", f"8B, {base}", "8B", base, 16384, 5, recompute)
             yield replace(case, **small) if is_tiny else case
     if "peers" in parts:
@@ -101,7 +101,7 @@ def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) ->
         yield replace(case, **small) if is_tiny else case
     if "quality" in parts:
         case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 200, pretrain_s=pretrain_s, vocab=8192)
-        yield replace(case, **{**small, "steps": 4, "pretrain_s": 5.0}) if is_tiny else case
+        yield replace(case, **{**small, "steps": 4, "pretrain_s": min(pretrain_s, 5.0)}) if is_tiny else case
 
 
 def main() -> None:

@@ -270,7 +270,7 @@ class Geometry:
         if train.method != "lora":
             return
         yield from self._nf4_problems(train)
-        adapted = self.adapted_linears(train.lora) | self.adapted_experts(train.lora)
+        adapted = {**self.adapted_linears(train.lora), **self.adapted_experts(train.lora)}
         if train.lora.targets != "all-linear" and (absent := [n for n in train.lora.targets if n not in adapted]):
             every = train.lora.model_copy(update={"targets": (*self.linears, *self._of_experts)})
             has = ", ".join([*self.adapted_linears(every), *self.adapted_experts(every)])
@@ -398,13 +398,20 @@ class Geometry:
             if name not in OF_HEADS
         )
 
-    def adapted_linears(self, lora: Lora) -> dict[str, tuple[int, int]]:
+    def adapted_linears(self, lora: Lora) -> Mapping[str, tuple[int, int]]:
         """Return the entries of `linears` that get adapters; in models with experts, none of MLPs."""
-        names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
-        names.difference_update(OF_HEADS)
-        if self.expert_layers:
-            names -= set(_MLP)
-        return {name: widths for name, widths in self.linears.items() if name in names}
+        if lora.targets not in self._adapted:
+            names = set(self.linears) if lora.targets == "all-linear" else set(lora.targets)
+            names.difference_update(OF_HEADS)
+            if self.expert_layers:
+                names -= set(_MLP)
+            self._adapted[lora.targets] = {name: self.linears[name] for name in self.linears if name in names}
+        return self._adapted[lora.targets]
+
+    @cached_property
+    def _adapted(self) -> dict[str | tuple[str, ...], Mapping[str, tuple[int, int]]]:
+        """By targets: a search for the fastest way to train asks tens of thousands of times."""
+        return {}
 
     def trained_parameters(self, train: Train) -> int:
         """Return the number of parameters that get gradients.

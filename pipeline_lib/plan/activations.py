@@ -8,7 +8,7 @@ formula gives what eager layers keep.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import DELTA_CHUNK, OF_HEADS, Delta, Geometry, LayerKind
@@ -17,11 +17,12 @@ from pipeline_lib.plan.workload import has_fused_adapters, is_compiled
 FP32_BYTES = 4
 HALF_BYTES = 2
 _CHOICE_BYTES = 40  # for each expert of a token: index, weight, and its positions in the order by experts
-_SHARED_INPUTS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("in_proj_qkv", "in_proj_z", *OF_HEADS),
-    ("gate_proj", "up_proj"),
-)
+# Linears by what they multiply, where it is not theirs alone.
+_SHARED_INPUTS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "of attention"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", *OF_HEADS), "of the delta rule"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "of the MLP"),
+}
 FED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -30,8 +31,7 @@ def compute_bytes(train: Train) -> int:
     return FP32_BYTES if train.precision == "fp32" else HALF_BYTES
 
 
-@dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(NamedTuple):
     """The number format of the layers. `by_autocast`: weights are fp32 and are cast for each product, as under ddp.
 
     Then the norms of trained weights output fp32, and every product casts its input separately.
@@ -74,7 +74,7 @@ def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
     if is_compiled(train):
         # Inputs of products, and the layer's input. The last product's result is kept instead of its sum with that.
         kept += arithmetic.stream_bytes(train) * hidden + number * hidden
-        return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=False), names)
+        return kept + _inputs_of_linears(geometry, train, Arithmetic(number, by_autocast=False), names)
     kept += FP32_BYTES * hidden  # the norm's input
     if train.method == "full":  # the normalized values that a norm multiplies by its weight
         kept += hidden * _normalized_bytes(geometry, arithmetic)
@@ -189,7 +189,7 @@ def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
     else:
         kept += (2 if compiled else 3) * number * geometry.intermediate
     by_autocast = arithmetic.by_autocast and not compiled
-    return kept + _inputs_of_linears(geometry, train, replace(arithmetic, by_autocast=by_autocast), names)
+    return kept + _inputs_of_linears(geometry, train, Arithmetic(number, by_autocast), names)
 
 
 def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, names: Collection[str]) -> float:
@@ -205,9 +205,7 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
         return float((arithmetic.number_bytes + 1) * sum(widths.values()))
     if not arithmetic.by_autocast or has_fused_adapters(train):
         widths.pop("o_proj", None)
-        for group in _SHARED_INPUTS:
-            for name in [name for name in group if name in widths][1:]:
-                widths.pop(name)
+        widths = {_SHARED_INPUTS.get(name, name): inputs for name, inputs in widths.items()}
     return float(arithmetic.number_bytes * sum(widths.values()))
 
 

@@ -198,7 +198,8 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
     of_step = state.weights + state.optimizer + moment.sum
     allocated = of_step + state.buffer
     activations_on_host = kept_on_host(geometry, train, tokens)
-    copied = _copied(geometry, train, ranks)
+    size = checkpoint_bytes(geometry, train)
+    copied = _copied(geometry, train, ranks, size)
     in_forward = max(moment.sum - moment.gradients for moment in moments if moment.name == AT_LOSS)
     on_cpus = _held_on_cpus(model, train, ranks, state, (of_step, in_forward), copied)
     return Memory(
@@ -211,7 +212,7 @@ def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, a
         loss_bytes=moment.loss,
         reserve_bytes=RESERVE_BYTES + round(_CUT_UP * allocated),
         host_bytes=state.host_for_gpu + activations_on_host,
-        checkpoint_bytes=checkpoint_bytes(geometry, train),
+        checkpoint_bytes=size,
         copied_bytes=math.ceil(_SNAPSHOT * copied),
         cpu_rank_bytes=state.host + activations_on_host + on_cpus,
         moment=moment.name,
@@ -279,13 +280,23 @@ def _zero_on_cpus(model: Model, train: Train, ranks: Ranks, state: "_State", all
     return max(allocated - (unfilled if train.method == "full" else 0), in_update)
 
 
-def _copied(geometry: Geometry, train: Train, ranks: Ranks) -> float:
+def host_need_with_copies(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int) -> HostNeed:
+    """Return what a node with GPUs needs of its host where nothing is offloaded but activations; `predict` says it too.
+
+    It takes a fraction of the time of `predict`, since the device's memory does not matter.
+    """
+    copied = _copied(geometry, train, ranks, checkpoint_bytes(geometry, train))
+    host_bytes = kept_on_host(geometry, train, micro_batch_tokens(train, block_tokens))
+    return host_need(host_bytes, math.ceil(_SNAPSHOT * copied), 0, ranks, is_gpu=True)
+
+
+def _copied(geometry: Geometry, train: Train, ranks: Ranks, checkpoint: int) -> float:
     """Return the bytes of host memory that a rank's copies take at a save; `save_async: auto` counts as false.
 
     Under every strategy the ranks share the writing of a checkpoint about evenly (train/strategy.py). What is copied at
     a time may exceed its limit by one tensor on one rank.
     """
-    share = checkpoint_bytes(geometry, train) / ranks.total
+    share = checkpoint / ranks.total
     if train.save_async is not True:
         largest_bytes = FP32_BYTES * geometry.largest_tensor
         share = min(share, COPIED_AT_ONCE_BYTES + largest_bytes / ranks.per_node)

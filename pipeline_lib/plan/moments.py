@@ -303,7 +303,7 @@ class _Sharded:
     def _kept(self) -> int:
         return _kept_on_device(self.geometry, self.train, self.tokens)
 
-    @property
+    @cached_property
     def _number(self) -> int:
         return compute_bytes(self.train)
 
@@ -312,25 +312,25 @@ class _Sharded:
         """Bytes of a gradient on its way to other ranks."""
         return HALF_BYTES if self.train.gradient_compression == "bf16" else FP32_BYTES
 
-    @property
+    @cached_property
     def _adapters_bytes(self) -> int:
         return self._number * self.model.trained if self.train.method == "lora" else 0
 
-    @property
+    @cached_property
     def _unit_bytes(self) -> int:
         adapters = self._adapters_bytes * min(self.train.unit_layers, self.geometry.layers) // self.geometry.layers
         return round(self.model.layer_bytes(self.train) * self.model.unit) + adapters
 
-    @property
+    @cached_property
     def _whole_bytes(self) -> int:
         return round(self.model.base_bytes(self.train)) + self._adapters_bytes
 
-    @property
+    @cached_property
     def _head_bytes(self) -> int:
         """Bytes of the head, if it is gathered by itself."""
         return 0 if self.geometry.tied else self._number * self.model.matrix
 
-    @property
+    @cached_property
     def _stays(self) -> bool:
         return stays_gathered(self.train)
 

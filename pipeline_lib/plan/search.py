@@ -23,7 +23,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
-from pipeline_lib.plan.memory import STRATEGIES, Memory
+from pipeline_lib.plan.memory import STRATEGIES, Memory, host_need_with_copies
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
 from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, memory_of, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, step_time
@@ -138,32 +138,43 @@ class Setting:
         stays `auto` where all are kept. Layers are compiled if the run saves more than COMPILE_S
         by it, if its length is unknown, or if only that fits.
         """
-        places = [train.offload_activations]
+        return self.or_less(train, self.whole(train), keeps_all)
+
+    def whole(self, train: Train) -> Estimate:
+        """Return `estimate` with all that `auto` may keep on the device kept there, whether that fits or not."""
         if train.offload_activations == AUTO:
-            places = [False, True] if self.machine.is_gpu and can_keep_on_host(train) else [False]
-        ways = [train.model_copy(update={"offload_activations": value}) for value in places]
-        found = list[Estimate]()
-        for way in ways:
-            found.append(self._estimate(way))
-            if found[-1].fits:
-                return found[-1]
+            return self._estimate(train.model_copy(update={"offload_activations": False}))
+        return self._estimate(train)
+
+    def or_less(self, train: Train, here: Estimate, keeps_all: bool) -> Estimate:
+        """Return `here`, which is `whole(train)`, if it fits, else what `estimate` takes then."""
+        found = [here]
+        if not here.fits and train.offload_activations == AUTO and self.machine.is_gpu and can_keep_on_host(train):
+            found.append(self._estimate(train.model_copy(update={"offload_activations": True})))
+        if found[-1].fits:
+            return found[-1]
         if not keeps_all and train.kept_attention_layers == AUTO and self.keeps_attention(train):
-            found = [self._with_fewer(way, whole.train.compile) for way, whole in zip(ways, found, strict=True)]
+            found = [self._with_fewer(train, way.train) for way in found]
         return min((way for way in found if way.fits), key=lambda way: way.step_s, default=found[0])
 
     def keeps_attention(self, train: Train) -> bool:
         """Return whether a layer may keep its attention's results, if one document fills a block."""
         return kept_attention(self.geometry, train, self.workload.block_tokens) > 0
 
-    def _with_fewer(self, train: Train, compiled: bool | str) -> Estimate:
-        """Return `train` with the attention's results of as many layers as fit, but not all; of none if none fit."""
-        lean = {"compile": compiled, "save_async": False if train.save_async == AUTO else train.save_async}
+    def _with_fewer(self, train: Train, whole: Train) -> Estimate:
+        """Return the attention's results of as many layers as fit kept, but not all; of none if none fit.
+
+        `whole` is the way to `train` that keeps all; it is compiled or not, and has its activations where that has.
+        """
+        train = train.model_copy(update={key: getattr(whole, key) for key in ("offload_activations", "compile")})
+        save_async = False if train.save_async == AUTO else train.save_async
 
         def has_room(layers: int) -> bool:
-            return Estimate(self.case(train.model_copy(update={**lean, "kept_attention_layers": layers}))).fits
+            lean = {"save_async": save_async, "kept_attention_layers": layers}
+            return Estimate(self.case(train.model_copy(update=lean))).fits
 
         kept = _count(self.geometry.attention_layers, has_room) - 1 if has_room(0) else 0
-        return self._estimate(train.model_copy(update={"compile": compiled, "kept_attention_layers": kept}))
+        return self._estimate(train.model_copy(update={"kept_attention_layers": kept}))
 
     def _estimate(self, train: Train) -> Estimate:
         """Return `estimate` where no more than `save_async` and `compile` may be `auto`."""
@@ -171,22 +182,32 @@ class Setting:
             return self._estimate(train.model_copy(update={"save_async": self._has_room_for_copies(train)}))
         if train.compile != AUTO:
             return Estimate(self.case(train))
-        plain, compiled = (train.model_copy(update={"compile": value}) for value in (False, True))
         if not can_compile(train, self.machine.has_triton):
-            return self._estimate(plain)
-        then = self._estimate(compiled)
+            return self._estimate(train.model_copy(update={"compile": False}))
+        then = self._estimate(train.model_copy(update={"compile": True}))
         if self.steps is None:
             return then
-        now = self._estimate(plain)
+        now = self._estimate(train.model_copy(update={"compile": False}))
         saved_s = self.steps * (now.step_s - then.step_s)
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
+
+    def or_away(self, train: Train, here: Estimate) -> Estimate:
+        """Return `here`, which keeps activations on the device, or `train` with them on the host if only that fits."""
+        if here.fits or not (self.machine.is_gpu and can_keep_on_host(train)):
+            return here
+        there = self.estimate(train.model_copy(update={"offload_activations": True}))
+        return there if there.fits else here
 
     def _has_room_for_copies(self, train: Train) -> bool:
         """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
         limit = self.machine.host_limit_bytes
         if train.offload != "none" or limit is None:
             return train.offload == "none"
-        case = self.case(train.model_copy(update={"save_async": True}))
+        copying = train.model_copy(update={"save_async": True})
+        if self.machine.is_gpu:
+            need = host_need_with_copies(self.geometry, copying, self.ranks, self.workload.block_tokens)
+            return need.total_bytes <= limit
+        case = self.case(copying)
         return host_bytes_of_node(memory_of(case), self.machine) <= limit
 
 
@@ -202,6 +223,10 @@ class Group:
     def _made(self) -> dict[int, Estimate]:
         return {}
 
+    @cached_property
+    def _whole(self) -> dict[int, Estimate]:
+        return {}
+
     def way(self, place: int) -> Train:
         """Return the way with the micro-batch at `place`; some of its keys may be `auto`."""
         return self.train.model_copy(update={"micro_batch_blocks": self.sizes[place]})
@@ -212,13 +237,27 @@ class Group:
         So a larger one is never slower.
         """
         if place not in self._made:
-            self._made[place] = self.setting.estimate(self.way(place), keeps_all=place > 0)
+            whole = self.here.whole(place)
+            self._made[place] = self.setting.or_less(self.way(place), whole, keeps_all=place > 0)
         return self._made[place]
+
+    def whole(self, place: int) -> Estimate:
+        """Return the one at `place` as `Setting.whole`."""
+        if place not in self._whole:
+            self._whole[place] = self.setting.whole(self.way(place))
+        return self._whole[place]
 
     def _is_plain(self, place: int) -> bool:
         """Return whether the one at `place` has activations on the device, and no `auto` made it keep less of them."""
         train = self.at(place).train
         return not keeps_on_host(train) and train.kept_attention_layers == self.train.kept_attention_layers
+
+    @cached_property
+    def here(self) -> "Group":
+        """The same ways with activations on the device, unless the config says where they are."""
+        if self.train.offload_activations != AUTO:
+            return self
+        return Group(self.setting, self.train.model_copy(update={"offload_activations": False}), self.sizes)
 
     @cached_property
     def fitting(self) -> int:
@@ -442,10 +481,7 @@ def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Predicti
     for group in found:
         if group.plain == len(group.sizes):
             continue
-        here = group.train
-        if here.offload_activations == AUTO:
-            here = here.model_copy(update={"offload_activations": False})
-        kept = Group(setting, here, group.sizes)
+        kept = group.here
         first, end = kept.fitting, kept.near
         if first < end and kept.at(end - 1).step_s < limit_s:
             missed.append((kept, first, end))

@@ -194,23 +194,25 @@ def test_a_hubs_generation_config_that_cannot_be_used_is_left_out(
 @pytest.mark.parametrize("source", HUBS)
 def test_a_moved_branch_changes_nothing(pipeline: Pipeline, hub: FakeHub, source: str) -> None:
     repository, _ = hub.add("dataset", NAME, {"train.jsonl": b"{}\n"})
-    made = hub_data(pipeline, source)
+    made = hub_data(pipeline, source, files=["train.jsonl"])
     repository.commit({"train.jsonl": b'{"a": 1}\n'})
     before = len(hub.requests)
-    assert hub_data(pipeline, source).path == made.path
+    assert hub_data(pipeline, source, files=["train.jsonl"]).path == made.path
     assert len(hub.requests) == before
     (pipeline.store.root / "revisions.json").unlink()
-    assert contents(hub_data(pipeline, source)) == {"train.jsonl": b'{"a": 1}\n'}
+    assert contents(hub_data(pipeline, source, files=["train.jsonl"])) == {"train.jsonl": b'{"a": 1}\n'}
 
 
-@pytest.mark.parametrize("source", HUBS)
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("source", "settings", "expected"),
     [
-        ({"subset": "english"}, ["english/train-0.jsonl", "english/train-1.jsonl"]),
-        ({"subset": "english", "split": "test"}, ["english/test.jsonl.gz"]),
-        ({"subset": "chinese"}, ["chinese/a.parquet"]),
-        ({"files": ["*train-1.jsonl", "chinese/*"]}, ["chinese/a.parquet", "english/train-1.jsonl"]),
+        ("modelscope", {"subset": "english"}, ["english/train-0.jsonl", "english/train-1.jsonl"]),
+        ("huggingface", {"subset": "english", "split": "test"}, ["english/test.jsonl.gz"]),
+        ("huggingface", {"subset": "chinese"}, ["chinese/a.parquet"]),
+        *(
+            (source, {"files": ["*train-1.jsonl", "chinese/*"]}, ["chinese/a.parquet", "english/train-1.jsonl"])
+            for source in HUBS
+        ),
     ],
 )
 def test_only_the_files_of_the_split_are_fetched(

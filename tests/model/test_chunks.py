@@ -21,7 +21,7 @@ from pipeline_lib.model.build import decoder_layers
 from pipeline_lib.model.chunks import attended, fed_forward
 from pipeline_lib.plan import workload
 from pipeline_lib.plan.workload import tokens_at_once
-from tests.model.test_offload import spread_step
+from tests.model.test_offload import spread_steps
 from tests.model.test_recompute import LAYERS, calls, folder, model_of, step
 from tests.model.test_streaming import MODELS, blocks
 from tests.ranks import run_ranks
@@ -233,10 +233,15 @@ def test_compiled(folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyP
     assert all(map(torch.equal, found, step(model)))
 
 
-def spread_in_chunks(environ: Mapping[str, str], folder: Path, strategy: str, way: dict[str, Any], at_once: int) -> Any:
-    """What a rank finds with chunks of at most so many tokens."""
-    workload.FED_AT_ONCE = at_once
-    return spread_step(environ, folder, strategy, way)[0]
+def spread_in_chunks(environ: Mapping[str, str], folder: Path, strategy: str, way: dict[str, Any]) -> list[Any]:
+    """What a rank finds in one piece, and in chunks."""
+
+    def ways() -> Iterator[dict[str, Any]]:
+        for at_once in (1000, AT_ONCE):
+            workload.FED_AT_ONCE = at_once
+            yield way
+
+    return [found for found, _ in spread_steps(environ, folder, strategy, ways())]
 
 
 @pytest.mark.slow
@@ -256,10 +261,8 @@ def test_it_is_the_same_on_two_ranks(tmp_path: Path, strategy: str, way: dict[st
     wide = {**SIZES, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": LAYERS}
     folder = write_random(tmp_path / "model", Qwen3ForCausalLM(Qwen3Config(**wide)), torch.float32)
     settings = {"precision": "fp32", **FULL, **way}
-    whole, found = (run_ranks(spread_in_chunks, 2, folder, strategy, settings, at_once) for at_once in (1000, AT_ONCE))
     near: float = 1e-5 if settings["precision"] == "fp32" else 0.02
-    for rank in (0, 1):
-        one, other = whole[rank], found[rank]
+    for one, other in run_ranks(spread_in_chunks, 2, folder, strategy, settings).values():
         assert len(one) == len(other) > 2 + LAYERS
         for expected, given in zip(one, other, strict=True):
             assert np.linalg.norm(given - expected) <= near * max(1e-6, float(np.linalg.norm(expected)))

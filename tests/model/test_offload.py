@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,16 @@ def test_only_layers_that_keep_their_attention_take_host_memory_for_it(
     ]
 
 
-def spread_step(environ: Mapping[str, str], folder: Path, strategy: str, way: dict[str, Any]) -> tuple[list[Any], int]:
-    """Losses and gradients of a rank, and the bytes of host memory."""
+def spread_steps(
+    environ: Mapping[str, str], folder: Path, strategy: str, ways: Iterable[dict[str, Any]]
+) -> list[tuple[list[Any], int]]:
+    """Of each way in turn, losses and gradients of a rank, and the bytes of host memory."""
+    world = World.from_env(environ, "cpu")
+    with process_group(world, 60):
+        return [_spread_step(world, folder, strategy, way) for way in ways]
+
+
+def _spread_step(world: World, folder: Path, strategy: str, way: dict[str, Any]) -> tuple[list[Any], int]:
     made: list[HostMemory] = []
 
     def make() -> HostMemory:
@@ -104,33 +112,29 @@ def spread_step(environ: Mapping[str, str], folder: Path, strategy: str, way: di
         return made[-1]
 
     vars(build)["HostMemory"] = make
-    world = World.from_env(environ, "cpu")
     train = Train.model_validate({"method": "lora", "strategy": strategy, "lora": {"rank": 2}, **way})
-    with process_group(world, 60):
-        settings = make_strategy(world, train, 2)
-        model = build_trainable(folder, train)
-        wrapped = settings.spread(model, lambda one: load_weights(one, folder, world.device, 0))
-        wrapped.train()
-        found: list[Any] = []
-        for block in blocks(2, 40):
-            with settings.autocast():
-                loss = loss_sum(wrapped, make_batch([block]))
-            loss.backward()  # type: ignore[no-untyped-call]
-            found.append(loss.detach().numpy())
-        gradients: list[Any] = [one.grad for one in model.parameters() if one.grad is not None]
-        found += [getattr(one, "_local_tensor", one).numpy() for one in gradients]
+    settings = make_strategy(world, train, 2)
+    model = build_trainable(folder, train)
+    wrapped = settings.spread(model, lambda one: load_weights(one, folder, world.device, 0))
+    wrapped.train()
+    found: list[Any] = []
+    for block in blocks(2, 40):
+        with settings.autocast():
+            loss = loss_sum(wrapped, make_batch([block]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append(loss.detach().numpy())
+    gradients: list[Any] = [one.grad for one in model.parameters() if one.grad is not None]
+    found += [getattr(one, "_local_tensor", one).numpy() for one in gradients]
     return found, made[0].allocated_bytes if made else 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_is_the_same_on_two_ranks(folder: Path, strategy: str) -> None:
-    here = run_ranks(spread_step, 2, folder, strategy, {"recompute": "full"})
-    away = run_ranks(spread_step, 2, folder, strategy, AWAY)
-    for rank in (0, 1):
-        assert len(here[rank][0]) == len(away[rank][0]) > 2 + LAYERS
-        assert all(map(np.array_equal, here[rank][0], away[rank][0]))
-        assert (here[rank][1] > 0, away[rank][1] > 0) == (False, True)
+    for here, away in run_ranks(spread_steps, 2, folder, strategy, [{"recompute": "full"}, AWAY]).values():
+        assert len(here[0]) == len(away[0]) > 2 + LAYERS
+        assert all(map(np.array_equal, here[0], away[0]))
+        assert (here[1] > 0, away[1] > 0) == (False, True)
 
 
 def test_every_step_uses_the_memory_of_the_first(folder: Path, calls: Counter[str], hosts: list[HostMemory]) -> None:

@@ -62,10 +62,14 @@ def recipes() -> dict[str, Recipe]:
 
 @pytest.fixture
 def copies(tmp_path: Path) -> Path:
-    """A folder with its own copy of the recipes and of their page."""
-    shutil.copytree(ROOT / RECIPES, tmp_path / RECIPES)
+    """A folder with its own copy of two recipes and of their page, whose table has these two."""
+    (tmp_path / RECIPES).mkdir(parents=True)
+    for name in ("full-8b-8xh100.yaml", "lora-8b-1x24gb.yaml"):
+        shutil.copy(ROOT / RECIPES / name, tmp_path / RECIPES / name)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / PAGE, tmp_path / PAGE)
+    assert outdated(tmp_path) == [PAGE.name]  # no other recipe is below this folder
+    (tmp_path / PAGE).write_text(recipe_files(tmp_path)[tmp_path / PAGE], encoding="utf-8")
     return tmp_path
 
 
@@ -104,8 +108,8 @@ def test_check_and_plan_accept_it(
     monkeypatch.setattr(preflight, "disk_usage", lambda _: Usage())
     # Where fla-core is installed, transformers calls it on CPUs too, and fails: so it is not in the extra `dev`.
     monkeypatch.setattr(preflight, "find_spec", lambda name: name == "fla" or find_spec(name))
-    if first.train.uses_deepspeed:
-        pytest.importorskip("deepspeed")
+    if first.train.uses_deepspeed and find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed")
     checked = run(monkeypatch, "check", config)
     written = capsys.readouterr()
     assert checked == 0, written.err

@@ -34,7 +34,7 @@ DVC_FILES = (".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "dvc.
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "README.md": "a model"}
 TUNED = "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: [{source: pydoc}]}\n"
 LRS = {"first": 0.003, "second": 5e-4}
-IN_TURN = {f"turn{number}": 1e-3 + number * 5e-5 for number in range(4)}
+IN_TURN = {f"turn{number}": 1e-3 + number * 5e-5 for number in range(2)}
 ASIDE = {f"aside{number}": 2e-3 + number * 1e-4 for number in range(2)}
 QUEUED = [4e-3 + number * 1e-4 for number in range(2)]
 
@@ -242,7 +242,7 @@ def test_of_a_sweep_the_best_is_published(clone: Clone) -> None:
 
 
 def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_queued(clone: Clone) -> None:
-    """8 of 8, in copies of the working tree and in the tree itself, all in one store."""
+    """6 of 6, in copies of the working tree and in the tree itself, all in one store."""
     lrs = "config/config.yaml:train.lr={}".format(",".join(map(str, QUEUED)))
     clone.dvc("exp", "run", "--queue", "-S", lrs)
     clone.dvc("queue", "start", "--jobs", "2")
