@@ -388,8 +388,7 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
     No layer keeps the attention's results, unless `kept_attention_layers` is given.
     """
     setting, machine = wanted.setting, wanted.setting.machine
-    if lean.kept_attention_layers == AUTO and setting.keeps_attention(lean):
-        lean = lean.model_copy(update={"kept_attention_layers": 0})
+    lean = setting.leaner(lean)
     yield lean
     if wanted.train.offload_activations == AUTO and machine.is_gpu and can_keep_on_host(lean):
         away = lean.model_copy(update={"offload_activations": True})
@@ -401,7 +400,10 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
 def what_would_fit(wanted: Wanted) -> list[str]:
     """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
     settings = _freed(wanted) if wanted.train.strategy == "auto" else _remedies(wanted)
-    sentences = [f"this would fit: {text}" for text in (*settings, *_in_4_bits(wanted), *_in_parts(wanted))]
+    sentences = [
+        f"this would fit: {text}"
+        for text in (*settings, *_with_less_kept(wanted), *_in_4_bits(wanted), *_in_parts(wanted))
+    ]
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
     if wanted.train.strategy != "auto" and not sentences:
@@ -433,7 +435,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     lean = {"recompute": "full"} if wanted.train.recompute == "auto" else {}
     found: list[Remedy] = []
     for count in setting.rank_counts(wanted.train, wanted.held):
-        train = wanted.train.model_copy(update={**lean, "context_ranks": count})
+        train = setting.leaner(wanted.train.model_copy(update={**lean, "context_ranks": count}))
         known = (setting.geometry, train, setting.ranks, block_tokens, device_bytes)
         found = found or remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
     for remedy in found:
@@ -480,6 +482,13 @@ def _in_parts(wanted: Wanted) -> Iterator[str]:
     ways = leanest(replace(wanted, train=train, held=[key for key in wanted.held if key != "context_ranks"]))
     if ways and fits(ways[0][1], wanted.setting.machine):
         yield f"train.context_ranks: {ways[0][0].context_ranks}  (as many ranks share each block)"
+
+
+def _with_less_kept(wanted: Wanted) -> Iterator[str]:
+    """Yield `kept_attention_layers: auto` if that fits, where the config gives a number."""
+    train = wanted.train.model_copy(update={"kept_attention_layers": AUTO})
+    if train != wanted.train and replace(wanted, train=train).fits:
+        yield "train.kept_attention_layers: auto  (more layers compute their attention again)"
 
 
 def _more_host_memory(wanted: Wanted) -> str | None:

@@ -153,13 +153,18 @@ class Setting:
             found.append(self._estimate(train.model_copy(update={"offload_activations": True})))
         if found[-1].fits:
             return found[-1]
-        if not keeps_all and train.kept_attention_layers == AUTO and self.keeps_attention(train):
+        if not keeps_all and self.keeps_auto(train):
             found = [self._with_fewer(train, way.train) for way in found]
         return min((way for way in found if way.fits), key=lambda way: way.step_s, default=found[0])
 
-    def keeps_attention(self, train: Train) -> bool:
-        """Return whether a layer may keep its attention's results, if one document fills a block."""
-        return kept_attention(self.geometry, train, self.workload.block_tokens) > 0
+    def keeps_auto(self, train: Train) -> bool:
+        """Return whether the plan may choose how many layers keep their attention's results; a block may be long."""
+        is_long = kept_attention(self.geometry, train, self.workload.block_tokens) > 0
+        return is_long and train.kept_attention_layers == AUTO
+
+    def leaner(self, train: Train) -> Train:
+        """Return `train` with no attention's results kept, if the plan may choose that."""
+        return train.model_copy(update={"kept_attention_layers": 0}) if self.keeps_auto(train) else train
 
     def _with_fewer(self, train: Train, whole: Train) -> Estimate:
         """Return the attention's results of as many layers as fit kept, but not all; of none if none fit.

@@ -13,7 +13,7 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.plan.choose import Wanted, leanest
+from pipeline_lib.plan.choose import Wanted, leanest, what_would_fit
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.content import PlanDocument, layer_options
 from pipeline_lib.plan.document import answer, describe
@@ -182,3 +182,15 @@ def test_a_run_is_possible_if_it_is_without_any_results_kept() -> None:
         wanted = Wanted(setting, Train.model_validate({"method": "lora", "strategy": "auto"}), (), True)
         assert wanted.fits == is_enough
         assert leanest(wanted)[0][0].kept_attention_layers == 0
+        named = replace(wanted, train=Train.model_validate(ADAPTERS | {"compile": True}))
+        assert is_enough or "cluster.memory_gb: 87, if" in what_would_fit(named)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_where_a_given_number_is_too_large_auto_is_offered(strategy: str) -> None:
+    for memory_gb in (86, 128):
+        train = Train.model_validate({**ADAPTERS, "strategy": strategy, "kept_attention_layers": 30})
+        wanted = Wanted(setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb), train, (), True)
+        assert not wanted.fits
+        offered = "this would fit: train.kept_attention_layers: auto  (more layers compute their attention again)"
+        assert (offered in what_would_fit(wanted)) == (memory_gb == 128)
