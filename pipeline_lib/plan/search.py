@@ -135,8 +135,8 @@ class Setting:
 
         Activations are kept on the host if only that fits. If neither does, and not `keeps_all`, the attention's
         results of as many layers as fit are kept, in the faster of both places that have room; `kept_attention_layers`
-        stays `auto` where all are kept. Layers are compiled if the run saves more than COMPILE_S
-        by it, if its length is unknown, or if only that fits.
+        stays `auto` where all are kept. Layers are compiled if the run saves more than COMPILE_S by it, if its length
+        is unknown, or if only that fits.
         """
         return self.or_less(train, self.whole(train), keeps_all)
 
@@ -195,13 +195,6 @@ class Setting:
         now = self._estimate(train.model_copy(update={"compile": False}))
         saved_s = self.steps * (now.step_s - then.step_s)
         return then if saved_s > COMPILE_S or (then.fits and not now.fits) else now
-
-    def or_away(self, train: Train, here: Estimate) -> Estimate:
-        """Return `here`, which keeps activations on the device, or `train` with them on the host if only that fits."""
-        if here.fits or not (self.machine.is_gpu and can_keep_on_host(train)):
-            return here
-        there = self.estimate(train.model_copy(update={"offload_activations": True}))
-        return there if there.fits else here
 
     def _has_room_for_copies(self, train: Train) -> bool:
         """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
