@@ -252,8 +252,8 @@ def bound_in_words(bound: str | None) -> str:
 def attention_in_words(layers: int) -> str:
     """Return what that number of `kept_attention_layers` means."""
     if not layers:
-        return "attention computed again in all layers"
-    return f"attention kept in {count(layers, 'layers')} and computed again in the others"
+        return "attention computed again"
+    return f"attention kept in {count(layers, 'layers')}"
 
 
 def layer_options(placed: Chosen | Placement) -> list[str]:

@@ -262,19 +262,23 @@ def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Ite
     """Yield a larger batch, which communicates less for each token; it is a different training."""
     if setting.machine.nodes == 1:
         return
-    found = []
-    for factor in _LARGER_BATCHES:
-        larger = replace(setting, batch_blocks=setting.batch_blocks * factor)
-        then, alone = (_best(now, where, has_deepspeed) for where in (larger, _on_one_node(larger)))
-        if then is None or (alone is not None and alone.step_s.value < then.step_s.value):
+    larger = [replace(setting, batch_blocks=setting.batch_blocks * factor) for factor in _LARGER_BATCHES]
+    found = [(where, then) for where in larger if (then := _best(now, where, has_deepspeed)) is not None]
+
+    def gain_of(one: tuple[Setting, Prediction]) -> float:
+        return one[0].batch_blocks / setting.batch_blocks * now.step_s.value / one[1].step_s.value
+
+    for where, then in sorted(found, key=gain_of, reverse=True):
+        alone = _best(now, _on_one_node(where), has_deepspeed)
+        if alone is not None and alone.step_s.value < then.step_s.value:
             continue
-        gain = factor * now.step_s.value / then.step_s.value
-        key = f"train.global_batch_tokens: {larger.batch_blocks * setting.workload.block_tokens:,}"
+        gain = gain_of((where, then))
+        key = f"train.global_batch_tokens: {where.batch_blocks * setting.workload.block_tokens:,}"
         text = f"{key} ({describe(then)}) would give {gain:.2f} times the tokens/s"
         if alone is not None:
             text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
-        found.append(Change(gain, key, f"{text}; a larger batch needs its learning rate tuned again"))
-    yield from sorted(found, key=lambda change: -change.gain)[:1]
+        yield Change(gain, key, f"{text}; a larger batch needs its learning rate tuned again")
+        return
 
 
 def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
