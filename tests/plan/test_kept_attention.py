@@ -80,7 +80,7 @@ def test_a_what_if_question_compares_numbers_of_layers() -> None:
     given = asked("Qwen3-8B", ONE_GPU, LONGEST, 1, **ADAPTERS)
     more = replace(given, train=given.train.model_copy(update={"kept_attention_layers": 0}))
     shown = render_what_if(answer(given).content, answer(more).content, ["train.kept_attention_layers=0"])
-    assert "attention computed again" in shown
+    assert "computed again, activations on the host" in shown
 
 
 def test_where_all_layers_have_room_nothing_is_said() -> None:
