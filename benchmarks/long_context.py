@@ -159,7 +159,7 @@ def parts(case: Case, geometry: Geometry, device: torch.device) -> dict[str, Any
     Attention: forward once in layers that keep its results, else twice, and backward.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    forwards = 2 - kept_attention(geometry, case.train(), case.tokens) / geometry.attention_layers
+    forwards = 2 - kept_attention(geometry, case.train(), case.tokens) / max(1, geometry.attention_layers)
     forward_s, backward_s = attention_s(case, geometry, device, dtype)
     of_layer = sum(
         2 * product_s(case.tokens, inputs, outputs, device, dtype)

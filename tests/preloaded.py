@@ -6,6 +6,7 @@ adapt, and transformers' 900 patterns of parameters' names. So does pytest, whic
 """
 
 import importlib
+from contextlib import suppress
 
 from pipeline_lib.core.processes import importing
 
@@ -13,18 +14,20 @@ with importing():
     for name in (
         "pipeline_lib.train.rank",
         "pipeline_lib.model.lora",
+        "pytest",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "setuptools",
+        "peft",
+        "peft.tuners.lora.bnb",
+        "peft.utils.transformers_weight_conversion",
         "deepspeed",
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.ops.op_builder.all_ops",
         "deepspeed.runtime.superoffload.superoffload_stage3",
         "deepspeed.runtime.zero.muon.muon_optimizer",
-        "peft",
-        "peft.tuners.lora.bnb",
-        "peft.utils.transformers_weight_conversion",
-        "pytest",
-        "setuptools",
-        "transformers.models.qwen3.modeling_qwen3",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ):
-        importlib.import_module(name)
-    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
+        with suppress(ImportError):  # of an extra that is not installed, or of another version of it
+            importlib.import_module(name)
+    transformers_patterns = importlib.import_module("transformers.conversion_mapping")
+    transformers_patterns.get_checkpoint_conversion_mapping("qwen3")

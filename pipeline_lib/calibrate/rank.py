@@ -388,19 +388,23 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
     batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
     # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have memory for both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
+    measured: tuple[Run, Run] | None = None
     for _ in range(ATTEMPTS):
         runs: dict[int, Run] = {}
         for layers in together:
             runs |= _runs(task, train, layers, batches, world, folder)
             _give_memory_back(world)
-        few, many = runs[FEW], runs[MANY]
-        of_layer, of_ends = _layer_and_ends(few, many)
-        has_layer = all(seconds > 0 for times in of_layer for seconds in times[1:])
-        if has_layer and all(times[-1] > 0 for times in of_ends):
+        of_layer, of_ends = _layer_and_ends(runs[FEW], runs[MANY])
+        if any(seconds <= 0 for times in of_layer for seconds in times[1:]):
+            continue
+        measured = runs[FEW], runs[MANY]
+        # Under LoRA the first layer saves the gradient of its input, which can be all that the ends take.
+        if train.method == "lora" or all(times[-1] > 0 for times in of_ends):
             break
-    # The ends may stay at 0: under LoRA the first layer saves the gradient of its input, which can be all they take.
-    if not has_layer:
+    if measured is None:
         raise LeftOut("three layers took no longer than one, so much was disturbed; let nothing else run beside it")
+    few, many = measured
+    of_layer, of_ends = _layer_and_ends(few, many)
     if world.device.type == "cuda":
         hosts = _host_seconds(task, train, world, folder)
         of_layer = [(host[0], *times[1:]) for host, times in zip(hosts, of_layer, strict=True)]

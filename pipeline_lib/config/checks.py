@@ -371,6 +371,9 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.kept_attention_layers != AUTO and train.recompute not in (AUTO, "full"):
         text = f"has no effect with train.{RENAMED['recompute']}: {train.recompute}"
         yield ("train", "kept_attention_layers"), f"{text}; set that to full, or remove this key"
+    elif train.kept_attention_layers != AUTO and train.precision == "fp32":
+        text = "has no effect with train.precision: fp32, in which no layer keeps them"
+        yield ("train", "kept_attention_layers"), f"{text}; remove it"
     if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
         text = f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
         yield ("train", RENAMED["reshard"]), text

@@ -36,6 +36,7 @@ from pipeline_lib.plan.search import (
 )
 from pipeline_lib.plan.workload import (
     AUTO,
+    can_keep_attention,
     can_keep_on_host,
     eager_under_deepspeed,
     free_keys,
@@ -58,6 +59,7 @@ _COSTS: dict[str, dict[Any, float]] = {
     "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
     "reshard": {False: 0.0, True: 0.015},
     "offload_activations": {False: 0.0, True: 0.03},
+    "kept_attention_layers": {0: 0.1},
     "offload": {"none": 0.0, "optimizer": 1.0, "optimizer+params": 2.0},
 }
 _HALVING_COST = 0.06
@@ -135,8 +137,10 @@ def alternatives(
 ) -> Iterator[Remedy]:
     """Yield every legal way to train on the same global batch that needs less memory and can run here."""
     now_bytes = predict(geometry, train, ranks, block_tokens).total_bytes
-    for changes in _changes(train, ranks):
+    for changes in _changes(train, ranks, block_tokens):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
+        if not {"recompute", "kept_attention_layers"} & changes.keys() and recompute_of(changed) != "full":
+            changed = changed.model_copy(update={"kept_attention_layers": AUTO})  # a number has no effect
         can_run = changed.strategy not in geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
         if can_run and is_legal(changed, ranks):
             memory = predict(geometry, changed, ranks, block_tokens)
@@ -144,7 +148,8 @@ def alternatives(
                 yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))
 
 
-def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
+def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str, Any]]:
+    kept, full = train.kept_attention_layers, train.model_copy(update={"recompute": "full"})
     smaller = [size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0]
     choices: dict[str, list[Any]] = {
         "micro_batch_blocks": [*smaller, train.micro_batch_blocks],
@@ -153,6 +158,7 @@ def _changes(train: Train, ranks: Ranks) -> Iterator[dict[str, Any]]:
         "reshard": [False, True] if train.reshard is False else [train.reshard],
         "offload": list(_COSTS["offload"]),
         "offload_activations": list(_COSTS["offload_activations"]),
+        "kept_attention_layers": [kept, 0] if kept and can_keep_attention(full, block_tokens) else [kept],
         "optimizer": list(_OPTIMIZERS),
         "method": sorted({train.method, "lora"}),
     }

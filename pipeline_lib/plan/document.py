@@ -165,7 +165,7 @@ def _in_words(train: Train, accumulation: int) -> str:
         words.append(f"base in {train.lora.base}")
     if train.recompute != "none":
         words.append(f"{train.recompute} activation checkpointing")
-        if isinstance(train.kept_attention_layers, int):
+        if train.recompute == "full" and isinstance(train.kept_attention_layers, int):
             words.append(attention_in_words(train.kept_attention_layers))
     if keeps_on_host(train):
         words.append("activations on the host")

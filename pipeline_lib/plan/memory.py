@@ -228,8 +228,9 @@ def _error_of(geometry: Geometry, train: Train, tokens: int) -> float:
     under fsdp, all weights or adapters, eight runs on one and two GPUs, from -1.1 to +1.1 %. Not measured on GPUs,
     though tests/plan/test_sharded_peak.py holds them against torch's tracker: hsdp, and experts with activation
     checkpointing. Offloading was measured on one GPU with all weights, by fsdp (0.0 %) and zero2 (-1 %), in one setting
-    each. Assumed: experts under other strategies; ranks that share blocks; layers that feed forward in chunks (four
-    runs by ddp: +2 to +5 %); and all other offloading.
+    each. Full checkpointing was measured with the attention's results of all layers and of none, so that of some counts
+    as measured. Assumed: experts under other strategies; ranks that share blocks; layers that feed forward in chunks
+    (four runs by ddp: +2 to +5 %); and all other offloading.
     """
     has_experts = bool(geometry.expert_layers)
     is_derived = train.ranks_per_block > 1 or feeds_in_chunks(train, has_experts, tokens)

@@ -32,12 +32,12 @@ from pipeline_lib.plan.workload import (
     Case,
     Workload,
     can_compile,
+    can_keep_attention,
     can_keep_on_host,
     free_keys,
     is_compiled,
     is_sharded,
     keeps_on_host,
-    kept_attention,
     settled,
 )
 
@@ -154,32 +154,35 @@ class Setting:
         if found[-1].fits:
             return found[-1]
         if not keeps_all and self.keeps_auto(train):
-            found = [self._with_fewer(train, way.train) for way in found]
+            places = [way.train.offload_activations for way in found]
+            found = [self._with_fewer(train.model_copy(update={"offload_activations": place})) for place in places]
         return min((way for way in found if way.fits), key=lambda way: way.step_s, default=found[0])
 
     def keeps_auto(self, train: Train) -> bool:
         """Return whether the plan may choose how many layers keep their attention's results; a block may be long."""
-        is_long = kept_attention(self.geometry, train, self.workload.block_tokens) > 0
-        return is_long and train.kept_attention_layers == AUTO
+        return train.kept_attention_layers == AUTO and can_keep_attention(train, self.workload.block_tokens)
 
     def leaner(self, train: Train) -> Train:
         """Return `train` with no attention's results kept, if the plan may choose that."""
         return train.model_copy(update={"kept_attention_layers": 0}) if self.keeps_auto(train) else train
 
-    def _with_fewer(self, train: Train, whole: Train) -> Estimate:
-        """Return the attention's results of as many layers as fit kept, but not all; of none if none fit.
+    def _with_fewer(self, train: Train) -> Estimate:
+        """Return `train` with the attention's results of as many layers as fit, but not all; of none if none fit.
 
-        `whole` is the way to `train` that keeps all; it is compiled or not, and has its activations where that has.
+        Copies of checkpoints, which `save_async: auto` makes if they fit, take no room from these results.
         """
-        train = train.model_copy(update={key: getattr(whole, key) for key in ("offload_activations", "compile")})
+        none = self._estimate(train.model_copy(update={"kept_attention_layers": 0}))
+        if not none.fits:
+            return none
+        train = train.model_copy(update={"compile": none.train.compile})
         save_async = False if train.save_async == AUTO else train.save_async
 
         def has_room(layers: int) -> bool:
             lean = {"save_async": save_async, "kept_attention_layers": layers}
             return Estimate(self.case(train.model_copy(update=lean))).fits
 
-        kept = _count(self.geometry.attention_layers, has_room) - 1 if has_room(0) else 0
-        return self._estimate(train.model_copy(update={"kept_attention_layers": kept}))
+        kept = _count(self.geometry.attention_layers, has_room) - 1
+        return self._estimate(train.model_copy(update={"kept_attention_layers": max(0, kept)}))
 
     def _estimate(self, train: Train) -> Estimate:
         """Return `estimate` where no more than `save_async` and `compile` may be `auto`."""
@@ -230,7 +233,7 @@ class Group:
         return self.train.model_copy(update={"micro_batch_blocks": self.sizes[place]})
 
     def at(self, place: int) -> Estimate:
-        """Return the same with no key `auto`. Of the attention, only the smallest micro-batch may keep less than all.
+        """Return the same with no key `auto`. Of the attention, only the first of `sizes` may keep less than all.
 
         So a larger one is never slower.
         """
@@ -416,6 +419,8 @@ def _groups(setting: Setting, train: Train, free: Collection[str]) -> Iterator[G
     own = {key: choices for key, choices in values.items() if key in free}
     for chosen in product(*own.values()):
         changed = train.model_copy(update=dict(zip(own, chosen, strict=True)))
+        if not can_keep_attention(changed, setting.workload.block_tokens):  # a number that is given has no effect
+            changed = changed.model_copy(update={"kept_attention_layers": AUTO})
         yield from (Group(setting, changed, part) for part in parts)
 
 
@@ -480,6 +485,9 @@ def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Predicti
         if group.plain == len(group.sizes):
             continue
         kept = group.here
+        if setting.keeps_auto(kept.train):  # with all that they may keep
+            every = {"kept_attention_layers": setting.geometry.attention_layers}
+            kept = Group(setting, kept.train.model_copy(update=every), group.sizes)
         first, end = kept.fitting, kept.near
         if first < end and kept.at(end - 1).step_s < limit_s:
             missed.append((kept, first, end))

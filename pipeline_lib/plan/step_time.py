@@ -140,8 +140,7 @@ def _best_known(part: str, case: Case, end: End) -> Passes:
     found = _measured(part, geometry, train, machine)
     if found is None:
         return _as_its_like(part, case, end, computed)
-    # Measurements are of layers that are resharded after each pass, and keep their attention.
-    as_measured = train.model_copy(update={"reshard": True, "kept_attention_layers": AUTO})
+    as_measured = train.model_copy(update=_AS_MEASURED)
     speeds = machine.speeds_in(found.document_tokens, end)
     then = formula(geometry, as_measured, speeds, found.document_tokens, found.supervised_fraction)
     return Passes(
@@ -167,12 +166,17 @@ def _as_its_like(part: str, case: Case, end: End, computed: Passes) -> Passes:
     return computed
 
 
+# Measurements are of layers that are resharded after each pass, and keep their attention.
+_AS_MEASURED = {"reshard": True, "kept_attention_layers": AUTO}
+
+
 def _nearest(train: Train) -> list[Train]:
     """Return variants of the same method, most similar first: by compilation, then the same strategy, then others."""
     ways: list[tuple[str, str]] = [(train.strategy, recompute) for recompute in ("none", "full", "selective")]
     ways += [(strategy, "none") for strategy in ("fsdp", "zero1", "zero2", "zero3", "ddp")]
+    as_measured = train.model_copy(update=_AS_MEASURED)
     return [
-        train.model_copy(update={"strategy": strategy, "recompute": recompute, "compile": compiled, "reshard": True})
+        as_measured.model_copy(update={"strategy": strategy, "recompute": recompute, "compile": compiled})
         for compiled in (is_compiled(train), not is_compiled(train))
         for strategy, recompute in ways
     ]
@@ -218,7 +222,7 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
     mixing_s = attention_s + delta_s
     backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * mixing_s + backward_pointwise_s
-    kept_s = attention_s * kept_attention(geometry, train, document_tokens) / geometry.attention_layers
+    kept_s = attention_s * kept_attention(geometry, train, document_tokens) / max(1, geometry.attention_layers)
     again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s - kept_s}[recompute_of(train)]
     fixed = _weight_passes(geometry, train, speeds)
     host = _launches(geometry, train)

@@ -96,14 +96,17 @@ def recompute_of(train: Train) -> str:
 KEPT_FROM = 16_384
 
 
-def kept_attention(geometry: Geometry, train: Train, tokens: float) -> int:
-    """Return how many layers keep the attention's results of documents of so many tokens under full checkpointing.
+def can_keep_attention(train: Train, tokens: float) -> bool:
+    """Return whether layers can keep the attention's results of documents of so many tokens: full checkpointing does.
 
     In fp32 there is no operator that keeps them.
     """
-    if recompute_of(train) != "full" or train.precision == "fp32" or tokens < KEPT_FROM:
-        return 0
-    kept = train.kept_attention_layers
+    return recompute_of(train) == "full" and train.precision != "fp32" and tokens >= KEPT_FROM
+
+
+def kept_attention(geometry: Geometry, train: Train, tokens: float) -> int:
+    """Return how many layers keep the attention's results of documents of so many tokens."""
+    kept = train.kept_attention_layers if can_keep_attention(train, tokens) else 0
     return kept if isinstance(kept, int) else geometry.attention_layers
 
 

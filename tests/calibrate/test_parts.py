@@ -86,7 +86,7 @@ def test_parts_are_told_apart_by_models_that_take_exactly_so_long(tmp_path: Path
 @pytest.mark.parametrize("attempts", [1, rank.ATTEMPTS])
 def test_a_disturbed_variant_is_measured_again(tmp_path: Path, hidden: str, attempts: int) -> None:
     """The clock is made up: for as many attempts as are disturbed, a layer or the ends take no time."""
-    found = run_ranks(measure_while_disturbed, 1, tmp_path, hidden, attempts)[0]
+    found = run_ranks(measure_while_disturbed, 1, tmp_path, [hidden] * attempts)[0]
     is_seen = attempts < rank.ATTEMPTS
     backward_s = {part.part: part.backward.device_s(512) for part in found.parts if part.variant == "ddp/full/none"}
     left_out = [line for line in found.left_out if line.startswith("ddp/full/none") and "so much was disturbed" in line]
@@ -98,7 +98,13 @@ def test_a_disturbed_variant_is_measured_again(tmp_path: Path, hidden: str, atte
         assert backward_s["ends"] == (pytest.approx(ENDS["backward_s"].device_s(512)) if is_seen else 0)
 
 
-def measure_while_disturbed(environ: Mapping[str, str], folder: Path, hidden: str, attempts: int) -> Found:
+def test_a_usable_measurement_is_kept_if_the_next_is_disturbed_more(tmp_path: Path) -> None:
+    found = run_ranks(measure_while_disturbed, 1, tmp_path, ["ends", "layer"])[0]
+    layer, ends = [part.backward.device_s(512) for part in found.parts if part.variant == "ddp/full/none"]
+    assert (layer, ends) == (pytest.approx(LAYER["backward_s"].device_s(512)), 0)
+
+
+def measure_while_disturbed(environ: Mapping[str, str], folder: Path, hidden: list[str]) -> Found:
     built = 0
 
     def count_builds(model: Path, train: Train, accumulation: int, world: World) -> Stepper:
@@ -109,8 +115,8 @@ def measure_while_disturbed(environ: Mapping[str, str], folder: Path, hidden: st
     def take_step_on_paper(stepper: Stepper, batches: list[Batch]) -> Any:
         layers, tokens = len(decoder_layers(stepper.wrapped)), batches[0].real_tokens
         phases = {name: layers * LAYER[name].device_s(tokens) + ENDS[name].device_s(tokens) for name in LAYER}
-        if built <= 2 * attempts:
-            is_layer = hidden == "layer"
+        if built <= 2 * len(hidden):
+            is_layer = hidden[(built - 1) // 2] == "layer"
             layers, ends = (1, ENDS["backward_s"]) if is_layer else (layers, Pass(0.0, 0.0, 0.0))
             phases["backward_s"] = layers * LAYER["backward_s"].device_s(tokens) + ends.device_s(tokens)
         return SimpleNamespace(phases=phases)

@@ -13,7 +13,7 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.plan.choose import Wanted, leanest, what_would_fit
+from pipeline_lib.plan.choose import Wanted, choose, leanest, what_would_fit
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.content import PlanDocument, layer_options
 from pipeline_lib.plan.document import answer, describe
@@ -194,3 +194,44 @@ def test_where_a_given_number_is_too_large_auto_is_offered(strategy: str) -> Non
         assert not wanted.fits
         offered = "this would fit: train.kept_attention_layers: auto  (more layers compute their attention again)"
         assert (offered in what_would_fit(wanted)) == (memory_gb == 128)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_a_given_number_forces_no_full_checkpointing(strategy: str) -> None:
+    """It has an effect with full checkpointing and long blocks alone, and is not said elsewhere."""
+    for tokens in (8192, 32_768):
+        setting = replace(setting_of("Qwen3-8B", tokens, "h200", 8, 2000), batch_blocks=16)
+        train = Train.model_validate({"strategy": strategy, "method": "lora"})
+        free = choose(setting, train, (), has_deepspeed=True).chosen
+        held = train.model_copy(update={"kept_attention_layers": 0})
+        found = choose(setting, held, (), has_deepspeed=True).chosen
+        assert free.train.recompute != "full"
+        assert found.train == free.train
+        assert "attention" not in describe(found)
+
+
+def test_a_short_run_is_compiled_if_only_that_fits() -> None:
+    """Without compilation, which a run of one step does not save, not even no results at all have room."""
+    setting = replace(setting_of("Qwen3-4B", LONGEST, "h100", 2, 256), steps=1)
+    train = Train.model_validate({"strategy": "fsdp", "recompute": "full", "context_ranks": 1})
+    found = setting.estimate(train)
+    assert found.fits
+    assert found.train.compile is True
+    eager = train.model_copy(update={"compile": False, "kept_attention_layers": 0})
+    assert not setting.estimate(eager).fits
+
+
+def test_what_lacks_memory_to_keep_all_is_a_near_miss() -> None:
+    setting = setting_of("Qwen3-4B", 131_072, "h100", 1, 48)
+    found = choose(setting, Train.model_validate({"strategy": "ddp", "method": "lora"}), (), has_deepspeed=True)
+    assert isinstance(found.chosen.train.kept_attention_layers, int)
+    assert found.near is not None
+    assert found.near.way.train.kept_attention_layers == 36
+    assert found.near.way.step_s.value < found.chosen.step_s.value
+
+
+def test_a_model_without_attention_is_planned() -> None:
+    geometry = geometry_in({**(published("Qwen/Qwen3.5-9B") or {}), "num_hidden_layers": 3})
+    assert geometry.attention_layers == 0
+    setting = replace(setting_of("Qwen3-8B", LONGEST, "h100", 1, 512), geometry=geometry)
+    assert setting.estimate(Train(**ADAPTERS)).step_s > 0

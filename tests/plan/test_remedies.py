@@ -43,10 +43,18 @@ def test_one_gpu_is_offered_no_sharding() -> None:
     assert {"method": "lora"} in offered(ranks=Ranks(1, 1), device_bytes=100 * 2**30)
 
 
-def test_one_long_document_is_offered_the_host_for_its_activations() -> None:
+def test_one_long_document_is_offered_the_host_for_its_activations_or_attention_twice() -> None:
     train = Train(method="lora", recompute="full")
-    (remedy,) = remedies(QWEN3_8B, train, Ranks(1, 1), 131_072, 80 * 2**30, 1.0, has_deepspeed=True)
-    assert str(remedy).startswith("train.offload_activations: true  (")
+    away, again = remedies(QWEN3_8B, train, Ranks(1, 1), 131_072, 80 * 2**30, 1.0, has_deepspeed=True)
+    assert str(away).startswith("train.offload_activations: true  (")
+    assert str(again).startswith("train.kept_attention_layers: 0  (")
+    assert not any("kept_attention_layers" in changes for changes in offered(recompute="full"))
+
+
+def test_a_number_of_layers_that_keep_their_attention_hides_no_remedy() -> None:
+    """It has an effect with full checkpointing alone, which the plan may choose."""
+    given: dict[str, Any] = {"strategy": "fsdp", "micro_batch_blocks": 4}
+    assert offered(**given, kept_attention_layers=18)[0] == offered(**given)[0] == {"micro_batch_blocks": 1}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
