@@ -17,12 +17,12 @@ from pipeline_lib.plan.choose import Wanted, choose, leanest, what_would_fit
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.content import PlanDocument, layer_options
 from pipeline_lib.plan.document import answer, describe
-from pipeline_lib.plan.machine import End
+from pipeline_lib.plan.machine import End, MeasuredPart
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
 from pipeline_lib.plan.predict import host_bytes_of_node
 from pipeline_lib.plan.search import Estimate, Setting
 from pipeline_lib.plan.show import render, render_what_if
-from pipeline_lib.plan.step_time import step_time
+from pipeline_lib.plan.step_time import layer_passes, shape_of, step_time
 from pipeline_lib.plan.workload import Workload, keeps_on_host
 from tests.plan.test_context_choice import PAGES, asked
 
@@ -235,3 +235,18 @@ def test_a_model_without_attention_is_planned() -> None:
     assert geometry.attention_layers == 0
     setting = replace(setting_of("Qwen3-8B", LONGEST, "h100", 1, 512), geometry=geometry)
     assert setting.estimate(Train(**ADAPTERS)).step_s > 0
+
+
+@pytest.mark.parametrize("kept", [0, 18, 36])
+def test_layers_that_were_measured_kept_all_their_attention(kept: int) -> None:
+    """What was measured as the formula predicts leaves the prediction of layers that keep less as it is."""
+    setting = setting_of("Qwen3-8B", 65_536, "h100", 1, 512)
+    eager = layer_passes(setting.case(Train(**ADAPTERS, compile=False)), End.EXPECTED)
+    variant = MeasuredPart(
+        "layer", shape_of(setting.geometry), "ddp/lora/full", 65_536.0, 0.5, eager.forward, eager.backward
+    )
+    calibrated = replace(setting, machine=replace(setting.machine, measured=(variant,)))
+    for compiled in (False, True):
+        train = Train(**ADAPTERS, compile=compiled, kept_attention_layers=kept)
+        found, computed = (layer_passes(one.case(train), End.EXPECTED).backward for one in (calibrated, setting))
+        assert found.per_token_s == pytest.approx(computed.per_token_s)
