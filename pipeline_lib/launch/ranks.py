@@ -34,9 +34,15 @@ class StopRequest:
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Give the signals back; a warning that comes too late is blocked as one that came too early."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the signals back; a warning that comes too late is blocked as one that came too early.
+
+        After an error they are still remembered: a launcher sends SIGTERM once another rank is gone, and would kill
+        this one before it can report.
+        """
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        if kind is not None:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
