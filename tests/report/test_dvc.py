@@ -330,7 +330,7 @@ def same(path: Path, model: Path) -> bool:
 
 def test_what_git_has_not_committed_is_named_with_the_command_that_commits_it(clone: Clone) -> None:
     clone.commit()
-    first, second = (f"config/{IN_TURN[name]:g}.yaml" for name in ("turn2", "turn3"))
+    first, second = (f"config/{IN_TURN[name]:g}.yaml" for name in IN_TURN)
     for command, names_the_model in (
         (["publish", first], None),  # whether a model was recorded before, the tests before decide
         (["record", "told", second, "--model"], True),
