@@ -312,9 +312,7 @@ class Group:
         setting, lean = self.setting, {"context_ranks": count, "micro_batch_blocks": self.sizes[0]}
         if self.train.offload_activations == AUTO:
             lean["offload_activations"] = can_keep_on_host(self.train)
-        if self.train.kept_attention_layers == AUTO:
-            lean["kept_attention_layers"] = 0
-        train = settled(self.train.model_copy(update=lean), setting.machine.has_triton)
+        train = setting.leaner(settled(self.train.model_copy(update=lean), setting.machine.has_triton))
         return fits_on_gpu(memory_of(setting.case(train)), setting.machine)
 
     @property
