@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
 from tests.ranks import run_ranks
-from tests.train.loading import SIZES, memory_bytes, write_random
+from tests.train.loading import SIZES, grown_during, write_random
 
 pytestmark = pytest.mark.slow
 
@@ -54,11 +55,8 @@ def merge_and_replay(folder: Path, method: str) -> None:
 
 def grown_bytes(environ: Mapping[str, str], folder: Path, method: str) -> int:
     """By how much the most memory that this process ever held grew while it merged `folder`/large."""
-    merge_and_replay(folder / "small", method)  # has the imports and the libraries' own memory behind it
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far becomes what it is now
-    before = memory_bytes("VmHWM")
-    merge_and_replay(folder / "large", method)
-    return memory_bytes("VmHWM") - before
+    merge = partial(merge_and_replay, method=method)
+    return grown_during(partial(merge, folder / "small"), partial(merge, folder / "large"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")

@@ -1,6 +1,7 @@
 """A forward pass layer by layer gives the bits of the whole model's, and holds two parts of it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import largest_part_parameters
 from tests.ranks import run_ranks
-from tests.train.loading import SIZES, memory_bytes, write_large, write_random
+from tests.train.loading import SIZES, grown_during, write_large, write_random
 
 CPU = torch.device("cpu")
 LENGTH = 24
@@ -88,12 +89,8 @@ def test_files_of_another_model_are_refused_before_anything_is_computed(tmp_path
 
 def grown_bytes(environ: Mapping[str, str], folder: Path) -> int:
     """By how much the most memory that this process ever held grew while it passed through `folder`/large."""
-    groups = batches(2, 1)
-    streamed(folder / "small", torch.bfloat16, groups)  # has the imports and the libraries' own memory behind it
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far becomes what it is now
-    before = memory_bytes("VmHWM")
-    streamed(folder / "large", torch.bfloat16, groups)
-    return memory_bytes("VmHWM") - before
+    passed = partial(streamed, dtype=torch.bfloat16, groups=batches(2, 1))
+    return grown_during(partial(passed, folder / "small"), partial(passed, folder / "large"))
 
 
 @pytest.mark.slow
