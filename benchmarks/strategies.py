@@ -10,6 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -215,10 +216,13 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=2, help="blocks that a rank takes at a time")
     parser.add_argument("--cases", nargs="*", default=[], help="names of cases; all by default")
     parser.add_argument("--kill", nargs="*", default=[], help="cases to run once more with a rank killed on the way")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-strategies"))  # noqa: S108 - a scratch disk
-    parser.add_argument("--keep", action="store_true", help="keep the folder")
+    parser.add_argument("--folder", type=Path, help="on the disk to use; a temporary one by default")
+    parser.add_argument("--keep", action="store_true", help="keep the files, and say where they are")
     parser.add_argument("--json", type=Path, help="write the curves here")
     arguments = parser.parse_args()
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+    arguments.folder = Path(tempfile.mkdtemp(prefix="strategies-", dir=arguments.folder))
     bench = make_bench(
         arguments.folder, arguments.size, arguments.block_tokens, arguments.batch_blocks, arguments.steps
     )
@@ -243,7 +247,9 @@ def main() -> None:
     show(title, columns, table)
     if arguments.json:
         write_json(arguments.json, curves)
-    if not arguments.keep:
+    if arguments.keep:
+        print(f"the files are in {arguments.folder}")
+    else:
         shutil.rmtree(arguments.folder)
 
 

@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.model import attention, recompute
-from pipeline_lib.model.attention import Shape
+from pipeline_lib.model import recompute
 from pipeline_lib.model.batch import loss_sum, make_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.weights import load_weights
+from tests.model.graphs import use_torch_for_graphs
 from tests.model.test_streaming import blocks
 from tests.train.loading import SIZES, write_random
 
@@ -26,49 +26,9 @@ LAYERS = 3
 CPU = torch.device("cpu")
 
 
-def weights_of(query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Causal weights [H, n, n] of one document, query [n, H, D] and key [n, H, D], and the log-sum-exp [n, H]."""
-    scores = torch.einsum("nhd,mhd->hnm", query, key) * scaling
-    scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-    return scores.softmax(-1), scores.logsumexp(-1).T
-
-
-def compute(kind: str, scaling: float, of: dict[str, Tensor]) -> None:
-    """Compute what a graph of that kind computes for one document, into the tensors that it writes."""
-    repeats = of["q"].shape[1] // of["k"].shape[1]
-    key, value = (of[name].repeat_interleave(repeats, dim=1) for name in "kv")
-    weights, sums = weights_of(of["q"], key, scaling)
-    if kind == "forward":
-        of["o"].copy_(torch.einsum("hnm,mhd->nhd", weights, value))
-        of["stats"].copy_(sums)
-        return
-    of_weights = torch.einsum("nhd,mhd->hnm", of["do"], value)
-    of_scores = scaling * weights * (of_weights - (of["do"] * of["o"]).sum(-1).T[..., None])
-    of["dq"].copy_(torch.einsum("hnm,mhd->nhd", of_scores, key))
-    for name, found in (
-        ("dk", torch.einsum("hnm,nhd->mhd", of_scores, of["q"])),
-        ("dv", torch.einsum("hnm,nhd->mhd", weights, of["do"])),
-    ):
-        of[name].copy_(found.view(len(found), -1, repeats, found.shape[-1]).sum(2))
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each graph has run; as on a GPU, every document is taken by cuDNN's operator."""
-    counts: Counter[str] = Counter()
-
-    def run(graph: tuple[str, Shape], ends: Tensor, tensors: dict[str, Tensor]) -> None:
-        kind, shape = graph
-        counts[kind] += 1
-        bounds = ends.tolist()
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
-            compute(kind, shape.scaling, {name: tensor[begin:end] for name, tensor in tensors.items()})
-
-    monkeypatch.setattr(attention, "is_available", lambda value: True)
-    monkeypatch.setattr(attention, "_forward_graph", lambda shape: ("forward", shape))
-    monkeypatch.setattr(attention, "_backward_graph", lambda shape: ("backward", shape))
-    monkeypatch.setattr(attention, "_run", run)
-    return counts
+    return use_torch_for_graphs(monkeypatch)
 
 
 @pytest.fixture
