@@ -98,17 +98,20 @@ def remedies(
     train: Train,
     ranks: Ranks,
     block_tokens: int,
+    batch_blocks: int,
     device_bytes: int,
     ratio: float,
     has_deepspeed: bool,
 ) -> list[Remedy]:
     """Return up to AT_MOST remedies, the cheapest first; none of them extends another. Empty if nothing is enough.
 
+    A step has `batch_blocks` blocks of `block_tokens` tokens over all ranks.
+
     `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if it is above 1.
     """
     limit = device_bytes * (1 - MARGIN)
     found: list[Remedy] = []
-    possible = alternatives(geometry, train, ranks, block_tokens, ratio, has_deepspeed)
+    possible = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
     for remedy in sorted(possible, key=lambda each: each.cost):
         if remedy.needed_bytes <= limit and not any(_goes_further(remedy.changes, way.changes) for way in found):
             found.append(remedy)
@@ -125,25 +128,41 @@ def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def least(
-    geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, ratio: float, has_deepspeed: bool
+    geometry: Geometry,
+    train: Train,
+    ranks: Ranks,
+    block_tokens: int,
+    batch_blocks: int,
+    ratio: float,
+    has_deepspeed: bool,
 ) -> Remedy | None:
     """Return the change that needs least memory, whether it fits or not; None if nothing can be changed."""
-    found = alternatives(geometry, train, ranks, block_tokens, ratio, has_deepspeed)
+    found = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
     return min(found, key=lambda each: each.needed_bytes, default=None)
 
 
 def alternatives(
-    geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, ratio: float, has_deepspeed: bool
+    geometry: Geometry,
+    train: Train,
+    ranks: Ranks,
+    block_tokens: int,
+    batch_blocks: int,
+    ratio: float,
+    has_deepspeed: bool,
 ) -> Iterator[Remedy]:
     """Yield every legal way to train on the same global batch that needs less memory and can run here."""
-    now_bytes = predict(geometry, train, ranks, block_tokens).total_bytes
+
+    def memory_of(way: Train) -> Memory:
+        return predict(geometry, way, ranks, block_tokens, way.accumulation(batch_blocks, ranks.total))
+
+    now_bytes = memory_of(train).total_bytes
     for changes in _changes(train, ranks, block_tokens):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
         if not {"recompute", "kept_attention_layers"} & changes.keys() and recompute_of(changed) != "full":
             changed = changed.model_copy(update={"kept_attention_layers": AUTO})  # a number has no effect
         can_run = changed.strategy not in geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
         if can_run and is_legal(changed, ranks):
-            memory = predict(geometry, changed, ranks, block_tokens)
+            memory = memory_of(changed)
             if memory.total_bytes < _LEAST_SAVING * now_bytes:
                 yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))
 
@@ -442,7 +461,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     found: list[Remedy] = []
     for count in setting.rank_counts(wanted.train, wanted.held):
         train = setting.leaner(wanted.train.model_copy(update={**lean, "context_ranks": count}))
-        known = (setting.geometry, train, setting.ranks, block_tokens, device_bytes)
+        known = (setting.geometry, train, setting.ranks, block_tokens, setting.batch_blocks, device_bytes)
         found = found or remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
     for remedy in found:
         more = f" and {host_memory(host_bytes_of_node(remedy.memory, machine))}"

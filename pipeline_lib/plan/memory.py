@@ -185,7 +185,7 @@ def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
 
 
-def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2) -> Memory:
+def predict(geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int) -> Memory:
     """Return the memory of one rank that trains as `train` says, on blocks of `block_tokens` tokens.
 
     `accumulation` is the number of micro-batches in a step; from the second on, gradients exist in the forward pass.
@@ -305,7 +305,7 @@ def _copied(geometry: Geometry, train: Train, ranks: Ranks, checkpoint: int) -> 
 
 
 def predict_all(
-    geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int = 2
+    geometry: Geometry, train: Train, ranks: Ranks, block_tokens: int, accumulation: int
 ) -> dict[str, Memory]:
     """Return `predict` for every strategy that these ranks can use; only the chosen one with offloading."""
     found: dict[str, Memory] = {}

@@ -82,11 +82,12 @@ def near_miss(ways: Iterable[Prediction], machine: Machine, as_good: float) -> N
 
 def missed(way: Prediction, machine: Machine) -> NearMiss:
     """Return what a way that does not fit lacks."""
-    has, needs = machine.gpu_memory_bytes or 0, way.memory.total_bytes
-    too_much = needs - math.floor(has * usable_fraction(way.memory))
+    has, needs = machine.gpu_memory_bytes, way.memory.total_bytes  # CPUs have no memory but the host's
+    too_much = 0 if has is None else max(0, needs - math.floor(has * usable_fraction(way.memory)))
     host = host_bytes_of_node(way.memory, machine) - (machine.host_limit_bytes or 0)
     lacks_host = lacks_host_memory(way.memory, machine)
-    return NearMiss(way, max(0, too_much), host if lacks_host else 0, too_much > 0 and needs <= has)
+    is_margin = has is not None and too_much > 0 and needs <= has
+    return NearMiss(way, too_much, host if lacks_host else 0, is_margin)
 
 
 def is_near(memory: Memory, machine: Machine) -> bool:

@@ -1,5 +1,6 @@
 """Render the plan as text: tables 100 columns wide, and every formula with its numbers filled in."""
 
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import StringIO
@@ -30,7 +31,15 @@ from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS
 from pipeline_lib.plan.moments import sharded_over
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.step_time import COMPILE_S, PhaseTime, ends_passes, layer_passes, step_time, variant_of
+from pipeline_lib.plan.step_time import (
+    COMPILE_S,
+    PhaseTime,
+    ends_passes,
+    layer_forward,
+    layer_passes,
+    step_time,
+    variant_of,
+)
 from pipeline_lib.plan.workload import (
     feeds_in_chunks,
     is_compiled,
@@ -519,20 +528,32 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     layer = parts["layer"]
     if layer.is_measured:
         return
-    geometry, speeds = setting.geometry, setting.machine.speeds_in(setting.workload.document_tokens)
-    weights = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
-    products = f"2 x {weights:.10g} / {speeds.matmul_flop_s:.6g}"
-    products_s = 2 * weights / speeds.matmul_flop_s
-    channels, document = geometry.heads * geometry.head_dim, setting.workload.document_tokens
-    attention = f"2 x {channels} x {document:.6g} / {speeds.attention_flop_s:.6g}"
-    attention_s = 2 * channels * document / speeds.attention_flop_s
+    yield from _token_forward(one, setting, layer.forward.per_token_s)
+
+
+def _token_forward(one: predict.Prediction, setting: Setting, per_token_s: float) -> Iterator[str]:
+    """Yield the parts of the forward pass of one token through a layer, which takes `per_token_s` seconds."""
+    geometry, document = setting.geometry, setting.workload.documents_at(End.EXPECTED)
+    speeds = setting.machine.speeds_in(document)
+    forward = layer_forward(geometry, one.train, speeds, document)
+    weights = f"{forward.weights:.10g}"
+    if forward.adapters:
+        weights = f"({weights} + {forward.adapters:.10g})"
+    products = f"2 x {weights} / {speeds.matmul_flop_s:.6g}"
+    attention = f"2 x {geometry.heads * geometry.head_dim} x {document:.6g} / {speeds.attention_flop_s:.6g}"
     if geometry.delta is not None:
-        attending = geometry.attention_layers / geometry.layers
-        attention, attention_s = f"{attending:.4g} x {attention}", attending * attention_s
-    rest_s = layer.forward.per_token_s - products_s - attention_s
-    yield f"forward of one token, matrix products: {products} = {products_s:.6g} s"
-    yield f"forward of one token, attention: {attention} = {attention_s:.6g} s"
-    yield f"forward of one token, small kernels and adapters (the rest): {rest_s:.3g} s"
+        attention = f"{geometry.attention_layers / geometry.layers:.4g} x {attention}"
+    counted = "; experts counted as the dense products that take as long" if geometry.expert_layers else ""
+    counted += "; fp8 as the products in bf16 that take as long" if one.train.precision == "fp8" else ""
+    yield f"forward of one token, matrix products: {products} = {forward.products_s:.6g} s{counted}"
+    yield f"forward of one token, attention: {attention} = {forward.attention_s:.6g} s"
+    if forward.delta_s:
+        yield f"forward of one token, delta rule: {forward.delta_s:.6g} s"
+    yield f"forward of one token, small kernels: {forward.pointwise_s:.6g} s"
+    corrected = per_token_s / forward.sum_s
+    yield f"forward of one token, in all: {forward.sum_s:.6g} s"
+    if not math.isclose(corrected, 1.0):
+        yield f"times {corrected:.4g}, as in similar layers that were measured: {per_token_s:.6g} s"
 
 
 def _exchanges(one: predict.Prediction) -> Iterator[str]:

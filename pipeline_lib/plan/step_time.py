@@ -201,11 +201,29 @@ def _carried(measured: Pass, now: Pass, then: Pass, end: End) -> Pass:
     return Pass(fixed_s, measured.per_token_s * factor, measured.host_s * _HOST_PACE[end])
 
 
-def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float, _: float) -> Passes:
+@dataclass(frozen=True)
+class LayerForward:
+    """The forward pass of one token through one average layer by formula: weights in products, and seconds."""
+
+    weights: float  # experts, and fp8, count as the dense products in half precision that would take as long
+    adapters: float
+    products_s: float  # of both
+    attention_s: float
+    delta_s: float
+    pointwise_s: float
+
+    @property
+    def sum_s(self) -> float:
+        """Seconds of all of it."""
+        return self.products_s + self.attention_s + self.delta_s + self.pointwise_s
+
+
+def layer_forward(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float) -> LayerForward:
+    """Return the forward pass of one token of a document of `document_tokens` tokens."""
     products = (geometry.matmul_parameters - geometry.vocab * geometry.hidden) / geometry.layers
     adapters = geometry.adapter_matmul_parameters(train.lora) / geometry.layers if train.method == "lora" else 0.0
     channels = geometry.heads * geometry.head_dim
-    if geometry.expert_layers:  # counted as the dense products that would take as long
+    if geometry.expert_layers:
         of_expert = 3 * geometry.hidden * geometry.expert_intermediate
         share = len(geometry.expert_layers) / geometry.layers
         products += (1 / _GROUPED - 1) * share * geometry.experts_per_token * of_expert
@@ -214,20 +232,26 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     attention_s = attending * 2 * channels * document_tokens / speeds.attention_flop_s
     of_delta = 0 if geometry.delta is None else geometry.delta.flops_per_token
     delta_s = (1 - attending) * of_delta * matmul_s / _DELTA
-    pointwise_s, backward_pointwise_s = _pointwise(geometry, train, speeds)
-    if train.precision == "fp8":  # counted as the half-precision products that would take as long
+    if train.precision == "fp8":
         rounded = geometry.adapted_linears(Lora()).values()  # not experts, so those that can have adapters
         products -= (1 - 1 / _FP8_GAIN) * sum(inputs * outputs for inputs, outputs in rounded)
-    forward_s = 2 * (products + adapters) * matmul_s + attention_s + delta_s + pointwise_s
-    of_weights = 2 * products * _trained_fraction(geometry, train) if train.method == "full" else 2 * adapters
-    mixing_s = attention_s + delta_s
-    backward_s = (2 * (products + adapters) + of_weights) * matmul_s + 2 * mixing_s + backward_pointwise_s
-    kept_s = attention_s * kept_attention(geometry, train, document_tokens) / max(1, geometry.attention_layers)
-    again_s = {"none": 0.0, "selective": pointwise_s, "full": forward_s - kept_s}[recompute_of(train)]
+    products_s = 2 * (products + adapters) * matmul_s
+    return LayerForward(products, adapters, products_s, attention_s, delta_s, _pointwise(geometry, train, speeds)[0])
+
+
+def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float, _: float) -> Passes:
+    forward = layer_forward(geometry, train, speeds, document_tokens)
+    trained = forward.weights * _trained_fraction(geometry, train) if train.method == "full" else forward.adapters
+    of_weights_s = 2 * trained / speeds.matmul_flop_s
+    mixing_s = forward.attention_s + forward.delta_s
+    backward_s = forward.products_s + of_weights_s + 2 * mixing_s + _pointwise(geometry, train, speeds)[1]
+    kept = kept_attention(geometry, train, document_tokens) / max(1, geometry.attention_layers)
+    again = {"none": 0.0, "selective": forward.pointwise_s, "full": forward.sum_s - kept * forward.attention_s}
+    again_s = again[recompute_of(train)]
     fixed = _weight_passes(geometry, train, speeds)
     host = _launches(geometry, train)
     return Passes(
-        Pass(fixed[0], forward_s, host[0] * speeds.launch_s),
+        Pass(fixed[0], forward.sum_s, host[0] * speeds.launch_s),
         Pass(fixed[1], backward_s + again_s, host[1] * speeds.launch_s),
         again_s,
         is_measured=False,

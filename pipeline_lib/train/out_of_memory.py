@@ -66,6 +66,7 @@ class MemoryWatch:
     geometry: Geometry
     train: Train
     block_tokens: int
+    batch_blocks: int  # of a step, over all ranks
     doing: str = "while the model was loaded"
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
@@ -78,10 +79,14 @@ class MemoryWatch:
             self.doing = f"after step {fields['step']}, when it was saved or validated"
 
     @property
-    def _case(self) -> tuple[Geometry, Train, Ranks, int]:
+    def _case(self) -> tuple[Geometry, Train, Ranks, int, int]:
         """The run in the planner's terms."""
         ranks = Ranks(self.world.size, self.world.local_size, has_triton(self.world.device))
-        return self.geometry, self.train, ranks, self.block_tokens
+        return self.geometry, self.train, ranks, self.block_tokens, self.batch_blocks
+
+    def _predict(self) -> Memory:
+        accumulation = self.train.accumulation(self.batch_blocks, self.world.size)
+        return predict(*self._case[:-1], accumulation)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -101,7 +106,7 @@ class MemoryWatch:
         if self.world.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.world.device)
-        needed = predict(*self._case)
+        needed = self._predict()
         if needed.total_bytes > free:
             advice = "; ".join(self._advice(free, 1.0))
             say(
@@ -111,7 +116,7 @@ class MemoryWatch:
 
     def explain(self, shortage: Shortage, capacity_bytes: int) -> str:
         """Return the message: several lines, of which the first alone is enough for a log."""
-        predicted = predict(*self._case)
+        predicted = self._predict()
         used, wanted = shortage.used_bytes or 0, shortage.wanted_bytes or 0
         ratio = (used + wanted) / predicted.total_bytes
         use = f"{gib(used)} of {gib(capacity_bytes)} in use"

@@ -105,10 +105,10 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         checkpoint.refuse_foreign(job.resume_from, job.spec)
     folder = job.input("model")
     reader, held_out = (BlockReader(job.input("shard") / part) for part in ("train", "validation"))
-    watch = MemoryWatch(world, read_geometry(folder), train, reader.block_tokens)
+    batch_blocks = train.batch_blocks(reader.block_tokens, reader.samples_per_block())
+    watch = MemoryWatch(world, read_geometry(folder), train, reader.block_tokens, batch_blocks)
     timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
     with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
-        batch_blocks = train.batch_blocks(reader.block_tokens, reader.samples_per_block())
         portion = portion_of(world, train)
         batches = Batches(reader, train.seed, batch_blocks, train.micro_batch_blocks, portion)
         total_steps = batches.total_steps(train)

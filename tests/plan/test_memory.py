@@ -167,14 +167,14 @@ def test_activations_on_the_host_leave_two_layers_on_the_device() -> None:
     """Of 36, with their inputs and attention of 16,384 tokens; nothing else changes."""
     way = {"strategy": "fsdp", "method": "lora", "recompute": "full"}
     here, away = (
-        predict(QWEN3_8B, Train.model_validate({**way, "offload_activations": value}), NODE, 16384)
+        predict(QWEN3_8B, Train.model_validate({**way, "offload_activations": value}), NODE, 16384, 2)
         for value in (False, True)
     )
     kept = 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
     assert (here.host_bytes, away.host_bytes) == (0, kept)
     assert here.allocated_bytes - away.allocated_bytes == kept * 34 // 36
     unused = Train.model_validate({**way, "recompute": "none", "offload_activations": True})
-    assert predict(QWEN3_8B, unused, NODE, 16384).host_bytes == 0
+    assert predict(QWEN3_8B, unused, NODE, 16384, 2).host_bytes == 0
 
 
 @pytest.mark.parametrize(("tokens", "gigabytes"), [(131_072, 45), (262_144, 70)])
@@ -212,11 +212,11 @@ def test_without_accumulation_fsdp_has_no_gradients_while_it_keeps_activations()
 
 
 def test_what_is_larger_stays_larger() -> None:
-    totals = {name: found.total_bytes for name, found in predict_all(QWEN3_8B, Train(), NODE, 8192).items()}
+    totals = {name: found.total_bytes for name, found in predict_all(QWEN3_8B, Train(), NODE, 8192, 2).items()}
     assert "hsdp" not in totals  # there is one node
     assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
     assert totals["zero2"] > totals["fsdp"]
-    assert "hsdp" in predict_all(QWEN3_8B, Train(), Ranks(16, 8), 8192)
+    assert "hsdp" in predict_all(QWEN3_8B, Train(), Ranks(16, 8), 8192, 2)
 
 
 def test_zero3_gathers_all_experts_of_a_layer_whatever_its_limits() -> None:

@@ -77,7 +77,7 @@ def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str,
     train = Train.model_validate(settings)
     config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
     geometry = geometry_in(config.to_dict())
-    predicted = predict(geometry, train, Ranks(1, 1), TOKENS)
+    predicted = predict(geometry, train, Ranks(1, 1), TOKENS, 2)
     assert predicted.allocated_bytes == pytest.approx(peak_bytes(train, config), rel=TOLERANCE)
 
 
@@ -160,7 +160,7 @@ def test_host_memory_of_offloading_that_was_measured_is_what_is_offloaded_and_th
 ) -> None:
     """Of 12 layers of 4B: how much less memory a host of one rank had while it trained."""
     geometry = geometry_in((published("Qwen/Qwen3-4B") or {}) | {"num_hidden_layers": 12})
-    found = predict(geometry, Train.model_validate(settings), Ranks(1, 1, True), 8192)
+    found = predict(geometry, Train.model_validate(settings), Ranks(1, 1, True), 8192, 2)
     assert found.host_bytes < from_gigabytes(measured_gb) < found.host_bytes + RANK_BYTES["cuda"]
 
 
@@ -227,7 +227,7 @@ def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, me
     geometry, found = geometry_in(config.to_dict()), []
     for at_once in (LONG_TOKENS, LONG_TOKENS // 4):
         monkeypatch.setattr(workload, "FED_AT_ONCE", at_once)
-        predicted = predict(geometry, train, Ranks(1, 1), LONG_TOKENS)
+        predicted = predict(geometry, train, Ranks(1, 1), LONG_TOKENS, 2)
         found.append(working_bytes(model, precision))
         assert 0.87 < found[-1] / (predicted.allocated_bytes - predicted.state_bytes) < 1.02
     assert found[1] < 0.7 * found[0]

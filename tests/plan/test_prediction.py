@@ -91,7 +91,7 @@ def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, A
 )
 def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Geometry, few: int) -> None:
     train = Train.model_validate(way)
-    less, more = (predict(geometry, train, Ranks(count, count), 4096) for count in (few, 2 * few))
+    less, more = (predict(geometry, train, Ranks(count, count), 4096, 2) for count in (few, 2 * few))
     assert more.state_bytes <= less.state_bytes
     assert more.allocated_bytes <= less.allocated_bytes
 

@@ -294,6 +294,36 @@ def test_where_only_the_hosts_lack_memory_that_is_said(memory_gb: int) -> None:
     assert found.choice.chosen.train == train
 
 
+def test_what_cpus_lack_is_host_memory_and_no_gpus() -> None:
+    cluster = {"cpu_ranks": 2, "memory_gb": 2}
+    found = planned("Qwen/Qwen3-0.6B", 1024, cluster, strategy="ddp", precision="fp32")
+    verdicts = found.content["words"]["verdicts"]
+    assert re.fullmatch(r"set in the config, a node lacks [\d.]+ GB of host memory", verdicts["ddp"])
+    assert not any("a GPU" in verdict for verdict in verdicts.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "counted"),
+    [
+        ("Qwen/Qwen3-8B", {"precision": "fp8"}, "; fp8 as the products in bf16 that take as long"),
+        ("Qwen/Qwen3-8B", {"method": "lora"}, ""),
+        ("Qwen/Qwen3-30B-A3B", {}, "; experts counted as the dense products that take as long"),
+        ("Qwen/Qwen3.5-9B", {}, ""),
+    ],
+)
+def test_the_parts_of_a_token_in_a_layer_add_up(model: str, settings: dict[str, Any], counted: str) -> None:
+    found = planned(model, 4096, H200, strategy="fsdp", global_batch_tokens=2**19, **settings)
+    assert found.choice is not None and found.wanted is not None
+    text = explain(found.choice.chosen, found.wanted.setting)
+    lines = re.findall(r"forward of one token, (.+?): (?:.* = )?([\d.e-]+) s(.*)", text)
+    seconds = {name: float(value) for name, value, _ in lines}
+    total_s = seconds.pop("in all")
+    assert ("delta rule" in seconds) == ("3.5" in model)
+    assert min(seconds.values()) > 0
+    assert sum(seconds.values()) == pytest.approx(total_s, rel=1e-5)
+    assert dict((name, rest) for name, _, rest in lines)["matrix products"] == counted
+
+
 def test_a_rounding_error_is_no_part_of_a_step() -> None:
     plan = copy.deepcopy(planned_case("8B on 8 H200").content)
     plan["prediction"]["parts"] |= {"exchange": 5.47e-12, "data": 0.01 * plan["prediction"]["step_s"]["value"]}

@@ -1,6 +1,7 @@
 """The end of a run whose GPU is full: what torch says, and what is made of it. tests/gpu/test_oom.py runs out."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.units import gib
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.model.gpu import has_triton
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.train import out_of_memory
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.out_of_memory import MemoryWatch, Shortage, is_out_of_memory
@@ -33,12 +38,13 @@ LIMITED = (
     "memory 7.60 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but unallocated."
 )
 SHARED = PLAIN.replace("Process 4242 has 130.00 MiB", "Process 17 has 40.00 GiB memory in use. Process 18 has 1.00 GiB")
+BLOCKS = 256  # of a step: several micro-batches for every rank
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error ... Cuda failure 2 'out of memory'"
 
 
 def watch_of(train: Train | None = None, ranks: int = 8) -> MemoryWatch:
     world = World(0, 0, ranks, torch.device("cuda", 0), ranks)
-    return MemoryWatch(world, QWEN3_8B, train or Train(strategy="fsdp", micro_batch_blocks=4), 8192)
+    return MemoryWatch(world, QWEN3_8B, train or Train(strategy="fsdp", micro_batch_blocks=4), 8192, BLOCKS)
 
 
 def test_what_torch_says_is_read() -> None:
@@ -77,6 +83,16 @@ def test_the_message_says_what_was_done_predicted_and_would_fit() -> None:
     assert len(offers) == 3
     assert offers[0].strip().startswith("- train.micro_batch_blocks: 1  (8")
     assert any("train.activation_checkpointing: full" in offer for offer in offers)
+
+
+def test_what_is_predicted_is_what_the_plan_predicts_for_the_micro_batches_of_a_step() -> None:
+    """Gradients exist in the forward pass from the second micro-batch on."""
+    watch = watch_of(Train(strategy="fsdp", recompute="full"))
+    ranks = Ranks(8, 8, has_triton(watch.world.device))
+    for blocks, accumulation in ((8, 1), (16, 2)):
+        needed = predict(QWEN3_8B, watch.train, ranks, 8192, accumulation).total_bytes
+        said = explained(replace(watch, batch_blocks=blocks), torch.OutOfMemoryError(PLAIN))
+        assert f"predicted were {gib(needed)}, at most " in said
 
 
 @pytest.mark.parametrize(
@@ -129,7 +145,7 @@ def test_other_errors_pass() -> None:
 
 def test_on_a_cpu_nothing_is_announced() -> None:
     said: list[str] = []
-    MemoryWatch(World(0, 0, 1, torch.device("cpu")), QWEN3_8B, Train(), 8192).announce(said.append)
+    MemoryWatch(World(0, 0, 1, torch.device("cpu")), QWEN3_8B, Train(), 8192, BLOCKS).announce(said.append)
     assert said == []
 
 
