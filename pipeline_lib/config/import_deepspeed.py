@@ -6,7 +6,7 @@ transformers fills in whatever is "auto" by the same correspondence, and refuses
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline_lib.config.checks import AUTO, may_be_in_json
+from pipeline_lib.config.deepspeed_json import AUTO, may_be_in_json
 from pipeline_lib.config.import_draft import Draft, Given
 from pipeline_lib.config.other_tools import NO_KEY
 

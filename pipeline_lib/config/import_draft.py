@@ -17,7 +17,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from pipeline_lib.config.checks import AUTO
+from pipeline_lib.config.deepspeed_json import AUTO
 from pipeline_lib.config.other_tools import NO_KEY, OUR_KEY, spelled
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.section import fields_of

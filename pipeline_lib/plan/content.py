@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, model_validator
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.lenient import Count, Lenient, Number, Text, unusable
-from pipeline_lib.core.units import count
 
 Value = TypeVar("Value")
 
@@ -249,37 +248,15 @@ def bound_in_words(bound: str | None) -> str:
     return _BOUNDS.get(bound or "", bound or "")
 
 
-def attention_in_words(layers: int) -> str:
-    """Return what that number of `kept_attention_layers` means."""
-    if not layers:
-        return "attention computed again"
-    return f"attention kept in {count(layers, 'layers')}"
-
-
-def layer_options(placed: Chosen | Placement) -> list[str]:
-    """Return how the layers run beyond the defaults, in words like `selective activation checkpointing`."""
-    words = [f"{placed.context_ranks} {TO_A_BLOCK}"] if (placed.context_ranks or 1) > 1 else []
-    options = {"activation checkpointing": placed.recompute, "offloaded": placed.offload}
-    words += [f"{value} {option}" for option, value in options.items() if value not in (None, "none")]
-    if isinstance(placed, Chosen):
-        if placed.recompute == "full" and isinstance(placed.kept_attention_layers, int):
-            words.append(attention_in_words(placed.kept_attention_layers))
-        if placed.offload_activations is True:
-            words.append("activations on the host")
-    if placed.reshard is False:
-        words.append("no reshard after forward")
-    if placed.compile:
-        words.append("compiled")
-    return words
-
-
 class Prediction(Part):
     """The prediction for one way to train.
 
-    Values are of one optimizer step, except those of the run and the checkpoint.
+    Values are of one optimizer step, except those of the run and the checkpoint. `words` describe the way, its strategy
+    first; plans of older code have none.
     """
 
     changes: Placement = Placement()
+    words: list[str] = []
     accumulation: Count = None
     peak_memory_bytes: Figure = Figure()
     needed_memory_bytes: Figure = Figure()

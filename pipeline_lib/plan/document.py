@@ -27,9 +27,7 @@ from pipeline_lib.plan.content import (
     NOT_CHECKED,
     PART_NAMES,
     TIGHT,
-    TO_A_BLOCK,
     TOO_LARGE,
-    attention_in_words,
     bound_in_words,
 )
 from pipeline_lib.plan.context import not_shared, sharing_counts
@@ -47,10 +45,8 @@ from pipeline_lib.plan.workload import (
     Workload,
     can_compile,
     has_fused_adapters,
-    is_compiled,
-    keeps_on_host,
+    in_words,
     settled,
-    stays_gathered,
 )
 
 # The plan in words: why this way to train, why not the others, and which single change would help most.
@@ -153,29 +149,7 @@ def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[Change
 
 def describe(way: Prediction) -> str:
     """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective activation checkpointing, compiled`."""
-    return _in_words(way.train, way.accumulation)
-
-
-def _in_words(train: Train, accumulation: int) -> str:
-    words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
-    words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {accumulation}")
-    if train.ranks_per_block > 1:
-        words.append(f"{train.ranks_per_block} {TO_A_BLOCK}")
-    if train.lora.base != "unquantized":
-        words.append(f"base in {train.lora.base}")
-    if train.recompute != "none":
-        words.append(f"{train.recompute} activation checkpointing")
-        if train.recompute == "full" and isinstance(train.kept_attention_layers, int):
-            words.append(attention_in_words(train.kept_attention_layers))
-    if keeps_on_host(train):
-        words.append("activations on the host")
-    if stays_gathered(train):
-        words.append("no reshard after forward")
-    if train.offload != "none":
-        words.append(f"{train.offload} offloaded")
-    if is_compiled(train):
-        words.append("compiled")
-    return ", ".join(words)
+    return ", ".join(way.words)
 
 
 def _bound_by(way: Prediction) -> str:
@@ -622,7 +596,7 @@ def _content(
             "steps": _steps(Steps.of(batch) or question.estimated),
             "gpu_hour_price": question.cluster.gpu_hour_price,
             "cost": _cost(way, question.cluster.gpu_hour_price),
-            "way": _in_words(train, batch.accumulation),
+            "way": ", ".join(in_words(train, batch.accumulation)),
             "assumed": list(_assumed(question.workload, machine)),
             "next": actions,
         },

@@ -11,7 +11,7 @@ from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
-from pipeline_lib.plan.workload import Case, is_compiled
+from pipeline_lib.plan.workload import Case, in_words, is_compiled
 
 # Training: memory, time and network of one way to train, each figure with its band.
 
@@ -71,12 +71,18 @@ class Prediction:
         """The keys that `strategy: auto` chooses, with their values."""
         return {key: getattr(self.train, key) for key in ("strategy", *CHOSEN_KEYS)}
 
+    @property
+    def words(self) -> list[str]:
+        """The way in words, its strategy first."""
+        return in_words(self.train, self.accumulation)
+
     def as_json(self) -> dict[str, Any]:
         """Return the prediction's entry in plan.json."""
         figures = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)}
         unknown = {name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None}
         return {
             "changes": self.changes,
+            "words": self.words,
             "accumulation": self.accumulation,
             **figures,
             **unknown,

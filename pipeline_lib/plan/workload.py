@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import CHOSEN_KEYS, Train
+from pipeline_lib.core.units import count
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.content import TO_A_BLOCK
 from pipeline_lib.plan.machine import End, Machine, Ranks
 
 if TYPE_CHECKING:
@@ -211,6 +213,30 @@ def settled(train: Train, has_triton: bool) -> Train:
         "context_ranks": 1,
     }
     return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
+
+
+def in_words(train: Train, accumulation: int) -> list[str]:
+    """Return how `train` trains, the strategy first: `fsdp`, `micro-batch 2 x accumulation 4`, `compiled`."""
+    words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
+    words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {accumulation}")
+    if train.ranks_per_block > 1:
+        words.append(f"{train.ranks_per_block} {TO_A_BLOCK}")
+    if train.lora.base != "unquantized":
+        words.append(f"base in {train.lora.base}")
+    if train.recompute != "none":
+        words.append(f"{train.recompute} activation checkpointing")
+        layers = train.kept_attention_layers
+        if train.recompute == "full" and isinstance(layers, int):
+            words.append(f"attention kept in {count(layers, 'layers')}" if layers else "attention computed again")
+    if keeps_on_host(train):
+        words.append("activations on the host")
+    if stays_gathered(train):
+        words.append("no reshard after forward")
+    if train.offload != "none":
+        words.append(f"{train.offload} offloaded")
+    if is_compiled(train):
+        words.append("compiled")
+    return words
 
 
 # The case: what a prediction is of.

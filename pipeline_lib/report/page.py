@@ -8,7 +8,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.content import PlanDocument, Prediction, layer_options
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
@@ -130,19 +130,12 @@ def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
     chosen = plan.chosen.strategy or "chosen"
     others = [(name, way) for name, way in plan.others.items() if name != chosen]
     others.sort(key=lambda each: each[1].step_s.value or float("inf"))
-    ways = [(f"{chosen}, chosen", plan.prediction), *others] if plan.has_prediction else []
-    return [{"name": name, "way": way, "placement": _placement_text(way)} for name, way in ways]
-
-
-def _placement_text(way: Prediction) -> str:
-    """Return the batch and the placement, like `2 x 4 blocks, selective activation checkpointing`."""
-    placed = way.changes
-    found = []
-    if placed.micro_batch_blocks and way.accumulation:
-        found.append(f"{placed.micro_batch_blocks} x {way.accumulation} blocks")
-    if placed.shard_ranks:
-        found.append(f"sharded over {placed.shard_ranks} ranks")
-    return ", ".join([*found, *layer_options(placed)]) or units.NONE
+    rows = []
+    for name, way in [(chosen, plan.prediction), *others] if plan.has_prediction else []:
+        strategy, *settings = way.words or [name]
+        said = f"{strategy}, chosen" if way is plan.prediction else strategy
+        rows.append({"name": said, "way": way, "settings": ", ".join(settings) or units.NONE})
+    return rows
 
 
 def _loss_rows(facts: Facts) -> list[dict[str, Any]]:

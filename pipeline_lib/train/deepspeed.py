@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.config.checks import read_deepspeed_json
+from pipeline_lib.config.deepspeed_json import read_deepspeed_json
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged, TrainingError
 from pipeline_lib.core.text import how_to_install

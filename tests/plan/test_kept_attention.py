@@ -15,7 +15,7 @@ from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import Wanted, choose, leanest, what_would_fit
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.content import PlanDocument, layer_options
+from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.plan.document import answer, describe
 from pipeline_lib.plan.machine import End, MeasuredPart
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
@@ -58,7 +58,7 @@ def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with
     assert plan.chosen.kept_attention_layers == found.content["train"]["kept_attention_layers"] == kept
     said = f"attention kept in {kept} layers"
     assert said in describe(way)
-    assert said in layer_options(plan.chosen)
+    assert said in plan.prediction.words
     shown = " ".join(render(found.content, False).split())
     assert f"{said}, activations on the host" in shown.partition(" WAY ")[2].partition(" ASSUMED ")[0]
 

@@ -145,12 +145,17 @@ def prediction(strategy: str, step_s: float, peak: int, needed: int, update_s: f
         for phase, kind in kinds.items()
     ]
     recompute = "selective" if strategy == "fsdp" else "none"
+    options = ["selective activation checkpointing", "no reshard after forward", "compiled"]
     return {
         "changes": {
             "strategy": strategy, "shard_ranks": 4 if strategy == "hsdp" else None, "micro_batch_blocks": 2,
             "recompute": recompute, "offload": "none",
             "reshard": strategy != "fsdp", "compile": strategy == "fsdp",
         },
+        "words": [
+            f"{strategy} over 4 ranks" if strategy == "hsdp" else strategy, "micro-batch 2 x accumulation 2",
+            *(options if strategy == "fsdp" else []),
+        ],
         "accumulation": 2,
         "peak_memory_bytes": band(peak, 0.05),
         "needed_memory_bytes": band(needed, 0.05),
@@ -207,6 +212,7 @@ def hostile_plan(found: dict[str, Any], attack: str) -> dict[str, Any]:
     hostile = one | {
         "bound": attack,
         "changes": {"strategy": attack, "recompute": attack, "offload": attack},
+        "words": [attack, attack],
         "parts": {attack: 0.1, **one["parts"]},
         "segments": [each | {"name": attack} for each in one["segments"]] + [{"lane": attack, "name": attack}],
         "exchanges": [each | of_names for each in one["exchanges"]],

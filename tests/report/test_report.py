@@ -11,9 +11,12 @@ from unittest.mock import patch
 import pytest
 
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.units import brief
+from pipeline_lib.plan.document import answer, describe
 from pipeline_lib.report.charts import clip
 from pipeline_lib.report.figures import curves_of
 from pipeline_lib.report.page import render
+from tests.plan.test_context_choice import asked
 from tests.report.fake_plans import gpu_run, old_plan
 from tests.report.fakes import STEPS, World, facts_of, hostile_files, index, ledger, metrics, scores
 
@@ -316,8 +319,9 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
         "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6 % no, 13.9 % above",
         "a GPU here has 80.0 GiB",
         "the GPU has 80.0 GiB",
-        "fsdp, chosen 2 x 2 blocks, selective activation checkpointing, no reshard after forward, compiled 3.41 s",
-        "hsdp 2 x 2 blocks, sharded over 4 ranks 3.17 s",
+        "fsdp, chosen micro-batch 2 x accumulation 2, selective activation checkpointing, no reshard after forward, "
+        "compiled 3.41 s",
+        "hsdp over 4 ranks micro-batch 2 x accumulation 2 3.17 s",
         "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
         "2 nodes of 4 ranks; the passes through 2 parts of the model were measured on it",
     ):
@@ -325,6 +329,29 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
     assert "Memory is not compared" not in shown
     summary = json.loads((world.folder("report") / "summary.json").read_text())
     assert summary["plan"]["memory_error"] == pytest.approx(0.195815)
+
+
+def test_the_table_of_strategies_names_all_that_the_plan_says_of_each_way(world: World) -> None:
+    lora = {"method": "lora", "lora": {"base": "nf4"}}
+    one_gpu = {"gpus_per_node": 1, "gpu": "h100", "memory_gb": 128}
+    found = answer(asked("Qwen3-8B", one_gpu, 262_144, 2, **lora))
+    assert found.choice is not None and len(found.choice.best) > 1
+    world.files["train"]["plan.json"] = json.loads(json.dumps(found.content))
+    table = text_of(world).partition("Strategies compared")[2].partition("Planned and measured")[0]
+    for said in ("base in nf4", r"attention kept in \d+ layers", "activations on the host"):
+        assert len(re.findall(said, table)) == len(found.choice.best), said
+    for way in found.choice.best.values():
+        _, _, settings = describe(way).partition(", ")
+        assert f" {settings} {brief(way.step_s.value)}" in table
+
+
+def test_ways_of_a_plan_of_before_it_described_each_are_named_without_settings(world: World) -> None:
+    plan = world.files["train"]["plan.json"]
+    for way in (plan["prediction"], *plan["others"].values()):
+        del way["words"]
+    shown = text_of(world)
+    assert "ddp, chosen n/a 400 ms" in shown
+    assert "fsdp n/a 460 ms" in shown
 
 
 def test_a_plan_of_before_there_were_predictions_is_shown_without(world: World) -> None:

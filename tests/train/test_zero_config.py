@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.checks import json_problems, read_deepspeed_json
+from pipeline_lib.config.deepspeed_json import json_problems, read_deepspeed_json
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.train.deepspeed import zero_config
