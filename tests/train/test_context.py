@@ -164,8 +164,6 @@ EAGER = 4  # of these: compiling takes time
 VARIANTS: list[dict[str, Any]] = [
     *({"recompute": recompute} for recompute in ("none", "selective", "full")),
     {"precision": "bf16", "recompute": "full"},
-    {"compile": True},
-    {"compile": True, "recompute": "full"},
     {"compile": True, "recompute": "selective"},
     {"method": "lora", "lora": {"rank": 4}, "compile": True, "recompute": "full"},
 ]
