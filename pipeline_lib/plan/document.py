@@ -1,6 +1,6 @@
 """The content of plan.json: everything that is predicted of a run, in numbers and in words."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipeline_lib.plan.choose import (
     leanest_choice,
     what_would_fit,
 )
-from pipeline_lib.plan.cluster import machine_of, read_measured
+from pipeline_lib.plan.cluster import Measured, machine_of
 from pipeline_lib.plan.content import (
     FITS,
     NOT_CHECKED,
@@ -304,7 +304,7 @@ _NEXT = 2  # changes among what to do next; all of them stand under `what would 
 class Question:
     """All that a plan is computed from. `blocks` is None while there are none; then `workload` is assumed.
 
-    `held` are keys that `strategy: auto` keeps, `measured` is the content of a cluster.json. `repetition` says what it
+    `held` are keys that `strategy: auto` keeps, `measured` is what a cluster.json says. `repetition` says what it
     costs that conversations become several samples; it is empty if that costs nothing or is not known yet.
     `estimated` are the steps by the first rows of the files, where there are no blocks. `data_bytes` is the size of the
     raw data, None if it is not known or read already; near duplicates in it are searched for if `has_near_duplicates`.
@@ -318,7 +318,7 @@ class Question:
     workload: Workload
     blocks: Blocks | None
     held: Collection[str]
-    measured: Mapping[str, Any] | None
+    measured: Measured | None
     has_deepspeed: bool
     repetition: str = ""
     estimated: Steps | None = None
@@ -334,8 +334,7 @@ class Question:
     @property
     def machine(self) -> Machine | None:
         """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
-        measured = read_measured(self.measured) if self.measured is not None else None
-        return machine_of(self.cluster, self.train.precision, measured, self.train.attention)
+        return machine_of(self.cluster, self.train.precision, self.measured, self.train.attention)
 
     def batch(self, train: Train) -> BatchPlan:
         """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""

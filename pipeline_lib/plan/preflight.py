@@ -13,7 +13,6 @@ from pipeline_lib.config.compile import held_keys, run_digest
 from pipeline_lib.config.content import (
     data_files,
     is_data_file,
-    measured_content,
     missing_model_files,
     model_files,
     model_key,
@@ -337,7 +336,6 @@ def _answer(path: Path, config: Config, store: Store, document_tokens: float | N
 
 def question_of(config: Config, store: Store) -> Question:
     """Return the input of the plan. Raise DataError for an unknown model, ConfigError for a wrong cluster.json."""
-    measured_of(config)  # for its errors, which name the file
     geometry, blocks = geometry_of(config, store), blocks_of(config, store)
     return Question(
         experiment=config.experiment,
@@ -348,7 +346,7 @@ def question_of(config: Config, store: Store) -> Question:
         workload=blocks.workload if blocks else Workload.assumed(config),
         blocks=blocks,
         held=held_keys(config.train),
-        measured=measured_content(config),
+        measured=measured_of(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
         evaluate=config.evaluate,

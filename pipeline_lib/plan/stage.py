@@ -15,6 +15,7 @@ from pipeline_lib.core.stage import Job
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.document import Question, answer, run_of
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
@@ -33,6 +34,7 @@ def run(job: Job) -> dict[str, Any]:
     blocks = read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
     _refuse_misfit(geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token))
+    measured = settings.get("measured")
     question = Question(
         experiment=settings["experiment"],
         geometry=geometry,
@@ -42,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
         workload=blocks.workload,
         blocks=blocks,
         held=settings.get("held", ()),
-        measured=settings.get("measured"),
+        measured=None if measured is None else read_measured(measured),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_in(job.inputs["tokenize"].manifest),
     )
