@@ -65,7 +65,7 @@ REASONS = {
         ("curriculum_learning", "data_efficiency", "progressive_layer_drop", "sparse_attention"),
         "there is no such technique here, so the result differs from that of a run with it",
     ),
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size", "expert_parallel"), NO_KEY["tensor_parallel"]),
+    **dict.fromkeys(("tensor_parallel", "expert_parallel"), NO_KEY["tensor_parallel"]),
     "monitor_config": "trackers are named by tracking.to",
     "_comment": "a comment",
     **dict.fromkeys(("compression_training", "hybrid_engine"), "there is no such technique here"),

@@ -58,6 +58,7 @@ _KEYS = {
     ),
     "train.strategy": "deepspeed fsdp fsdp_config fsdp_version zero_optimization zero_stage",
     "train.deepspeed_json": "deepspeed_config",
+    "train.context_ranks, the GPUs that share each block": "sequence_parallel_size context_parallel_size",
     "train.shard_ranks": "hybrid_shard_size data_parallel_shard_degree dp_shard_size",
     "train.reshard_after_forward": "fsdp_reshard_after_forward reshard",
     "train.offload": "optimizer_offload offload_optimizer offload_param cpu_offload",
@@ -160,16 +161,15 @@ _NO_KEY = {
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend"
         " allgather_bucket_size reduce_bucket_size"
     ),
-    "models are split over data-parallel ranks only (train.strategy), not over tensors, stages or the sequence": (
+    "models are split over data-parallel ranks only (train.strategy), not over tensors or stages": (
         "tensor_parallel tensor_parallel_size tensor_model_parallel_size pipeline_parallel_size"
-        " pipeline_model_parallel_size sequence_parallel_size context_parallel_size expert_parallel_size"
-        " parallelism_config"
+        " pipeline_model_parallel_size expert_parallel_size parallelism_config"
     ),
     "several nodes are a SLURM job or a list of hosts (docs/two-machines.md), which tells each rank its place": (
         "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip main_process_port"
         " rdzv_endpoint ray_init_kwargs"
     ),
-    "base weights are not quantized; `train.strategy: fsdp` shards them, `train.offload` keeps them in host memory": (
+    "for a base in 4 bits (QLoRA) set train.lora.base: nf4 yourself; other quantizations do not exist here": (
         "load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits double_quantization"
         " bnb_4bit_compute_dtype bnb_4bit_quant_type quantization_type quantization_device_map"
     ),

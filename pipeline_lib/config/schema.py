@@ -296,7 +296,9 @@ class Tokenize(Section):
     max_dropped_fraction: Fraction = Field(
         0.05, description="the stage fails if more than this fraction of a source's samples is dropped or cut"
     )
-    max_quarantined_fraction: Fraction = Field(0.0, description="a larger fraction of unusable rows fails the stage")
+    max_quarantined_fraction: Fraction = Field(
+        0.0, description="the stage fails if more than this fraction of the rows is unusable"
+    )
 
 
 class Shard(Section):
@@ -318,8 +320,8 @@ class Cluster(Section):
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         1,
-        description="number of nodes, all of the same kind; training on more than one runs as a SLURM job or on"
-        " `hosts` of the site file, or on machines that join",
+        description="number of nodes, all of the same kind; training on more than one runs as a SLURM job, on the"
+        " `hosts` of the site file, or on machines that run `join`",
     )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank per GPU; 0 trains on the CPU")
     gpu: str | None = Field(
@@ -348,7 +350,10 @@ class Cluster(Section):
     )
     cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="CPU threads of a rank")
     memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="host memory that a cluster job requests on each node, in GB; default: what the plan predicts"
+        None,
+        description="host memory of a node in GB: the plan checks against it, and a SLURM job requests it; default:"
+        " with GPUs the plan assumes a typical size, without GPUs it checks nothing, and a job requests what the plan"
+        " predicts",
     )
     runtime_minutes: Annotated[int, Field(ge=1, le=366 * 24 * 60)] | None = Field(
         None,
@@ -396,7 +401,9 @@ class Merge(Section):
         "auto", description="data type of the weights; `auto` is the base model's"
     )
     base: Literal["dequantized", "original"] = Field(
-        "dequantized", description="after `lora.base: nf4`: the weights of the training, or the original ones, unproven"
+        "dequantized",
+        description="after `lora.base: nf4`: add the adapters to the dequantized weights of the training, or to the"
+        " original ones; with `original` the result is not compared with the trained model",
     )
 
 

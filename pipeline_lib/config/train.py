@@ -26,7 +26,8 @@ class Lora(Section):
     rslora: bool = Field(False, description="rank-stabilized LoRA: the update is scaled by alpha / sqrt(rank)")
     dora: bool = Field(False, description="weight-decomposed LoRA: a magnitude is trained for each row of the matrix")
     base: Literal["unquantized", "nf4"] = Field(
-        "unquantized", description="frozen weights of the layers; `nf4` keeps them in 4 bits (QLoRA), not those of MoE"
+        "unquantized",
+        description="frozen weights of the layers; `nf4` keeps them in 4 bits (QLoRA); not for models with experts",
     )
     lr_ratio: Annotated[FiniteFloat, Field(ge=1.0, le=10_000.0)] = Field(
         1.0, description="LoRA+: learning rate of B divided by that of A; its authors use 16"
@@ -47,7 +48,9 @@ class Guards(Section):
         " accepted steps; null checks only whether it is finite",
     )
     window_steps: Annotated[int, Field(ge=10)] = Field(
-        64, description="a loss is compared with those of this many accepted steps; `max_skips` counts in as many steps"
+        64,
+        description="a loss is compared with those of this many accepted steps; `max_skips` applies to the same number"
+        " of steps",
     )
     max_skips: Positive = Field(
         3,
@@ -82,10 +85,10 @@ class Train(Section):
     )
     context_ranks: Literal["auto"] | Positive = Field(
         "auto",
-        description="ranks that share each block, which is for long blocks: each has an equal part of the tokens in"
-        " `context_ranks` times as little memory, and all exchange queries, keys and values in every layer (Ulysses);"
-        " with `ddp`, `fsdp` and `hsdp`. `auto` is 1, unless nothing fits with it, more are faster, or a batch has"
-        " fewer blocks than the ranks process at a time (`micro_batch_blocks` each)",
+        description="ranks that share each block, for long blocks: each rank holds an equal part of the tokens and so"
+        " that part of the activations, and all exchange queries, keys and values in every layer (Ulysses); with `ddp`,"
+        " `fsdp` and `hsdp`. `auto` is 1, unless nothing fits with 1, more ranks are faster, or a step has fewer blocks"
+        " than the ranks process at a time (`micro_batch_blocks` each)",
     )
     unit_layers: Positive = Field(1, description="decoder layers that `fsdp` and `hsdp` gather at a time")
     offload: Literal["none", "optimizer", "optimizer+params"] = Field(
@@ -96,9 +99,10 @@ class Train(Section):
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
         validation_alias=RENAMED["recompute"],
-        description="activations to recompute in the backward pass: `full` keeps only the input of each layer, and the"
-        " attention's results of documents from 16,384 tokens on, and runs the MLP in chunks of so many tokens,"
-        " `selective` also the results of matrix products and attention; `auto` is the fastest that fits in memory",
+        description="activations to recompute in the backward pass: `full` keeps the input of each layer and, for"
+        " documents from 16,384 tokens on, the attention's results, and computes the MLP of longer micro-batches in"
+        " chunks of at most 16,384 tokens; `selective` keeps the results of matrix products and attention too; `auto`"
+        " is the fastest that fits in memory",
     )
     offload_activations: Literal["auto"] | bool = Field(
         "auto",

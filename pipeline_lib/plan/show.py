@@ -148,9 +148,9 @@ def _fit(plan: PlanDocument) -> str:
         text = f"{_of(gib(needed), gib(device_bytes))} a GPU ({left})"
     host, assumed = rounded(known(plan.summary.host_needed_bytes) / GIGA, "GB"), machine.assumed_host_memory_bytes
     if limit := machine.host_memory_bytes or assumed:
-        host = _of(host, rounded(limit / GIGA, "GB")) + (" (assumed: say cluster.memory_gb)" if assumed else "")
+        host = _of(host, rounded(limit / GIGA, "GB")) + (" (assumed: set cluster.memory_gb)" if assumed else "")
     else:
-        host += f" (not checked: say cluster.{'gpu' if plan.cluster.is_gpu else 'memory_gb'})"
+        host += f" (not checked: set cluster.{'gpu' if plan.cluster.is_gpu else 'memory_gb'})"
     return f"{text}; host {host}"
 
 

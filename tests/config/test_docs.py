@@ -65,8 +65,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     [
         "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' and '=' |",
         "| `nodes` | whole number >= 1, <= 10,000 | `1` | "
-        "number of nodes, all of the same kind; training on more than one runs as a SLURM job or on"
-        " `hosts` of the site file, or on machines that join |",
+        "number of nodes, all of the same kind; training on more than one runs as a SLURM job, on the"
+        " `hosts` of the site file, or on machines that run `join` |",
         "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank per GPU; 0 trains on the CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW's beta1 |",
         "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of `epochs`; the learning rate"

@@ -78,6 +78,8 @@ def test_every_documented_key_of_another_tool_is_a_key_or_has_a_hint(tool: str) 
         ("Learning-Rate", "1e-4", "here it is train.lr"),
         ("gradient_checkpointing", "true", "here it is train.activation_checkpointing"),
         ("dtype", "bf16", "here it is train.precision"),
+        ("context_parallel_size", "2", "here it is train.context_ranks"),
+        ("quantization_bit", "4", "leave it out: for a base in 4 bits (QLoRA) set train.lora.base: nf4"),
         ("max_tokens", "64", "here it is tokenize.max_tokens"),
         ("lr_schedul", "cosine", "did you mean 'lr_schedule'"),
     ],

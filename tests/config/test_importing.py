@@ -296,6 +296,13 @@ def test_a_key_that_nothing_is_known_about_is_said_with_the_nearest() -> None:
     assert "unknown to this import; did you mean 'learning_rate'?" in row.why
 
 
+def test_gpus_that_share_a_sequence_are_said_to_have_a_key_here() -> None:
+    result = imported(write("ds.json", AUTO | {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}))
+
+    assert "the key for it here is train.context_ranks" in row_of(result, "sequence_parallel_size").why
+    assert row_of(result, "tensor_parallel.autotp_size").why.endswith("not over tensors or stages")
+
+
 @pytest.mark.parametrize("key", ["hf_hub_token", "swanlab_api_key", "hub_token", "swanlab_lark_secret"])
 def test_a_secret_is_nowhere(key: str) -> None:
     result = from_yaml(f"{LORA}{key}: mellon-mellon\n")
@@ -308,7 +315,7 @@ def test_what_has_no_equivalent_stands_in_the_config_as_a_comment() -> None:
     text = from_yaml(LORA + "quantization_bit: 4\n").text
 
     changed, without = text.partition("# Without equivalent here:\n")[::2]
-    assert "#   - quantization_bit: 4: base weights are not quantized" in without
+    assert "#   - quantization_bit: 4: for a base in 4 bits (QLoRA) set train.lora.base: nf4 yourself; " in without
     assert "#   - ddp_timeout: 180000000: train.timeout_s stays 300 s" in changed
     assert "resume_from_checkpoint" not in text
 

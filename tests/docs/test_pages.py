@@ -110,6 +110,16 @@ def targets_of(arguments: list[str]) -> list[str]:
     ]
 
 
+def test_two_machines_quotes_the_speeds_in_the_header_of_its_recipe() -> None:
+    recipe = read("config/recipes/full-1.5b-2nodes-2xa10-9gbit.yaml")
+    header = " ".join(line.removeprefix("#").strip() for line in recipe.splitlines() if line.startswith("#"))
+    of_two_and_of_one = re.findall(r"([\d,]+) tokens/s \([^)]*\) in all", header)
+    assert len(of_two_and_of_one) == 2
+    for page in ("docs/two-machines.md", chinese_of("docs/two-machines.md")):
+        [section] = [one for one in sections_of(read(page)) if "full-1.5b-2nodes-2xa10-9gbit.yaml)" in one.prose]
+        assert re.findall(r"([\d,]+) tokens/s", section.prose) == of_two_and_of_one
+
+
 def test_the_index_names_every_page() -> None:
     index = read("docs/README.md")
     pages = [Path(page).name for page in PAGES if page.startswith("docs/") and page != "docs/README.md"]

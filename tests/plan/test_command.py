@@ -231,7 +231,7 @@ def test_what_is_offloaded_competes_and_the_host_memory_that_is_assumed_is_said(
 
     assumed, given = plan(config=lora), plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
 
-    assert "192 GB (assumed: say cluster.memory_gb)" in assumed.stdout
+    assert "192 GB (assumed: set cluster.memory_gb)" in assumed.stdout
     assert "192 GB of host memory" in " ".join(assumed.stdout.split())
     assert "host memory" not in given.stdout
     for done in (assumed, given):

@@ -96,11 +96,11 @@ def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool
             r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU \([\d.]+ GiB too much\); host [\d.]+ of 64 GB",
         ),
         ("no way fits", "too large", r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU "),
-        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 1.79 GB \(not checked: say cluster.memory_gb\)"),
+        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 1.79 GB \(not checked: set cluster.memory_gb\)"),
         (
             "a GPU that is not named",
             "not checked",
-            r"MEMORY +[\d.]+ GiB a GPU; host \d+ GB \(not checked: say cluster.gpu\)",
+            r"MEMORY +[\d.]+ GiB a GPU; host \d+ GB \(not checked: set cluster.gpu\)",
         ),
     ],
 )
@@ -260,8 +260,8 @@ def test_the_figures_are_those_of_the_plan(found: Answer) -> None:
     ("case", "memory_gb", "said"),
     [
         ("offload", 1800, "of 1,800 GB"),
-        ("offload", None, "of 1,536 GB (assumed: say cluster.memory_gb)"),
-        ("demo", None, "GB (not checked: say cluster.memory_gb)"),
+        ("offload", None, "of 1,536 GB (assumed: set cluster.memory_gb)"),
+        ("demo", None, "GB (not checked: set cluster.memory_gb)"),
     ],
 )
 def test_the_host_memory_of_a_node_is_shown(case: str, memory_gb: int | None, said: str) -> None:
