@@ -211,7 +211,7 @@ def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
 
 
 def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[Lost]:
-    """Whom the others waited for: who is silent or never was heard; else who is behind. None if nobody stands out."""
+    """Return the ranks that the others waited for: silent or never heard ones, else those behind; empty if none is."""
     if not signs:
         return []
     newest_s = max(sign.heard_s for sign in signs.values())
