@@ -305,7 +305,7 @@ def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
     if gpu is not None:
         peak = gpu.peak_flop_s(task.train.precision)
         known = {"matmul_flop_s": peak, "attention_flop_s": peak, "memory_bytes_s": gpu.memory_bytes_per_s}
-        known["in_node_bytes_s"] = gpu.link_bytes_per_s
+        known["in_node_bytes_s"] = gpu.link.bytes_per_s
     for name, text in NAMES.items():
         if name in measured["rates"]:
             rate, best = measured["rates"][name], known.get(name)

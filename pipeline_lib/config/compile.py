@@ -60,10 +60,6 @@ class Experiment:
         """Return the reference to the stage instance of `part`."""
         return self.specs[part].ref
 
-    def by_digest(self, digest: str) -> Spec | None:
-        """Return the spec with that digest; None if it does not belong to this experiment."""
-        return next((spec for spec in self.specs.values() if spec.digest == digest), None)
-
 
 def compile_config(config: Config, content: Content) -> Experiment:
     """Compile `config` to an experiment, given the hashes of the local files that it names."""

@@ -339,7 +339,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
         "attention_flop_s": Rate.around(attended * peak, reached.attention_band, source),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
         "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
-        "in_node_bytes_s": Rate.around(gpu.link_bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),
+        "in_node_bytes_s": Rate.around(gpu.link.bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),
     }
 
 

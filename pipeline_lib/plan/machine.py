@@ -54,11 +54,6 @@ class Gpu:
         """Return whether the GPU computes products in `bf16`, `fp8`, `fp16` or `fp32`."""
         return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Bus bandwidth that a collective within a node typically achieves, in bytes/s."""
-        return self.link.bytes_per_s
-
     def peak_flop_s(self, precision: str) -> float | None:
         """Return the peak FLOP/s that MFU refers to, or None if the GPU does not compute in `precision`.
 
