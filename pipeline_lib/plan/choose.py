@@ -240,9 +240,7 @@ def _choice(
     found: Sequence[Group],
     left_out: Mapping[str, str],
 ) -> Choice:
-    considered, fitting = (
-        sum(counts) for counts in zip(*((len(one.sizes), one.fitting) for one in found), strict=True)
-    )
+    considered, fitting = sum(len(group.sizes) for group in found), sum(group.fitting for group in found)
     near = fastest_near_miss(setting, found, chosen if chosen.fits else None)
     return Choice(chosen, best, considered, left_out, fitting, near)
 

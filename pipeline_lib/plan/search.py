@@ -201,9 +201,11 @@ class Setting:
 
     def _has_room_for_copies(self, train: Train) -> bool:
         """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
+        if train.offload != "none":
+            return False
         limit = self.machine.host_limit_bytes
-        if train.offload != "none" or limit is None:
-            return train.offload == "none"
+        if limit is None:
+            return True
         copying = train.model_copy(update={"save_async": True})
         if self.machine.is_gpu:
             need = host_need_with_copies(self.geometry, copying, self.ranks, self.workload.block_tokens)
