@@ -32,7 +32,7 @@ from pipeline_lib.core.run_folder import (
 )
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
-from pipeline_lib.core.text import cut, how_to_install, redact
+from pipeline_lib.core.text import how_to_install, reason_of
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
@@ -136,8 +136,6 @@ class Node:
 
 
 # One attempt at a training run: its ranks are started on the nodes of the allocation, and waited for.
-
-REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ class Attempt:
             for lost in error.lost:
                 events.emit(EventName.RANK_LOST, **asdict(lost))
         name = EventName.RUN_INTERRUPTED if error.exit_code == Interrupted.exit_code else EventName.RUN_FAILED
-        events.emit(name, reason=cut(redact(str(error)), REASON_CHARS), exit_code=error.exit_code)
+        events.emit(name, reason=reason_of(error), exit_code=error.exit_code)
 
 
 # The training stage, around the ranks: what they continue from, who starts them, and what is kept of their work.

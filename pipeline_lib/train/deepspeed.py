@@ -29,7 +29,7 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS, WEIGHTS
-from pipeline_lib.train.strategy import Strategy, balanced, grouped
+from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped
 
 # DeepSpeed's config, derived from `Train`.
 
@@ -314,7 +314,7 @@ class Zero(Strategy):
         """
         scaler = self._sharded.loss_scaler
         if scaler is not None and scaler.cur_scale <= scaler.min_scale and grad_norm == math.inf:
-            raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
+            raise Diverged(OVERFLOW)
         self._is_discarding = True
         try:
             self._engine.step()
