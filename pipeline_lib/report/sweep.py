@@ -188,8 +188,8 @@ def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
 def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
     """Bring a training `to_rung` with `train`, and write its result there to `out`.
 
-    If the whole training is already done, its metrics are read instead. A training that diverged has lost, and stays
-    lost until `out` is deleted; any other error is raised.
+    If the whole training is already done, its metrics are read instead. A training that diverged is out of the
+    sweep until `out` is deleted; any other error is raised.
     """
     step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
     try:
@@ -206,7 +206,8 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
         say(f"train: another snakemake wrote {out} meanwhile, and has decided by it")
         return
     except Diverged as error:
-        say(f"error: {error}\nthe training has lost, and the sweep goes on; to try again, delete {out}")
+        advice = f"to try again, delete {out}"
+        say(f"error: {error}\nthis training diverged and is out of the sweep, which goes on; {advice}")
         reached = Reached(None, None, has_ended=False, failure=reason_of(error))
     write_record(out, reached)
 
