@@ -173,7 +173,7 @@ def _refuse(problem: str) -> NoReturn:
 class _Reached:
     """The fractions of a GPU's peak that layers of a real model reach, and the relative errors of that.
 
-    `flash` is torch's attention kernel, `cudnn` the other that Hopper has: both in long documents.
+    `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in long documents.
     """
 
     products: float
