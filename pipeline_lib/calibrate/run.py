@@ -24,6 +24,7 @@ from pipeline_lib.doctor import machine
 from pipeline_lib.doctor.machine import UNMEASURED, Unmeasured, measured
 from pipeline_lib.launch.environment import LOOPBACK, PLACE_IN_WORLD, allocator_settings, dist_environment, free_port
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.cluster import SCHEMA
 from pipeline_lib.plan.machine import Gpu, Pass, find_gpu
 from pipeline_lib.plan.workload import Workload
 
@@ -161,7 +162,6 @@ def rate_of(values: Sequence[float], least_spread: float = LEAST_SPREAD) -> dict
 
 # The run itself: one process for each rank under a deadline, and the content of cluster.json.
 
-SCHEMA = 1
 DEADLINE_S = 420.0  # for all ranks, including the start of their interpreters
 # A compiled variant takes about a minute on GPUs, any other some seconds.
 PARTS_BUDGET_S = {"cuda": 210.0, "cpu": 10.0}
@@ -305,7 +305,7 @@ def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
     if gpu is not None:
         peak = gpu.peak_flop_s(task.train.precision)
         known = {"matmul_flop_s": peak, "attention_flop_s": peak, "memory_bytes_s": gpu.memory_bytes_per_s}
-        known["in_node_bytes_s"] = gpu.link_bytes_per_s
+        known["in_node_bytes_s"] = gpu.link.bytes_per_s
     for name, text in NAMES.items():
         if name in measured["rates"]:
             rate, best = measured["rates"][name], known.get(name)

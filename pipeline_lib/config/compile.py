@@ -60,10 +60,6 @@ class Experiment:
         """Return the reference to the stage instance of `part`."""
         return self.specs[part].ref
 
-    def by_digest(self, digest: str) -> Spec | None:
-        """Return the spec with that digest; None if it does not belong to this experiment."""
-        return next((spec for spec in self.specs.values() if spec.digest == digest), None)
-
 
 def compile_config(config: Config, content: Content) -> Experiment:
     """Compile `config` to an experiment, given the hashes of the local files that it names."""
@@ -162,8 +158,8 @@ def open_sweep(
     config_path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
     """Compile as `open_experiments`; return the name in the file, the experiments, and any halving settings."""
-    looks = (lambda config: read_content(config, Path(), None), refuse)
-    loaded = load_sweep(config_path, looks=[partial(_problems_of, look) for look in looks])
+    checks = (lambda config: read_content(config, Path(), None), refuse)
+    loaded = load_sweep(config_path, checks=[partial(_problems_of, check) for check in checks])
     store.require_writable()
     configs = loaded.configs
     hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")

@@ -35,7 +35,7 @@ def _hint(word: str, names: list[str]) -> str:
 
 # Loading: from a YAML file to checked `Config`s.
 
-Look = Callable[[Config], list[str]]  # finds further problems of a config; each begins with its key
+Check = Callable[[Config], list[str]]  # finds further problems of a config; each begins with its key
 FLAG = "--what-if"
 
 WANTED = {
@@ -75,10 +75,10 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
     return load_sweep(path, overrides).configs
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] = ()) -> Loaded:
+def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Loaded:
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
-    Each of `looks` finds further problems of a config. A look's problem is left out if its key already has a problem.
+    Each of `checks` finds further problems of a config. A problem is left out if its key already has one.
     Keys with an old name are taken, and named on stderr once.
     """
     document = strict_yaml.load(path)
@@ -87,7 +87,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), looks: Sequence[Look] 
     problems = [*document.problems, *_rename(document, str(path))]
     sweep = read_sweep(document)
     problems += sweep.problems
-    checked = [_checked(variant, sweep.halving, overrides, looks) for variant in sweep.variants]
+    checked = [_checked(variant, sweep.halving, overrides, checks) for variant in sweep.variants]
     problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
     if problems:
         raise ConfigError(str(path), problems)
@@ -143,7 +143,7 @@ def _warn_of_name(where: str, new: str, old: str) -> None:
 
 
 def _checked(
-    variant: Variant, halving: Halving | None, overrides: Sequence[str], looks: Sequence[Look]
+    variant: Variant, halving: Halving | None, overrides: Sequence[str], checks: Sequence[Check]
 ) -> tuple[Config | None, list[str]]:
     """Return the config of one experiment and its problems; no config if it does not fit the schema."""
     problems: list[str] = []
@@ -157,8 +157,8 @@ def _checked(
     wrong = [*cross_check(config), *(halving_problems(halving, config) if halving else ())]
     problems += [_with_place(keys, text, places) for keys, text in wrong]
     wrong_keys = {dotted(keys) for keys, _ in wrong}
-    for look in looks:
-        own = [text.partition(": ") for text in look(config)]
+    for check in checks:
+        own = [text.partition(": ") for text in check(config)]
         own = [parts for parts in own if parts[0] not in wrong_keys]
         wrong_keys |= {key for key, _, _ in own}
         for key, colon, text in own:

@@ -11,6 +11,7 @@ from typing import TextIO
 # masked in any form. Masking too much is harmless, because only excerpts and messages pass through here.
 
 MASK = "***"
+REASON_CHARS = 500
 
 _NAMES = (
     r"password|passwd|pwd|secret|token|api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key"
@@ -61,6 +62,11 @@ def one_line(text: str) -> str:
 def shortened(text: str, most_chars: int) -> str:
     """Return `text` processed by `one_line` and `cut`, for text from outside that is shown to people."""
     return cut(one_line(text), most_chars)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of `error` for a record: with credentials masked, at most REASON_CHARS characters."""
+    return cut(redact(str(error)), REASON_CHARS)
 
 
 def cut(text: str, most_chars: int) -> str:

@@ -43,9 +43,9 @@ class Agent:
     def __init__(
         self, channel: Channel, environ: Mapping[str, str], first_s: float, accepts: Callable[[str], bool]
     ) -> None:
-        """Begin with no ranks, and wait `first_s` to hear something.
+        """Begin with no ranks, and wait `first_s` for the first message.
 
-        Of the variables in an order, those are taken whose names `accepts` lets pass.
+        Of the variables in an order, those are taken whose names `accepts` allows.
         """
         self._channel, self._environ, self._accepts = channel, environ, accepts
         self._exit_code: int | None = None
@@ -55,7 +55,7 @@ class Agent:
         self._work: threading.Thread | None = None
 
     def serve(self) -> int | None:
-        """Do what arrives until the link ends; return the ranks' exit code, or None without ranks."""
+        """Obey messages until the link ends, then end the ranks; return their exit code, or None without ranks."""
         try:
             while self._channel.silent_s < self._timeout_s:
                 if (message := self._channel.receive(POLL_S)) is not None:
@@ -144,7 +144,7 @@ class Agent:
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """Let a signal to stop, as of a host that shuts down, ask the ranks to save and end."""
+        """Ask the ranks to save and end at a signal to stop, such as that of a host that shuts down."""
         with stop_requests_received(self._signalled):
             before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the link says the same
             try:

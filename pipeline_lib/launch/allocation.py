@@ -51,7 +51,7 @@ class Allocation:
         return self.job.left_s if self.job else None
 
     def __str__(self) -> str:
-        """` in SLURM job 7`; of hosts, the interface and address of the first: ` (eth0, 10.0.0.1)`."""
+        """Return ` in SLURM job 7`, or the interface and address of the first host, ` (eth0, 10.0.0.1)`, or nothing."""
         if self.job is not None:
             return f" in SLURM job {self.job.id}"
         if self.group is not None:
@@ -75,7 +75,7 @@ class NodeRequest:
 
 @contextmanager
 def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], say: Say) -> Iterator[Allocation]:
-    """Take the nodes of a training during the block, checked. Raises ConfigError, and what SLURM raises."""
+    """Check the nodes of a training and keep them during the block. Raises ConfigError, HostLost and SLURM's errors."""
     nodes, wanted, source, is_job = request.nodes, request.wanted, "the training", can_start_tasks(environ)
     site = Site.load(environ)
     hosts = () if nodes == 1 or is_job else hosts_of(site)
@@ -99,7 +99,7 @@ def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], sa
 
 
 def _links_of(joined: Sequence[Joined]) -> Iterator[Link]:
-    """Yield the links of hosts that joined, named by their addresses; with the node rank where two have the same."""
+    """Yield the links of hosts that joined, named by their addresses, and by the node rank too if two have the same."""
     addresses = [one.address for one in joined]
     for one in joined:
         is_alone = addresses.count(one.address) == 1
@@ -145,7 +145,7 @@ def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
 
 
 def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: Say) -> None:
-    """Raise ConfigError for a training that cannot be started, before its data is prepared: check all its hosts."""
+    """Check all hosts of a training before its data is prepared. Raises ConfigError if it cannot be started."""
     is_job = can_start_tasks(environ)
     if cluster.nodes == 1 or is_job:
         refuse_here(cluster, is_job)

@@ -51,10 +51,10 @@ def is_sent(name: str) -> bool:
 def launch_environment(
     environ: Mapping[str, str], plan: PlanDocument, master: str = LOOPBACK, port: int | None = None
 ) -> dict[str, str]:
-    """All of `environ`, without another launcher's traces, and with what ranks of this plan need.
+    """Return `environ` for the ranks of this plan: without what another launcher left, and with what they need.
 
     What the user has set stays: NCCL's variables, threads, the allocator. Rank 0 will be reached at `master` and
-    `port`; without one, a free port of this machine is chosen.
+    `port`; without a port, a free one of this machine is chosen.
     """
     cluster = plan.cluster
     made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
@@ -70,7 +70,7 @@ def launch_environment(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody uses now."""
+    """Return a TCP port of this machine that nobody uses now."""
     while True:
         port = random.randint(*PORTS)  # noqa: S311 - chance, not secrecy
         with socket.socket() as listener:
@@ -82,9 +82,9 @@ def free_port() -> int:
 
 
 def dist_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK and its like, as torch wants them, from what the launcher set: SLURM has names of its own.
+    """Return `environ` with RANK and its like as torch wants them; SLURM and DeepSpeed have names of their own.
 
-    Raises nothing: what is missing stays missing, and World.from_env says so.
+    With several nodes, the network interfaces are chosen too. What is missing stays missing: World.from_env says so.
     """
     made = dict(environ)
     if "RANK" not in environ and "SLURM_PROCID" in environ:
@@ -97,10 +97,10 @@ def dist_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def choose_interface(environ: MutableMapping[str, str], address: str) -> None:
-    """Of several nodes: exchange on the network that leads to rank 0 at `address`, unless the user names another.
+    """Set the network interfaces of gloo and NCCL to the one that leads to rank 0 at `address`, unless they are set.
 
     Left alone, gloo takes the address of the host's name, which may lead nowhere, and NCCL the first that it finds.
-    Rank 0's own node may take its name for itself (127.0.1.1, as Debian has it): it asks for the way to the last node.
+    Rank 0's own node may resolve its name to itself (127.0.1.1 on Debian): there it is the one to the last node.
     """
     nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST"))
     found = interface_to(address) or (interface_to(last_host(nodes)) if nodes else None)
@@ -111,9 +111,9 @@ def choose_interface(environ: MutableMapping[str, str], address: str) -> None:
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface that packets to `address` leave by; None if that cannot be told.
+    """Return the network interface by which packets to `address` leave; None if it cannot be found.
 
-    None as well if they stay on this machine, unless `address` itself says so: others cannot answer there.
+    Also None if they stay on this machine although `address` is no loopback address: others cannot answer there.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -130,7 +130,7 @@ def interface_to(address: str) -> str | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether `address` means the machine that asks, wherever that is. Names of hosts do not."""
+    """Return whether `address` is a loopback address or `localhost`. Other names are not resolved."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -138,7 +138,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """The place of a task of srun. The launcher has chosen where rank 0 is met; without one the job names a port."""
+    """Return the place of a task of srun. Where no launcher has chosen rank 0's port, the job's number gives one."""
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
     node = int(environ.get("SLURM_NODEID", "0"))
@@ -161,10 +161,10 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(node_list: str) -> str:
-    """The first name of a SLURM host list: `gpu[003-005,9],cpu1` gives `gpu003`."""
+    """Return the first name of a SLURM host list: `gpu[003-005,9],cpu1` gives `gpu003`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", _BETWEEN_ENTRIES.split(node_list)[0])
 
 
 def last_host(node_list: str) -> str:
-    """The last name of a SLURM host list: `cpu1,gpu[003-005,9]` gives `gpu9`."""
+    """Return the last name of a SLURM host list: `cpu1,gpu[003-005,9]` gives `gpu9`."""
     return re.sub(r"\[[^\]]*?(\w+)\]", r"\1", _BETWEEN_ENTRIES.split(node_list)[-1])

@@ -62,7 +62,7 @@ class Cause(StrEnum):
 
 
 class Blame(IntEnum):
-    """What a rank ended with, the most telling first. One that was killed left no report."""
+    """What a rank ended with, the most telling first. A rank that was killed left no report."""
 
     OWN_ERROR = 1  # or a stop that all agreed on
     KILLED = 2
@@ -81,7 +81,7 @@ class Report:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "Report | None":
-        """The report in `fields`; None if there is none. One of before reports had a cause has that of its code."""
+        """Return the report in `fields`; None if there is none. Without a cause, it gets that of its exit code."""
         rank, exit_code, message = (fields.get(name) for name in ("rank", "exit_code", "message"))
         if not isinstance(rank, int) or not isinstance(exit_code, int) or not isinstance(message, str):
             return None
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def blame(self) -> Blame:
-        """Rank among the reports of one run."""
+        """How telling the report is among those of its run."""
         return {Cause.PEER_LOST: Blame.COMPLAINT, Cause.MISTAKE: Blame.MISTAKE}.get(self.cause, Blame.OWN_ERROR)
 
 
@@ -108,7 +108,7 @@ ENDED = "ended"
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank said last. `heard_s` is a time of the file server, good for a comparison with other signs only."""
+    """What a rank said last. `heard_s` is a time of the file server: compare it with other signs only."""
 
     rank: int
     host: str
@@ -126,7 +126,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that its peers waited for. `silent_s` is how long before the last sign of any rank it gave its own."""
+    """A rank that its peers waited for. `silent_s` is by how much its last sign is older than the newest of all."""
 
     rank: int
     why: str  # silent, behind or never heard
@@ -137,7 +137,7 @@ class Lost:
     silent_s: float | None = None
 
     def __str__(self) -> str:
-        """`rank 3 on n2 was last heard 12 s before the others, in step 41`."""
+        """Return a clause like `rank 3 on n2 was last heard 12 s before the others, in step 41`."""
         if self.host is None:
             return f"rank {self.rank} was never heard: it did not start"
         doing = f"in step {self.step}" if self.doing == "training" else f"{self.doing}, after step {self.step}"
@@ -150,7 +150,7 @@ class Heartbeat:
     """Renews the file of one rank until the block ends. A process that is frozen or dead does not."""
 
     def __init__(self, run_dir: Path, rank: int, host: str, timeout_s: float) -> None:
-        """For the rank numbered `rank` of the run in `run_dir`, whose peers give it up after `timeout_s`."""
+        """Prepare for rank `rank` of the run in `run_dir`, whose peers give it up after `timeout_s`."""
         self._path = run_dir / HEARTBEATS / f"rank-{rank}.json"
         self._rank, self._host, self._every_s = rank, host, min(EVERY_S, timeout_s / BEATS_OF_A_TIMEOUT)
         self._step, self._doing, self._since_s = 0, "starting", time.monotonic()
@@ -163,7 +163,7 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Give the last one: who ends by himself has not been lost. None of a run that is the next owner's."""
+        """Write a last sign, so that a rank that ended is not taken for lost; write none after the lock was lost."""
         self._over.set()
         self._thread.join()
         if isinstance(error, LockLost):
@@ -172,7 +172,7 @@ class Heartbeat:
         self._beat()
 
     def observe(self, name: str, fields: dict[str, Any]) -> None:
-        """An observer of the run's events, which say what the rank does."""
+        """Take from an event of the run what the rank does now."""
         if name == EventName.STEP_BEGIN:
             self._step, self._doing, self._since_s = int(fields["step"]), "training", time.monotonic()
         elif name == EventName.RANK_DOING:
@@ -183,7 +183,7 @@ class Heartbeat:
             self._beat()
 
     def _beat(self) -> None:
-        """Replace the file, without waiting for the disk: only its age matters, and no training fails for it."""
+        """Replace the file, without waiting for the disk; ignore errors, since no training may fail for it."""
         for_s = round(time.monotonic() - self._since_s, 3)
         sign = Sign(self._rank, self._host, os.getpid(), self._step, self._doing, self._every_s, for_s)
         fields = {name: value for name, value in asdict(sign).items() if name != "heard_s"}
@@ -195,12 +195,12 @@ class Heartbeat:
 
 
 def host_of(environ: Mapping[str, str]) -> str:
-    """Return the name of this node to SLURM, or in the user's list of hosts; it need not be that of the machine."""
+    """Return this node's name in the user's list of hosts or in SLURM, else that of the machine."""
     return environ.get(HOST_VARIABLE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
-    """The last sign of each rank that gave one."""
+    """Return the last sign of each rank that gave one, by rank."""
     found = {}
     for rank in range(ranks):
         path = run_dir / HEARTBEATS / f"rank-{rank}.json"
@@ -211,7 +211,7 @@ def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
 
 
 def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[Lost]:
-    """Whom the others waited for: who is silent or never was heard; else who is behind. None if nobody stands out."""
+    """Return the ranks that others waited for: silent or never heard ones, else those behind; or an empty list."""
     if not signs:
         return []
     newest_s = max(sign.heard_s for sign in signs.values())
@@ -252,7 +252,7 @@ class RankFailed(PipelineError):
 
 
 class RanksLost(Interrupted):
-    """Peers waited in vain for `lost`, or they were killed."""
+    """The ranks in `lost` were killed, or their peers waited for them in vain."""
 
     def __init__(self, message: str, lost: Sequence[Lost]) -> None:
         """Carry the ranks, for the events."""
@@ -264,16 +264,16 @@ class Reporting:
     """Leaves the report of a rank whose block fails, for the launcher, which shows one for all."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        """For the rank numbered `rank` of the run in `run_dir`."""
+        """Prepare for rank `rank` of the run in `run_dir`."""
         self._path, self._rank = run_dir / ERRORS / f"rank-{rank}.json", rank
 
     def __enter__(self) -> None:
         """Begin with nothing to report."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write the report, or print it where it cannot be written; the failure goes on its way.
+        """Write the report of a failure, or print it if it cannot be written; the exception is raised further.
 
-        Where the lock was lost, reports are the next owner's.
+        Write nothing after the lock was lost: reports are then the next owner's.
         """
         if error is None or isinstance(error, LockLost):
             return
@@ -289,10 +289,10 @@ class Reporting:
 
 
 def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir: Path) -> PipelineError:
-    """The most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
+    """Return the most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
 
-    `exit_code` is that of `rank`, the first to fail, where the launcher tells which one; else the launcher's own,
-    negative if a signal killed it.
+    `exit_code` is that of `rank`, the first to fail, if the launcher tells which one that is. Else `rank` is None and
+    `exit_code` the launcher's own. It is negative if a signal killed the process.
     """
     reports = _read_reports(run_dir, ranks)
     silent = [number for number in range(ranks) if number not in reports]
@@ -342,7 +342,7 @@ def explain_lost_hosts(error: PipelineError, lost: Mapping[str, str], ranks: int
 
 
 def peer_is_lost(run_dir: Path, ranks: int) -> bool:
-    """Whether a rank has ended because another did not answer."""
+    """Return whether a rank has ended because another did not answer."""
     return any(report.blame == Blame.COMPLAINT for report in _read_reports(run_dir, ranks).values())
 
 
@@ -365,7 +365,7 @@ def _killed(suspects: Sequence[Lost], number: int | None, run_dir: Path) -> Pipe
 
 
 def _signal_of(exit_code: int) -> int | None:
-    """The signal behind an exit code: torch and subprocess say -9, a shell and srun 137, deepspeed -9 & 255."""
+    """Return the signal behind an exit code: torch and subprocess say -9, a shell and srun 137, deepspeed 247."""
     for number in (-exit_code, exit_code - 128, 256 - exit_code):
         if number in signal.valid_signals() and 0 < number < 32:
             return int(number)
@@ -373,7 +373,7 @@ def _signal_of(exit_code: int) -> int | None:
 
 
 def how_to_continue(run_dir: Path) -> str:
-    """What is saved, and what to do."""
+    """Return what is saved and how to continue, in words for the end of a message."""
     steps = sealed_steps(run_dir / CHECKPOINTS)
     saved = f"step {steps[-1][0]} is saved" if steps else "nothing was saved yet"
     return f"{saved}; {CONTINUES}"

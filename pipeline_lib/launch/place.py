@@ -29,7 +29,7 @@ class Place:
 
     @staticmethod
     def of(cluster: Ranks, allocation: Allocation) -> "Place":
-        """Place what the plan says of the `cluster` on the allocation."""
+        """Return the place of the plan's `cluster` on the allocation; `auto` is srun in a SLURM job, else torchrun."""
         launcher, nodes = known(cluster.launcher), known(cluster.nodes)
         if launcher == "auto":
             launcher = "srun" if allocation.job else "torchrun"
@@ -49,11 +49,11 @@ class Place:
 
     @property
     def uses_srun(self) -> bool:
-        """Whether what is started on the nodes are tasks of the job."""
+        """Whether srun starts tasks of the job on the nodes."""
         return self.allocation.job is not None
 
     def __str__(self) -> str:
-        """`srun, on n1 and n2 in SLURM job 7`."""
+        """Return words such as `srun, on n1 and n2 in SLURM job 7`; the launcher alone on this machine."""
         if self.allocation.is_this_machine:
             return self.launcher
         hosts = self.allocation.hosts
@@ -150,7 +150,7 @@ class HostOrder:
     ) -> dict[str, Any]:
         """Return the fields that are the same for all hosts, as JSON values.
 
-        Of `environ`, the ranks get the settings of libraries and where rank 0 is; and what the site file gives them.
+        The ranks get from `environ` the settings of libraries and where rank 0 is, and the variables of the site file.
         """
         site, group = Site.load(environ).environment, place.allocation.group
         # What joined hosts are sent can be read in the network, so nothing else of the site file goes there.
@@ -168,7 +168,7 @@ class HostOrder:
 
     @staticmethod
     def from_json(message: Mapping[str, Any], accepts: Callable[[str], bool]) -> "HostOrder":
-        """Read an order, with the variables whose names `accepts` lets pass. Raises PipelineError if it is none."""
+        """Read an order, with the variables whose names `accepts` allows. Raises PipelineError if it is malformed."""
         try:
             fields = {name: message[name] for name in HostOrder.__dataclass_fields__}
             fields["environ"] = {name: str(value) for name, value in fields["environ"].items() if accepts(name)}
@@ -182,7 +182,7 @@ class HostOrder:
 
 
 def _read_program(fields: Mapping[str, Any]) -> Program:
-    """Return the program that an order names. Raises PipelineError for any other, KeyError and TypeError."""
+    """Return the program that an order names. Raises PipelineError, or KeyError or TypeError for wrong fields."""
     name, arguments = fields["name"], {key: value for key, value in fields.items() if key != "name"}
     if name == RankArguments.NAME:
         return RankArguments(**arguments)
@@ -205,7 +205,10 @@ OF_OTHER_TASKS = (
 def launcher_command(
     place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int, program: list[str]
 ) -> list[str]:
-    """What starts `program` as the ranks at `place`; `environ` is theirs, and may be narrowed."""
+    """Return the command that starts `program` as the ranks at `place`, and write the config that accelerate needs.
+
+    `environ` is that of the ranks; for srun, variables of other tasks are removed from it.
+    """
     if place.launcher == "accelerate":
         write_accelerate_config(place, environ, run_dir)
     if place.uses_srun:
@@ -216,13 +219,13 @@ def launcher_command(
 
 
 def node_program(launcher: str, nodes: int, ranks_per_node: int, start_timeout_s: int, run_dir: Path) -> list[str]:
-    """Return the arguments after `python -m` of what starts the ranks of one node; the program of the ranks follows."""
+    """Return the arguments after `python -m` that start the ranks of one node; the program of the ranks follows."""
     program = [MODULE, "node", "--launcher", launcher, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
     return [*program, "--timeout-s", str(start_timeout_s), "--run-dir", str(run_dir), "--"]
 
 
 def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: Path) -> None:
-    """Write a config file of ours: the user's own one, made for other work, is not read.
+    """Write a config file of ours, so that the user's own one, made for other work, is not read.
 
     MULTI_GPU is accelerate's word for torch's elastic agent, which serves ranks on the CPU as well.
     """
@@ -244,14 +247,14 @@ def write_accelerate_config(place: Place, environ: Mapping[str, str], run_dir: P
 
 
 def accelerate_command(environ: Mapping[str, str], run_dir: Path, machine_rank: str = "0") -> list[str]:
-    """`accelerate launch` with the config that was written to `run_dir`; the program of the ranks follows."""
+    """Return `accelerate launch` with the config that was written to `run_dir`; the program of the ranks follows."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run_dir / ACCELERATE_CONFIG)]
     command += ["--machine_rank", machine_rank]
     return [*command, "--num_cpu_threads_per_process", environ["OMP_NUM_THREADS"], "-m", MODULE]
 
 
 def deepspeed_command(environ: Mapping[str, str], nodes: int, ranks_per_node: int, node_rank: str = "0") -> list[str]:
-    """DeepSpeed's launcher of one node's ranks; the program of the ranks follows.
+    """Return the command of DeepSpeed's launcher for one node's ranks; the program of the ranks follows.
 
     `deepspeed`, which starts it on each node over ssh, is not used: it reads /job/hostfile, which was made for other
     work, and numbers the GPUs from 0 whichever are visible.
@@ -266,9 +269,10 @@ def deepspeed_command(environ: Mapping[str, str], nodes: int, ranks_per_node: in
 
 
 def _srun(place: Place, environ: dict[str, str], run_dir: Path, start_timeout_s: int) -> list[str]:
-    """Tasks on the nodes of the job that runs already: the ranks, or a program on each node that starts its ranks.
+    """Return the srun command of tasks in the running job: the ranks, or a program on each node that starts them.
 
-    A task that fails ends the others. Output is not labelled: it is that of rank 0, for people.
+    A task that fails ends the others. Output is not labelled: it is that of rank 0, for people. Variables of other
+    tasks are removed from `environ`.
     """
     for name in OF_OTHER_TASKS:
         environ.pop(name, None)

@@ -16,7 +16,7 @@ from pipeline_lib.core.errors import Interrupted
 
 # A signal that asks a run to stop, as ranks hear it; and what their launcher passes on, which needs no torch.
 
-# SLURM's warning may come when a rank cannot save yet, or any more, and would kill it: blocked as its first act.
+# A rank blocks SLURM's warning signal first: it would kill the rank before or after the time in which it can save.
 EARLY_SIGNAL = signal.SIGUSR1
 
 
@@ -35,10 +35,10 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the signals back; a warning that comes too late is blocked as one that came too early.
+        """Restore the mask, which blocks a warning that comes too late, and the handlers.
 
-        After an error they are still remembered: a launcher sends SIGTERM once another rank is gone, and would kill
-        this one before it can report.
+        After an error the handlers stay: a launcher sends SIGTERM once another rank is gone, and would kill this one
+        before it can report.
         """
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         if kind is not None:
@@ -68,9 +68,9 @@ END_S = 15.0
 
 
 def rank_processes(out: Path) -> list[psutil.Process]:
-    """The ranks on this machine that write to `out`, whoever started them; not what they started themselves.
+    """Return the ranks on this machine that write to `out`, whoever started them, without what they started.
 
-    The doctor's probes count as ranks; they have a token of theirs where ranks have a folder.
+    The doctor's probes count as ranks; their `out` is a token instead of a folder.
     """
     found = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
@@ -82,7 +82,7 @@ def rank_processes(out: Path) -> list[psutil.Process]:
 
 @contextmanager
 def ranks_asked_to_stop(out: Path, asked: threading.Event, stop_in_s: float | None = None) -> Iterator[None]:
-    """Once `asked` is set, or after `stop_in_s`, send SIGTERM to each rank on this machine, also to later ones.
+    """Send SIGTERM to each rank on this machine, also to later ones, once `asked` is set or after `stop_in_s`.
 
     The ranks agree on a step, save and end.
     """
@@ -134,9 +134,9 @@ def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterat
 
 @contextmanager
 def frozen_ranks_ended(out: Path, peer_is_lost: Callable[[], bool]) -> Iterator[None]:
-    """Once a rank has said that it lost a peer, kill those on this machine that do not end by themselves.
+    """Kill ranks on this machine that do not end by themselves once a rank has said that it lost a peer.
 
-    Launchers ask them by SIGTERM, which a frozen one does not hear, and wait for half a minute.
+    Launchers ask them to end by SIGTERM, which a frozen rank does not handle, and wait for half a minute.
     """
     over = threading.Event()
 
@@ -164,8 +164,8 @@ def run_launcher(
 ) -> int:
     """Run `command` until it ends; return its exit code, negative if a signal killed it. No rank outlives this call.
 
-    The launcher is killed `give_up_s` after `is_given_up`: srun waits for a node as long as SLURM does. `output` gets
-    the lines that the launcher and its ranks print; without it they print where this process does.
+    The launcher is killed `give_up_s` after `is_given_up` is true: srun waits for a node as long as SLURM does.
+    `output` gets the lines that the launcher and its ranks print; without it they print where this process does.
     """
     pipe: dict[str, Any] = {}
     if output:

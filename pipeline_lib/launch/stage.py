@@ -32,7 +32,7 @@ from pipeline_lib.core.run_folder import (
 )
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
-from pipeline_lib.core.text import cut, how_to_install, redact
+from pipeline_lib.core.text import how_to_install, reason_of
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
@@ -100,7 +100,7 @@ def run_elastic(nodes: int, ranks_per_node: int, program: list[str], **settings:
 
 @dataclass(frozen=True)
 class Node:
-    """What starts `program` as the ranks of one node; which node this is, NODE_RANK or SLURM says."""
+    """Starts `program` as the ranks of one node. NODE_RANK or SLURM says which node this is."""
 
     launcher: str
     nodes: int
@@ -110,7 +110,7 @@ class Node:
     program: list[str]
 
     def run(self, environ: Mapping[str, str]) -> int:
-        """Start the ranks of this node and wait for them: 0, or what the first that failed ended with."""
+        """Start the ranks of this node and wait for them; return 0, or the exit code of the failure."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         node_rank = environ.get(NODE_VARIABLE) or environ["SLURM_NODEID"]
@@ -137,8 +137,6 @@ class Node:
 
 # One attempt at a training run: its ranks are started on the nodes of the allocation, and waited for.
 
-REASON_CHARS = 500
-
 
 @dataclass(frozen=True)
 class Attempt:
@@ -154,20 +152,20 @@ class Attempt:
 
     @property
     def out(self) -> Path:
-        """The folder that the ranks write to, as their command lines name it, which is how they are found."""
+        """The folder that the ranks write to, as their command lines name it: they are found by it."""
         return self.job.out.absolute()
 
     @property
     def rank_arguments(self) -> RankArguments:
-        """What `python -m pipeline_lib rank` is told."""
+        """The arguments of `python -m pipeline_lib rank`."""
         spec, plan_dir = self.job.store.spec_path(self.job.spec.digest).absolute(), self.plan_dir.absolute()
         resume_from = str(self.resume_from.absolute()) if self.resume_from else None
         return RankArguments(str(spec), str(plan_dir), str(self.out), self.number, self.job.lock.token, resume_from)
 
     def run(self, environ: MutableMapping[str, str]) -> None:
-        """Start the ranks and wait for them. Raises what `explain` makes of a failure; its events are written.
+        """Start the ranks and wait for them. Raises what `explain` makes of a failure, and writes its events.
 
-        Raises LockLost, and writes nothing, where the run folder is the next owner's.
+        Raises LockLost, and writes nothing, if the run folder is the next owner's.
         """
         try:
             with self.job.lock.required(), frozen_ranks_ended(self.out, self._peer_is_lost):
@@ -249,14 +247,14 @@ class Attempt:
             for lost in error.lost:
                 events.emit(EventName.RANK_LOST, **asdict(lost))
         name = EventName.RUN_INTERRUPTED if error.exit_code == Interrupted.exit_code else EventName.RUN_FAILED
-        events.emit(name, reason=cut(redact(str(error)), REASON_CHARS), exit_code=error.exit_code)
+        events.emit(name, reason=reason_of(error), exit_code=error.exit_code)
 
 
 # The training stage, around the ranks: what they continue from, who starts them, and what is kept of their work.
 
 
 def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction:
-    """The training stage as the sealed plan in `plan_dir` places it. `environ` is this process's own."""
+    """Return the training stage as the sealed plan in `plan_dir` places it. `environ` is this process's own."""
 
     def launch(job: Job) -> dict[str, Any]:
         verify(plan_dir, job.store.verified)
@@ -292,15 +290,16 @@ def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> Abst
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number of the attempt that begins now, from 1."""
+    """Return the number of the attempt that begins now, from 1."""
     launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == EventName.RUN_LAUNCHED]
     return 1 + len(launched)
 
 
 def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Path | None:
-    """The newest checkpoint up to `last_step` that verifies, before any rank waits for another.
+    """Return the newest checkpoint up to `last_step` that verifies; None if there are no checkpoints.
 
-    Damaged ones are set aside and reported. Raises IntegrityError if there were some, and none is whole.
+    It is looked for before any rank waits for another. Damaged ones are set aside and reported. Raises IntegrityError
+    if all are damaged.
     """
     folder = run_dir / CHECKPOINTS
     files.sweep(folder, "step-")
@@ -321,7 +320,7 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
 
 
 def _tell(attempt: Attempt) -> None:
-    """Say what happens now, and write it down."""
+    """Print how the attempt begins, and write its event."""
     plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.experts import router_loss_sum, take_router_logits
 from pipeline_lib.model.gpu import has_triton
-
-LOGITS_AT_ONCE = 2**28  # 1,766 positions of Qwen3's vocabulary; up to 10 bytes per logit: 2.5 GiB
+from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 
 
 class LossHead(nn.Linear):

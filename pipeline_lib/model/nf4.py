@@ -63,10 +63,6 @@ class Nf4Linear(nn.Module):
         output = frozen_linear(rows, *self.parts, bias)
         return cast(Tensor, output.view(*hidden.shape[:-1], self.out_features))
 
-    def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized weight: [outputs, inputs]."""
-        return dequantized(*self.parts, dtype)
-
 
 def dtype_of(linear: Nf4Linear, hidden: Tensor) -> torch.dtype:
     """Return the dtype in which `linear` computes now: that of autocast, if it is enabled."""

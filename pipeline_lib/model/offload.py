@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_lib.plan.moments import LAYERS_ON_DEVICE
+
 _PORTABLE = 1  # cudaHostRegisterPortable
 _LEAST_BYTES = 1 << 20  # smaller tensors stay on the device
-_WAITING_CALLS = 2  # whose tensors may still be leaving
 
 
 def page_lock(memory: Tensor) -> None:
@@ -48,12 +49,12 @@ class HostMemory:
 
     def call(self) -> "LayerCall":
         """Return a record for the next call of a layer; what earlier calls kept leaves the device."""
-        for reference in self._recent[: 1 - _WAITING_CALLS]:
+        for reference in self._recent[: 1 - LAYERS_ON_DEVICE]:
             if (earlier := reference()) is not None:
                 earlier.let_go()
         before = self._recent[-1] if self._recent else None
         new = LayerCall(self, before)
-        self._recent = [*self._recent[1 - _WAITING_CALLS :], weakref.ref(new)]
+        self._recent = [*self._recent[1 - LAYERS_ON_DEVICE :], weakref.ref(new)]
         return new
 
     def stream(self, device: torch.device) -> Any:

@@ -259,9 +259,7 @@ def _choice(
     found: Sequence[Group],
     left_out: Mapping[str, str],
 ) -> Choice:
-    considered, fitting = (
-        sum(counts) for counts in zip(*((len(one.sizes), one.fitting) for one in found), strict=True)
-    )
+    considered, fitting = sum(len(group.sizes) for group in found), sum(group.fitting for group in found)
     near = fastest_near_miss(setting, found, chosen if chosen.fits else None)
     return Choice(chosen, best, considered, left_out, fitting, near)
 
@@ -613,9 +611,10 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
 def _least_nodes(wanted: Wanted, per_node: int) -> int:
     """Return a lower bound for the nodes of this size that fit and have no fewer ranks than now.
 
-    It is found by bisection for each number of ranks to a block, over the numbers of nodes whose ranks it divides, and
-    whose ranks make whole replicas of hsdp: of these more never need more memory. The exchange begins with the second
-    rank; that does no harm, because the present size is known to be too small.
+    Return MOST_NODES + 1 if none fits. The number is found by bisection for each number of ranks to a block, over the
+    numbers of nodes whose ranks it divides and whose ranks make whole replicas of hsdp. The bisection assumes that of
+    these more nodes never need more memory of a rank. A single rank is an exception, since it exchanges nothing. That
+    does no harm, because the present size is known to be too small.
     """
     machine = wanted.setting.machine
     # With hsdp, all of these are hsdp; ranks of a replica, of which there have to be two at least.

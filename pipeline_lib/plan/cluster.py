@@ -173,7 +173,7 @@ def _refuse(problem: str) -> NoReturn:
 class _Reached:
     """The fractions of a GPU's peak that layers of a real model reach, and the relative errors of that.
 
-    `flash` is torch's attention kernel, `cudnn` the other that Hopper has: both in long documents.
+    `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in long documents.
     """
 
     products: float
@@ -339,7 +339,7 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
         "attention_flop_s": Rate.around(attended * peak, reached.attention_band, source),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
         "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
-        "in_node_bytes_s": Rate.around(gpu.link_bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),
+        "in_node_bytes_s": Rate.around(gpu.link.bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),
     }
 
 

@@ -54,11 +54,6 @@ class Gpu:
         """Return whether the GPU computes products in `bf16`, `fp8`, `fp16` or `fp32`."""
         return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Bus bandwidth that a collective within a node typically achieves, in bytes/s."""
-        return self.link.bytes_per_s
-
     def peak_flop_s(self, precision: str) -> float | None:
         """Return the peak FLOP/s that MFU refers to, or None if the GPU does not compute in `precision`.
 
@@ -445,6 +440,18 @@ class Figure:
     def around(value: float, fraction: float) -> "Figure":
         """Return `value` with the band from value * (1 - fraction) to value * (1 + fraction)."""
         return Figure(value, value * (1 - fraction), value * (1 + fraction))
+
+    def __add__(self, other: "Figure") -> "Figure":
+        """Return the sum, whose band goes from the sum of the low ends to that of the high ends."""
+        return Figure(self.value + other.value, self.low + other.low, self.high + other.high)
+
+    def scaled(self, factor: float) -> "Figure":
+        """Return the figure times `factor`, which is not negative."""
+        return Figure(self.value * factor, self.low * factor, self.high * factor)
+
+    def inverse(self, amount: float) -> "Figure":
+        """Return `amount` divided by the figure: the rate of a time, or the time at a rate."""
+        return Figure(amount / self.value, amount / self.high, amount / self.low)
 
     def holds(self, measured: float) -> bool:
         """Return whether `measured` is within the band."""

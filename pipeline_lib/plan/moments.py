@@ -30,11 +30,16 @@ from pipeline_lib.plan.workload import (
     tokens_at_once,
 )
 
-_LAYERS_ON_DEVICE = 2  # whose activations are there with `offload_activations` (model/offload.py)
-# The loss computes this many logits at a time (model/loss.py).
+# Sizes that the training itself uses: model/offload.py, model/loss.py and train/deepspeed.py import them.
+#
+# Layers whose activations are on the device at a time with `offload_activations`.
+LAYERS_ON_DEVICE = 2
+# Logits that the loss computes at a time: 1,766 positions of Qwen3's vocabulary; up to 10 bytes per logit: 2.5 GiB.
 LOGITS_AT_ONCE = 2**28
-# Elements that DeepSpeed reduces at a time, as train/deepspeed.py configures it; a larger matrix is reduced alone.
+# Elements that DeepSpeed reduces at a time; a larger matrix is reduced alone. 256 MiB in fp32: DeepSpeed's default of
+# 5e8 would take 2 GB, and twice that to overlap.
 ZERO_BUCKET = 2**26
+
 AT_LOSS = "at the loss"  # a moment's name
 ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live_parameters
 
@@ -439,7 +444,7 @@ def _kept(geometry: Geometry, train: Train, tokens: int, layers: int) -> int:
 
 def _kept_on_device(geometry: Geometry, train: Train, tokens: int) -> int:
     """Return the bytes of `_kept` on the device: of the layer in work, and of those that leave or come meanwhile."""
-    layers = min(_LAYERS_ON_DEVICE, geometry.layers) if keeps_on_host(train) else geometry.layers
+    layers = min(LAYERS_ON_DEVICE, geometry.layers) if keeps_on_host(train) else geometry.layers
     return _kept(geometry, train, tokens, layers)
 
 

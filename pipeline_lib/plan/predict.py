@@ -123,9 +123,9 @@ def predict_step(case: Case) -> Prediction:
     forward_s = _seconds({end: time.forward.total_s for end, time in times.items()})
     run_s = None
     if case.steps is not None:
-        run_s = _sum(_run(case, case.steps, forward_s, step_s, size), _saving(train, case.steps, step_s, save_s))
+        run_s = _run(case, case.steps, forward_s, step_s, size) + _saving(train, case.steps, step_s, save_s)
         if is_compiled(train):
-            run_s = _sum(run_s, Figure(*(factor * COMPILE_S for factor in _COMPILING)))
+            run_s += Figure(*(factor * COMPILE_S for factor in _COMPILING))
     expected = times[End.EXPECTED]
     return Prediction(
         train=train,
@@ -137,11 +137,11 @@ def predict_step(case: Case) -> Prediction:
         backward_s=_seconds({end: time.backward.total_s for end, time in times.items()}),
         update_s=_seconds({end: time.update.total_s for end, time in times.items()}),
         step_s=step_s,
-        tokens_per_s_per_rank=_inverse(step_s, tokens / ranks.total),
+        tokens_per_s_per_rank=step_s.inverse(tokens / ranks.total),
         mfu=_mfu(case, tokens, step_s),
         network_bytes=Figure.of({end: sum(one.sent_bytes for one in time.exchanged) for end, time in times.items()}),
         run_s=run_s,
-        gpu_hours=_scaled(run_s, ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
+        gpu_hours=run_s.scaled(ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
         checkpoint_bytes=size,
         checkpoint_s=Figure.of(save_s),
         parts=_parts(expected),
@@ -196,25 +196,13 @@ def _seconds(values: Mapping[End, float]) -> Figure:
     return Figure(plain.value, plain.low * (1 - _TIME_ERROR), plain.high * (1 + _TIME_ERROR))
 
 
-def _inverse(figure: Figure, amount: float) -> Figure:
-    return Figure(amount / figure.value, amount / figure.high, amount / figure.low)
-
-
-def _sum(*figures: Figure) -> Figure:
-    return Figure(*(sum(getattr(figure, end) for figure in figures) for end in ("value", "low", "high")))
-
-
-def _scaled(figure: Figure, factor: float) -> Figure:
-    return Figure(figure.value * factor, figure.low * factor, figure.high * factor)
-
-
 def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
     workload, peak_flop_s = case.workload, case.machine.peak_flop_s
     if peak_flop_s is None:
         return None
     supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
     flops = step_flops(case.geometry, case.train, round(tokens), round(tokens * workload.document_tokens), supervised)
-    return _inverse(step_s, flops.causal / (peak_flop_s * case.machine.ranks))
+    return step_s.inverse(flops.causal / (peak_flop_s * case.machine.ranks))
 
 
 def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:
@@ -225,7 +213,7 @@ def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_s
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
     blocks = case.workload.validation_blocks
     passes = validations * blocks / train.blocks_at_once(machine.ranks) / case.accumulation
-    return _sum(_scaled(step_s, steps), _scaled(forward_s, passes), Figure.of(copied))
+    return step_s.scaled(steps) + forward_s.scaled(passes) + Figure.of(copied)
 
 
 def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:

@@ -12,7 +12,7 @@ from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config, HubModel
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.units import brief, gib, gigabytes, gpu_hours
+from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import content
@@ -33,7 +33,6 @@ BEGIN, END = "# ---- begin: from the plan, written by `make docs` ----", "# ----
 _PAGE_BEGIN, _PAGE_END = "<!-- begin: from the plan, written by `make docs` -->", "<!-- end: from the plan -->"
 _HEADS = ("recipe", "machine", "model", "method", "strategy", "memory per GPU", "tokens/s per GPU", "hours", "disk")
 _WIDTH, _NAMES = 112, 14
-_HOUR_S = 3600
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class Recipe:
     @property
     def tokens_per_s(self) -> Figure:
         """Predicted tokens/s of all GPUs together, without padding."""
-        return _scaled(self.way.tokens_per_s_per_rank, self.config.cluster.ranks)
+        return self.way.tokens_per_s_per_rank.scaled(self.config.cluster.ranks)
 
     @property
     def duration_s(self) -> Figure:
         """Predicted seconds of the training steps for TOKENS tokens."""
-        return _duration(self.tokens_per_s)
+        return self.tokens_per_s.inverse(TOKENS)
 
     @property
     def machine_text(self) -> str:
@@ -153,7 +152,7 @@ def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "step time", f"{_banded(way.step_s, brief)} for {step_tokens:,} tokens, padding included"
     in_all = f", {_speed(recipe.tokens_per_s)} in all" if recipe.config.cluster.ranks > 1 else ""
     yield "speed", f"{_speed(way.tokens_per_s_per_rank)} per GPU{in_all}; padding not counted"
-    hours = _banded(_scaled(recipe.duration_s, recipe.config.cluster.ranks / _HOUR_S), gpu_hours)
+    hours = _banded(recipe.duration_s.scaled(recipe.config.cluster.ranks / HOUR_S), gpu_hours)
     took = _banded(recipe.duration_s, brief)
     yield "time", f"{took} for {TOKENS_IN_WORDS}, {hours}; optimizer steps only"
     if recipe.experiments > 1:
@@ -170,10 +169,10 @@ def _one_node(recipe: Recipe) -> str:
     if recipe.alone is None:
         return "this training does not fit on one of these nodes"
     host = host_bytes_of_node(recipe.alone.memory, replace(recipe.machine, nodes=1))
-    speed = _scaled(recipe.alone.tokens_per_s_per_rank, recipe.machine.ranks_per_node)
+    speed = recipe.alone.tokens_per_s_per_rank.scaled(recipe.machine.ranks_per_node)
     return (
         f"the same training on one of these nodes: {describe(recipe.alone)}; {_speed(speed)} in all, "
-        f"{_banded(_duration(speed), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of host memory"
+        f"{_banded(speed.inverse(TOKENS), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of host memory"
     )
 
 
@@ -183,14 +182,6 @@ def _banded(figure: Figure, show: Callable[[float], str]) -> str:
 
 def _speed(figure: Figure) -> str:
     return _banded(figure, lambda each: f"{each:,.0f} tokens/s")
-
-
-def _scaled(figure: Figure, factor: float) -> Figure:
-    return Figure(figure.value * factor, figure.low * factor, figure.high * factor)
-
-
-def _duration(tokens_per_s: Figure) -> Figure:
-    return Figure(TOKENS / tokens_per_s.value, TOKENS / tokens_per_s.high, TOKENS / tokens_per_s.low)
 
 
 def _cells(recipe: Recipe) -> tuple[str, ...]:
@@ -203,7 +194,7 @@ def _cells(recipe: Recipe) -> tuple[str, ...]:
         describe(way),
         _banded(way.needed_memory_bytes, gib),
         f"{way.tokens_per_s_per_rank.value:,.0f}",
-        f"{recipe.duration_s.value / _HOUR_S:,.1f}",
+        f"{recipe.duration_s.value / HOUR_S:,.1f}",
         gigabytes(recipe.disk_bytes),
     )
 

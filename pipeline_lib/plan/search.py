@@ -138,18 +138,18 @@ class Setting:
         stays `auto` where all are kept. Layers are compiled if the run saves more than COMPILE_S by it, if its length
         is unknown, or if only that fits.
         """
-        return self.or_less(train, self.whole(train), keeps_all)
+        return self.or_reduced(train, self.keeping_everything(train), keeps_all)
 
-    def whole(self, train: Train) -> Estimate:
+    def keeping_everything(self, train: Train) -> Estimate:
         """Return `estimate` with all that `auto` may keep on the device kept there, whether that fits or not."""
         if train.offload_activations == AUTO:
             return self._estimate(train.model_copy(update={"offload_activations": False}))
         return self._estimate(train)
 
-    def or_less(self, train: Train, here: Estimate, keeps_all: bool) -> Estimate:
-        """Return `here`, which is `whole(train)`, if it fits, else what `estimate` takes then."""
-        found = [here]
-        if not here.fits and train.offload_activations == AUTO and self.machine.is_gpu and can_keep_on_host(train):
+    def or_reduced(self, train: Train, kept: Estimate, keeps_all: bool) -> Estimate:
+        """Return `kept`, which is `keeping_everything(train)`, if it fits, else what `estimate` takes then."""
+        found = [kept]
+        if not kept.fits and train.offload_activations == AUTO and self.machine.is_gpu and can_keep_on_host(train):
             found.append(self._estimate(train.model_copy(update={"offload_activations": True})))
         if found[-1].fits:
             return found[-1]
@@ -201,9 +201,11 @@ class Setting:
 
     def _has_room_for_copies(self, train: Train) -> bool:
         """Return whether a checkpoint may be copied to host memory at once: nothing is offloaded to it, and it fits."""
+        if train.offload != "none":
+            return False
         limit = self.machine.host_limit_bytes
-        if train.offload != "none" or limit is None:
-            return train.offload == "none"
+        if limit is None:
+            return True
         copying = train.model_copy(update={"save_async": True})
         if self.machine.is_gpu:
             need = host_need_with_copies(self.geometry, copying, self.ranks, self.workload.block_tokens)
@@ -225,7 +227,7 @@ class Group:
         return {}
 
     @cached_property
-    def _whole(self) -> dict[int, Estimate]:
+    def _kept(self) -> dict[int, Estimate]:
         return {}
 
     def way(self, place: int) -> Train:
@@ -233,28 +235,28 @@ class Group:
         return self.train.model_copy(update={"micro_batch_blocks": self.sizes[place]})
 
     def at(self, place: int) -> Estimate:
-        """Return the same with no key `auto`. Of the attention, only the first of `sizes` may keep less than all.
+        """Return the estimate at `place`, with `auto` resolved as by `Setting.estimate`.
 
-        So a larger one is never slower.
+        Only the smallest micro-batch may keep the attention's results of fewer layers. So a larger one is never slower.
         """
         if place not in self._made:
-            whole = self.here.whole(place)
-            self._made[place] = self.setting.or_less(self.way(place), whole, keeps_all=place > 0)
+            kept = self.on_device.keeping_everything(place)
+            self._made[place] = self.setting.or_reduced(self.way(place), kept, keeps_all=place > 0)
         return self._made[place]
 
-    def whole(self, place: int) -> Estimate:
-        """Return the one at `place` as `Setting.whole`."""
-        if place not in self._whole:
-            self._whole[place] = self.setting.whole(self.way(place))
-        return self._whole[place]
+    def keeping_everything(self, place: int) -> Estimate:
+        """Return `Setting.keeping_everything` of the way at `place`."""
+        if place not in self._kept:
+            self._kept[place] = self.setting.keeping_everything(self.way(place))
+        return self._kept[place]
 
-    def _is_plain(self, place: int) -> bool:
-        """Return whether the one at `place` has activations on the device, and no `auto` made it keep less of them."""
+    def _is_all_on_device(self, place: int) -> bool:
+        """Return whether the estimate at `place` keeps on the device all activations that the config allows."""
         train = self.at(place).train
         return not keeps_on_host(train) and train.kept_attention_layers == self.train.kept_attention_layers
 
     @cached_property
-    def here(self) -> "Group":
+    def on_device(self) -> "Group":
         """The same ways with activations on the device, unless the config says where they are."""
         if self.train.offload_activations != AUTO:
             return self
@@ -266,9 +268,9 @@ class Group:
         return _count(len(self.sizes), lambda place: self.at(place).fits)
 
     @cached_property
-    def plain(self) -> int:
+    def fitting_on_device(self) -> int:
         """The number of sizes that fit with activations on the device, all that may be kept of them."""
-        return _count(self.fitting, self._is_plain)
+        return _count(self.fitting, self._is_all_on_device)
 
     @cached_property
     def near(self) -> int:
@@ -277,16 +279,16 @@ class Group:
 
     @property
     def fastest(self) -> Estimate:
-        """The fastest that fits, of which there has to be one: the largest, or the largest with activations here."""
+        """The fastest that fits, of which there has to be one: the largest, or the largest of `fitting_on_device`."""
         largest = self.at(self.fitting - 1)
-        if self.plain in (0, self.fitting):
+        if self.fitting_on_device in (0, self.fitting):
             return largest
-        return min(largest, self.at(self.plain - 1), key=lambda way: way.cost_s)
+        return min(largest, self.at(self.fitting_on_device - 1), key=lambda way: way.cost_s)
 
     def simplest_within(self, limit_s: float) -> Estimate:
         """Return the simplest that fits and costs at most `limit_s`, as the fastest does."""
-        is_plain = self.plain > 0 and self.at(self.plain - 1).cost_s <= limit_s
-        place, first = (self.plain - 1, 0) if is_plain else (self.fitting - 1, self.plain)
+        is_on_device = self.fitting_on_device > 0 and self.at(self.fitting_on_device - 1).cost_s <= limit_s
+        place, first = (self.fitting_on_device - 1, 0) if is_on_device else (self.fitting - 1, self.fitting_on_device)
         while place > first and self.at(place - 1).cost_s <= limit_s:
             place -= 1
         return self.at(place)
@@ -299,7 +301,7 @@ class Group:
     @property
     def has_room(self) -> bool:
         """Whether its smallest micro-batch fits on the device and in host memory, with activations on the device."""
-        return self.at(0).fits and self._is_plain(0)
+        return self.at(0).fits and self._is_all_on_device(0)
 
     @property
     def largest_s(self) -> float:
@@ -460,7 +462,7 @@ def _undominated(found: Iterable[Group]) -> list[Group]:
         before = kept.setdefault((group.simplicity, group.train.shard_ranks, group.sizes), [])
         places = group.complexity
         simpler = [one for one in before if all(mine <= its for mine, its in zip(one.complexity, places, strict=True))]
-        most = max((one.plain for one in simpler), default=0)
+        most = max((one.fitting_on_device for one in simpler), default=0)
         if most < len(group.sizes) and group.at(most).fits:
             before.append(group)
     return [group for of_strategy in kept.values() for group in of_strategy]
@@ -480,9 +482,9 @@ def fastest_near_miss(setting: Setting, found: Iterable[Group], chosen: Predicti
     limit_s = math.inf if chosen is None else chosen.step_s.value / (1 + AS_GOOD)
     missed: list[tuple[Group, int, int]] = []
     for group in found:
-        if group.plain == len(group.sizes):
+        if group.fitting_on_device == len(group.sizes):
             continue
-        kept = group.here
+        kept = group.on_device
         if setting.keeps_auto(kept.train):  # with all that they may keep
             every = {"kept_attention_layers": setting.geometry.attention_layers}
             kept = Group(setting, kept.train.model_copy(update=every), group.sizes)

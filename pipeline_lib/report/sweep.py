@@ -30,7 +30,7 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.run_folder import METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.core.text import cut, redact
+from pipeline_lib.core.text import reason_of
 from pipeline_lib.core.units import columns, real
 from pipeline_lib.report.facts import Read, read_one
 from pipeline_lib.report.results import Evaluation, Training
@@ -184,14 +184,12 @@ def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
 
 # Successive halving: bring a training to its rung, then decide at the rung which trainings continue.
 
-REASON_CHARS = 500
-
 
 def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
     """Bring a training `to_rung` with `train`, and write its result there to `out`.
 
-    If the whole training is already done, its metrics are read instead. A training that diverged has lost, and stays
-    lost until `out` is deleted; any other error is raised.
+    If the whole training is already done, its metrics are read instead. A training that diverged is out of the
+    sweep until `out` is deleted; any other error is raised.
     """
     step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
     try:
@@ -208,8 +206,9 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
         say(f"train: another snakemake wrote {out} meanwhile, and has decided by it")
         return
     except Diverged as error:
-        say(f"error: {error}\nthe training has lost, and the sweep goes on; to try again, delete {out}")
-        reached = Reached(None, None, has_ended=False, failure=cut(redact(str(error)), REASON_CHARS))
+        advice = f"to try again, delete {out}"
+        say(f"error: {error}\nthis training diverged and is out of the sweep, which goes on; {advice}")
+        reached = Reached(None, None, has_ended=False, failure=reason_of(error))
     write_record(out, reached)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline_lib.core.errors import CONTINUES, ConfigError, DiskFull, Interrupted, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.stage import Say
-from pipeline_lib.core.text import cut, redact
+from pipeline_lib.core.text import reason_of
 
 # The SLURM job of this process. Snakemake's job step passes on only the job's number from SLURM's variables, so
 # `scontrol` is asked for everything else.
@@ -235,7 +235,6 @@ def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
 
 VAIN_ATTEMPTS = 3  # in a row that saved nothing new
 _ENDED_WITHIN_S = 120.0
-_REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
-    brief = cut(redact(str(error)), _REASON_CHARS)
+    brief = reason_of(error)
     try:
         log = EventLog(run.events_path, attempt=attempt)
         if (state := show_job(run.job).fields["JobState"]) != RUNNING:
@@ -272,7 +271,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     try:
         scontrol("requeue", str(run.job))
     except PipelineError as refused:
-        brief = cut(redact(str(refused)), _REASON_CHARS)
+        brief = reason_of(refused)
         with suppress(OSError, DiskFull):  # `refused` matters more than a full disk
             log.emit(EventName.RUN_REQUEUE_REFUSED, job=run.job, step=run.saved_step, reason=brief)
         return str(refused)

@@ -24,16 +24,14 @@ from pipeline_lib.core.errors import Diverged, TrainingError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.build import DTYPES, prepare_layers
 from pipeline_lib.model.weights import FlatPart, gather, held_flat, scatter
+from pipeline_lib.plan.moments import ZERO_BUCKET
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS, WEIGHTS
-from pipeline_lib.train.strategy import Strategy, balanced, grouped
+from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped
 
 # DeepSpeed's config, derived from `Train`.
-
-# Elements per bucket: 256 MiB in fp32. DeepSpeed's default of 5e8 would take 2 GB, and twice that to overlap.
-BUCKET_ELEMENTS = 2**26
 
 
 def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,8 +44,8 @@ def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mappin
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": stage > 1,
-        "reduce_bucket_size": BUCKET_ELEMENTS,
-        "allgather_bucket_size": BUCKET_ELEMENTS,
+        "reduce_bucket_size": ZERO_BUCKET,
+        "allgather_bucket_size": ZERO_BUCKET,
     }
     if train.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -316,7 +314,7 @@ class Zero(Strategy):
         """
         scaler = self._sharded.loss_scaler
         if scaler is not None and scaler.cur_scale <= scaler.min_scale and grad_norm == math.inf:
-            raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
+            raise Diverged(OVERFLOW)
         self._is_discarding = True
         try:
             self._engine.step()

@@ -75,6 +75,7 @@ def holders_of(tensor: Tensor, world: World) -> tuple[int, int]:
 
 FIRST = 2.0**16  # as of torch's GradScaler
 GROWS_AFTER = 2000
+OVERFLOW = "gradients overflow fp16 at the least loss scale; train with precision: bf16"
 
 
 @dataclass
@@ -88,7 +89,7 @@ class LossScale:
         """Adjust the scale for the next step by this step's gradient norm. Raises Diverged if it overflows at 1."""
         if not math.isfinite(norm):
             if self.value <= 1.0:
-                raise Diverged("gradients overflow fp16 at the least loss scale; train with precision: bf16")
+                raise Diverged(OVERFLOW)
             self.value, self.finite_steps = self.value / 2, 0
             return
         self.finite_steps += 1

@@ -20,6 +20,7 @@ from pipeline_lib.model.build import build_trainable, load_base, prepare_layers
 from pipeline_lib.model.lora import adapted, adapted_backward
 from pipeline_lib.model.loss import cross_entropy
 from pipeline_lib.model.weights import load_weights
+from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from tests.model.test_moe import small_moe
 
 if torch.cuda.is_available():  # Triton comes with torch for CUDA
@@ -316,7 +317,7 @@ def test_memory_does_not_grow_with_the_logits() -> None:
     cross_entropy(hidden, weight, targets)[0].backward()  # type: ignore[no-untyped-call]
     peak = torch.cuda.max_memory_allocated() - before
     # A piece in bf16; the head's gradient added up in fp32, and the result.
-    bound = loss_module.LOGITS_AT_ONCE * 2 + weight.numel() * (4 + 2) + hidden.numel() * 4 + 2**26
+    bound = LOGITS_AT_ONCE * 2 + weight.numel() * (4 + 2) + hidden.numel() * 4 + 2**26
     print(f"cross-entropy of {tokens} x {VOCABULARY}: peak {peak / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB")
     assert peak <= bound
     assert peak < tokens * VOCABULARY * 4 / 5

@@ -65,7 +65,7 @@ def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(halve
     assert stopped[2].endswith(" at step 12")
     assert float(best[2].split()[0]) < float(stopped[2].split()[0])
     assert failed[:2] == ["small-lr=1e30", "failed: train"]
-    assert "the training has lost, and the sweep goes on" in (project.root / failed[-1]).read_text()
+    assert "this training diverged and is out of the sweep, which goes on" in (project.root / failed[-1]).read_text()
     assert output.rstrip().count("3 experiments: 1 done, 1 stopped, 1 failed") == 1
     assert not (project.root / "results" / "small-lr=0.001").exists()
     assert "compared: results/small/compare.html\n" in output

@@ -103,7 +103,7 @@ def test_every_name_of_the_catalogue_finds_itself_with_figures_of_the_size_that_
     assert 25e12 < gpu.half_flop_s <= 2250e12
     assert 1.7 < gpu.half_flop_s / gpu.fp32_flop_s < 31
     assert 300e9 <= gpu.memory_bytes_per_s <= 8000e9
-    assert 4e9 < gpu.link_bytes_per_s < gpu.memory_bytes_per_s
+    assert 4e9 < gpu.link.bytes_per_s < gpu.memory_bytes_per_s
     assert 1 < gpu.link.factor <= 3
 
 
@@ -122,7 +122,7 @@ def test_memory_is_what_torch_sees(name: str) -> None:
 def test_links_are_as_others_measured_them(name: str, measured: float) -> None:
     gpu = find_gpu(name)
     assert gpu is not None
-    assert gpu.link_bytes_per_s == pytest.approx(measured, rel=0.05)
+    assert gpu.link.bytes_per_s == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["V100", "T4"])

@@ -9,12 +9,11 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.model.loss import LOGITS_AT_ONCE
 from pipeline_lib.plan import moments, workload
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
+from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from pipeline_lib.plan.workload import feeds_in_chunks, tokens_at_once
-from pipeline_lib.train.deepspeed import BUCKET_ELEMENTS
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 NODE = Ranks(8, 8)
@@ -23,11 +22,6 @@ EIGHTH = 1 / 8
 
 def of(geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2, **settings: Any) -> Memory:
     return predict(geometry, Train.model_validate(settings), ranks, 8192, accumulation)
-
-
-def test_the_constants_are_those_of_the_code_they_speak_of() -> None:
-    assert moments.LOGITS_AT_ONCE == LOGITS_AT_ONCE
-    assert moments.ZERO_BUCKET == BUCKET_ELEMENTS
 
 
 def test_triton_turns_logits_into_gradients_in_place() -> None:
