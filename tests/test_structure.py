@@ -18,7 +18,7 @@ LAYERS = (
     ("core",),
     ("hub", "lineage"),
     ("config",),
-    ("data", "plan.content"),
+    ("data", "plan.document"),
     ("model.rope",),
     ("model.geometry", "model.config_json"),
     ("model.family",),

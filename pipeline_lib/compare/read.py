@@ -17,7 +17,7 @@ from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, S
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
 from pipeline_lib.core.text import did_you_mean
-from pipeline_lib.plan.content import PlanDocument
+from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.facts import Results, read_one, read_rows
 from pipeline_lib.report.results import (
     DocumentScore,

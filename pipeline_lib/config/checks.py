@@ -6,11 +6,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pipeline_lib.config.deepspeed_json import AUTO, json_problems
+from pipeline_lib.config.deepspeed_json import json_problems
 from pipeline_lib.config.schema import Cluster, Config, HubData
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import RENAMED, Lora, Train
+from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 
 # Problems between keys that are each legal. Each problem names the key to change and the values it may have.
 

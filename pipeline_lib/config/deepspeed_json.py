@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline_lib.config.train import AUTO
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import did_you_mean
 
@@ -12,7 +13,6 @@ from pipeline_lib.core.text import did_you_mean
 # and timing (bucket sizes, overlap, logging), never about what is computed. A key with a counterpart here is refused,
 # with the counterpart's name. The value "auto" keeps our value.
 
-AUTO = "auto"
 Offload = Literal["none", "optimizer", "optimizer+params"]
 
 _SWITCHES = {

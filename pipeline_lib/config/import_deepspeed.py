@@ -6,9 +6,10 @@ transformers fills in whatever is "auto" by the same correspondence, and refuses
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline_lib.config.deepspeed_json import AUTO, may_be_in_json
+from pipeline_lib.config.deepspeed_json import may_be_in_json
 from pipeline_lib.config.import_draft import Draft, Given
 from pipeline_lib.config.other_tools import NO_KEY
+from pipeline_lib.config.train import AUTO
 
 _ZERO = "zero_optimization"
 _NAMES = {

@@ -17,11 +17,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from pipeline_lib.config.deepspeed_json import AUTO
 from pipeline_lib.config.other_tools import NO_KEY, OUR_KEY, spelled
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.section import fields_of
-from pipeline_lib.config.train import LinearName
+from pipeline_lib.config.train import AUTO, LinearName
 from pipeline_lib.core.text import MASK, did_you_mean, shortened
 
 MOST = 1e15  # every number that can be meant is smaller

@@ -7,6 +7,8 @@ from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerial
 
 from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed
 
+AUTO = "auto"  # the plan chooses the value
+
 # The linear modules of a layer, of one with a gated delta rule, and the matrices of experts, by peft's names.
 LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TargetName = Literal[LinearName, "in_proj_qkv", "in_proj_z", "out_proj", "experts.gate_up_proj", "experts.down_proj"]

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 import psutil
 
-from pipeline_lib.plan.content import PlanDocument, known
+from pipeline_lib.plan.document import PlanDocument, known
 
 # What a launcher sets for each rank: left over from an outer one, it would be taken for ours.
 PLACE_IN_WORLD = (

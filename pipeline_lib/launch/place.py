@@ -12,7 +12,7 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.launch.allocation import HERE, Allocation
 from pipeline_lib.launch.environment import is_sent
-from pipeline_lib.plan.content import Ranks, known
+from pipeline_lib.plan.document import Ranks, known
 from pipeline_lib.slurm.site import Site
 
 

@@ -54,7 +54,7 @@ from pipeline_lib.launch.ranks import (
     stop_requests_passed_on,
     stop_requests_received,
 )
-from pipeline_lib.plan.content import PlanDocument, known, read_plan
+from pipeline_lib.plan.document import PlanDocument, known, read_plan
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 

@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any
 
 from pipeline_lib.config.checks import OFFLOADS
-from pipeline_lib.config.train import Train, in_file
+from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.content import TO_A_BLOCK
 from pipeline_lib.plan.context import allowed_counts
+from pipeline_lib.plan.document import TO_A_BLOCK
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, Memory, predict
 from pipeline_lib.plan.near import NearMiss
@@ -35,7 +35,6 @@ from pipeline_lib.plan.search import (
     simplest_of_fastest,
 )
 from pipeline_lib.plan.workload import (
-    AUTO,
     can_keep_attention,
     can_keep_on_host,
     eager_under_deepspeed,
@@ -387,14 +386,14 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
     train, held = wanted.train.model_copy(update={"context_ranks": count}), wanted.held
     open_keys = free_keys(train, held)
     has_triton = wanted.setting.machine.has_triton
-    lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": "auto", "save_async": False}
+    lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": AUTO, "save_async": False}
     free = {key: value for key, value in lean.items() if key in open_keys}
-    if train.strategy != "auto":
+    if train.strategy != AUTO:
         yield from _with_activations_away(settled(train.model_copy(update=free), has_triton), wanted)
         return
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
-    strategies = [name for name in OFFLOADS if name not in ("auto", "hsdp")] if shard_ranks is None else ["hsdp"]
+    strategies = [name for name in OFFLOADS if name not in (AUTO, "hsdp")] if shard_ranks is None else ["hsdp"]
     strategies = [name for name in strategies if name not in wanted.setting.geometry.left_out]
     if not wanted.has_deepspeed:
         strategies = [name for name in strategies if not name.startswith("zero")]
@@ -422,14 +421,14 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
 
 def what_would_fit(wanted: Wanted) -> list[str]:
     """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
-    settings = _freed(wanted) if wanted.train.strategy == "auto" else _remedies(wanted)
+    settings = _freed(wanted) if wanted.train.strategy == AUTO else _remedies(wanted)
     sentences = [
         f"this would fit: {text}"
         for text in (*settings, *_with_less_kept(wanted), *_in_4_bits(wanted), *_in_parts(wanted))
     ]
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
-    if wanted.train.strategy != "auto" and not sentences:
+    if wanted.train.strategy != AUTO and not sentences:
         sentences += _with_another_strategy(wanted)
     if sentences:
         return sentences
@@ -443,7 +442,7 @@ def what_would_fit(wanted: Wanted) -> list[str]:
 def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
     """Yield what `strategy: auto` would need, for a strategy that cannot train the model on any number of GPUs."""
     kept = () if wanted.train.context_ranks == AUTO else ("context_ranks",)
-    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": "auto"}), held=(*wanted.held, *kept))
+    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": AUTO}), held=(*wanted.held, *kept))
     ways, machine = leanest(free), wanted.setting.machine
     if ways and fits(ways[0][1], machine):
         yield f"this would fit: train.strategy: auto{_on_host(ways[0][1], machine)}"
@@ -455,7 +454,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     """Yield other values of given keys. Keys that the plan may choose already have their leanest value."""
     machine, setting = wanted.setting.machine, wanted.setting
     device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
-    lean = {"recompute": "full"} if wanted.train.recompute == "auto" else {}
+    lean = {"recompute": "full"} if wanted.train.recompute == AUTO else {}
     found: list[Remedy] = []
     for count in setting.rank_counts(wanted.train, wanted.held):
         train = setting.leaner(wanted.train.model_copy(update={**lean, "context_ranks": count}))

@@ -12,7 +12,7 @@ from pipeline_lib.plan.activations import (
     FP32_BYTES,
     compute_bytes,
 )
-from pipeline_lib.plan.content import PlanDocument, known
+from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.moments import AT_LOSS, ZERO_BUCKET, Model, kept_on_host, moments_of_step, sharded_over
 from pipeline_lib.plan.workload import (

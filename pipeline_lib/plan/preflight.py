@@ -21,7 +21,7 @@ from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import FLAG, load_config, load_configs
 from pipeline_lib.config.schema import Config, FileData, LocalModel
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import ConfigError, DataError, PipelineError
 from pipeline_lib.core.files import list_files, write_json
 from pipeline_lib.core.run_folder import CHECKPOINTS, PLAN_NAME
@@ -31,10 +31,10 @@ from pipeline_lib.core.text import cut, how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.families import PLANNED, SUPPORTED
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.answer import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
-from pipeline_lib.plan.document import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.known import (
     blocks_of,
@@ -191,7 +191,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     train, memory = leanest(wanted)[0]
     if not lacks_host_memory(memory, machine):  # else the training needs more than they do
         yield from later_problems(run)
-    if config.train.strategy == "auto":
+    if config.train.strategy == AUTO:
         least = lacking(train, memory, machine).removeprefix("train.strategy: ")
         yield in_lines([f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(wanted)])
     elif is_hopeless(memory, machine):

@@ -15,13 +15,14 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan import content
-from pipeline_lib.plan.document import Question, answer, describe
+from pipeline_lib.plan import document
+from pipeline_lib.plan.answer import Question, answer
 from pipeline_lib.plan.machine import Figure, Machine
 from pipeline_lib.plan.memory import checkpoint_bytes
 from pipeline_lib.plan.one_node import way_on_one_node
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.show import banded
+from pipeline_lib.plan.words import describe
 from pipeline_lib.plan.workload import Workload
 
 RECIPES = Path("config/recipes")
@@ -177,7 +178,7 @@ def _one_node(recipe: Recipe) -> str:
 
 
 def _banded(figure: Figure, show: Callable[[float], str]) -> str:
-    return banded(content.Figure(value=figure.value, low=figure.low, high=figure.high), show)
+    return banded(document.Figure(value=figure.value, low=figure.low, high=figure.high), show)
 
 
 def _speed(figure: Figure) -> str:

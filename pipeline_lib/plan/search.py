@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline_lib.config.checks import train_problems
 from pipeline_lib.config.schema import Cluster
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
@@ -28,7 +28,6 @@ from pipeline_lib.plan.near import NearMiss, is_near, near_miss
 from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, memory_of, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, step_time
 from pipeline_lib.plan.workload import (
-    AUTO,
     Case,
     Workload,
     can_compile,

@@ -13,7 +13,7 @@ from pipeline_lib.core.units import GIGA, brief, count, gbit_per_s, gib, gigabyt
 from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
-from pipeline_lib.plan.content import (
+from pipeline_lib.plan.document import (
     FITS,
     NOT_CHECKED,
     PART_NAMES,

@@ -15,8 +15,8 @@ from pipeline_lib.core.stage import Job
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.answer import Question, answer, run_of
 from pipeline_lib.plan.cluster import read_measured
-from pipeline_lib.plan.document import Question, answer, run_of
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.show import render

@@ -3,14 +3,13 @@
 import math
 from dataclasses import astuple, dataclass, replace
 
-from pipeline_lib.config.train import Lora, Train
+from pipeline_lib.config.train import AUTO, Lora, Train
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, NF4_BYTES, Geometry
 from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, Arithmetic, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE, Model, kept_on_host, sharded_over
 from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
 from pipeline_lib.plan.workload import (
-    AUTO,
     Case,
     has_fused_adapters,
     is_compiled,

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Config, FileData
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow
 from pipeline_lib.data.read_files import CorpusFile, value_of
-from pipeline_lib.plan.workload import AUTO, Workload
+from pipeline_lib.plan.workload import Workload
 
 if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.train import CHOSEN_KEYS, Train
+from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train
 from pipeline_lib.core.units import count
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.content import TO_A_BLOCK
+from pipeline_lib.plan.document import TO_A_BLOCK
 from pipeline_lib.plan.machine import End, Machine, Ranks
 
 if TYPE_CHECKING:
@@ -83,8 +83,6 @@ class Workload:
 # How layers are run, as far as memory and time depend on it, and which of those keys the plan chooses.
 #
 # The plan resolves every `auto` before anything runs. An unresolved `auto` counts as off, as in model/build.py.
-
-AUTO = "auto"
 
 
 def recompute_of(train: Train) -> str:

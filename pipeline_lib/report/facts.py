@@ -22,7 +22,7 @@ from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.data.chat_template import Mode
 from pipeline_lib.evaluate.statistics import Difference, differences
 from pipeline_lib.lineage.record import Link, chain
-from pipeline_lib.plan.content import Figure, PlanDocument, read_plan
+from pipeline_lib.plan.document import Figure, PlanDocument, read_plan
 from pipeline_lib.report.results import (
     DocumentScore,
     Evaluation,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipeline_lib.core import units
 from pipeline_lib.core.units import GIB, MIB
 from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.content import PART_NAMES, Memory, PlanDocument, Segment
+from pipeline_lib.plan.document import PART_NAMES, Memory, PlanDocument, Segment
 from pipeline_lib.report.charts import (
     AMBER,
     AMBERS,

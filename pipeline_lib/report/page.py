@@ -8,7 +8,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.content import PlanDocument
+from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of

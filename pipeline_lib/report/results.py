@@ -1,4 +1,4 @@
-"""The parts of the stages' result files that are shown, as typed values; `plan/content.py` has those of plan.json.
+"""The parts of the stages' result files that are shown, as typed values; `plan/document.py` has those of plan.json.
 
 Values are optional, so that a report shows what exists instead of failing over what is missing.
 """

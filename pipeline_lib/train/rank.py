@@ -28,7 +28,7 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.plan.content import PlanDocument, known
+from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.deepspeed import Zero

@@ -41,7 +41,7 @@ from pipeline_lib.launch.environment import (
 from pipeline_lib.launch.outcome import Cause, Heartbeat, Report, Reporting, explain
 from pipeline_lib.launch.place import Place, deepspeed_command, launcher_command
 from pipeline_lib.launch.stage import Attempt
-from pipeline_lib.plan.content import PlanDocument, Ranks
+from pipeline_lib.plan.document import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.dist import is_lost_peer
 from tests.locks import hold

@@ -13,10 +13,10 @@ import pytest
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.units import brief
 from pipeline_lib.plan.choose import choose
-from pipeline_lib.plan.document import advice, describe, why_not_others
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import Prediction, predict_step
 from pipeline_lib.plan.search import Setting
+from pipeline_lib.plan.words import advice, describe, why_not_others
 from pipeline_lib.plan.workload import Case
 from tests.plan.fleet import QWEN2_15B, QWEN3_8B, a10s, machine, workload
 

@@ -12,11 +12,12 @@ from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.plan.answer import Question, answer
 from pipeline_lib.plan.choose import Choice, choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.document import Question, answer, why_chosen
 from pipeline_lib.plan.predict import host_bytes_of_node, predict_step
 from pipeline_lib.plan.search import AS_GOOD, Setting, groups, simplest_of_fastest
+from pipeline_lib.plan.words import why_chosen
 from pipeline_lib.plan.workload import Workload
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")

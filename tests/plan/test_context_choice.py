@@ -13,11 +13,11 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib
 from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.plan.answer import Answer, Question, answer
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.content import PlanDocument
 from pipeline_lib.plan.context import sharing_counts
-from pipeline_lib.plan.document import Answer, Question, answer
+from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.search import AS_GOOD, Setting

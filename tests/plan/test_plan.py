@@ -25,7 +25,7 @@ from pipeline_lib.data.order import Group, epoch_blocks
 from pipeline_lib.model.families import geometry_in, read_geometry
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.content import Summary
+from pipeline_lib.plan.document import Summary
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches

@@ -14,13 +14,13 @@ from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.document import describe, why_chosen
 from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, predict
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import COMPILE_S, ends_passes, layer_passes, overlapped, shape_of
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
+from pipeline_lib.plan.words import describe, why_chosen
 from pipeline_lib.plan.workload import Case, Workload
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 

@@ -18,9 +18,9 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import brief, gib, gpu_hours, rounded
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.answer import Answer, answer, lacking
 from pipeline_lib.plan.choose import leanest
-from pipeline_lib.plan.content import PART_NAMES, Figure, PlanDocument
-from pipeline_lib.plan.document import Answer, answer, describe, lacking
+from pipeline_lib.plan.document import PART_NAMES, Figure, PlanDocument
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
@@ -30,6 +30,7 @@ from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.show import WIDTH, banded, explain, render, render_what_if
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import Steps
+from pipeline_lib.plan.words import describe
 
 PYDOC = {"train": [{"source": "pydoc"}]}
 H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.content import PlanDocument, Prediction
+from pipeline_lib.plan.document import PlanDocument, Prediction
 from pipeline_lib.plan.machine import Machine, Rate, Speeds
 from pipeline_lib.plan.predict import predict_step
 from pipeline_lib.plan.workload import Case, Workload

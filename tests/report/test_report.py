@@ -12,7 +12,8 @@ import pytest
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import brief
-from pipeline_lib.plan.document import answer, describe
+from pipeline_lib.plan.answer import answer
+from pipeline_lib.plan.words import describe
 from pipeline_lib.report.charts import clip
 from pipeline_lib.report.figures import curves_of
 from pipeline_lib.report.page import render

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.plan.content import PlanDocument
+from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.facts import spent
 from pipeline_lib.report.results import Step, Training
 

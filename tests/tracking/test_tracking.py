@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.files import write_json
-from pipeline_lib.plan.content import PlanDocument
+from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.tracking.run import Fed, follow, numbers

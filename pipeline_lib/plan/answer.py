@@ -1,0 +1,348 @@
+"""A question about a run and its answer: the content of plan.json, in numbers and in words."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pipeline_lib.config.schema import Cluster, Evaluate, Tracking
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
+from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.choose import (
+    Choice,
+    Wanted,
+    choose,
+    host_limit_in_words,
+    host_memory,
+    leanest,
+    leanest_choice,
+    what_would_fit,
+)
+from pipeline_lib.plan.cluster import Measured, machine_of
+from pipeline_lib.plan.context import not_shared, sharing_counts
+from pipeline_lib.plan.document import FITS, NOT_CHECKED, TIGHT, TOO_LARGE
+from pipeline_lib.plan.known import Blocks
+from pipeline_lib.plan.machine import Figure, Machine, Ranks
+from pipeline_lib.plan.memory import Memory, checkpoint_bytes, host_need, predict_all
+from pipeline_lib.plan.near import missed
+from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
+from pipeline_lib.plan.search import Setting
+from pipeline_lib.plan.stages import Run, needs_of
+from pipeline_lib.plan.step_time import shape_of
+from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
+from pipeline_lib.plan.words import Change, advice, describe, near_miss_in_words, verdicts, why_chosen, why_not_others
+from pipeline_lib.plan.workload import Workload, in_words, settled
+
+# plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
+
+SCHEMA = 3  # keys may be added
+_CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
+_NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
+_CALIBRATE = "python -m pipeline_lib calibrate, which measures the speeds and narrows the bands"
+_TYPICAL = "typical"  # source of rates that are neither measured nor given
+_NEXT = 2  # changes among what to do next; all of them stand under `what would help`
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that a plan is computed from. `blocks` is None while there are none; then `workload` is assumed.
+
+    `held` are keys that `strategy: auto` keeps, `measured` is what a cluster.json says. `repetition` says what it
+    costs that conversations become several samples; it is empty if that costs nothing or is not known yet.
+    `estimated` are the steps by the first rows of the files, where there are no blocks. `data_bytes` is the size of the
+    raw data, None if it is not known or read already; near duplicates in it are searched for if `has_near_duplicates`.
+    """
+
+    experiment: str
+    geometry: Geometry
+    train: Train
+    cluster: Cluster
+    tracking: Tracking
+    workload: Workload
+    blocks: Blocks | None
+    held: Collection[str]
+    measured: Measured | None
+    has_deepspeed: bool
+    repetition: str = ""
+    estimated: Steps | None = None
+    evaluate: Evaluate = Evaluate()
+    data_bytes: int | None = None
+    has_near_duplicates: bool = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the cluster."""
+        return Ranks.of_cluster(self.cluster)
+
+    @property
+    def machine(self) -> Machine | None:
+        """The cluster's machine, or None if its GPUs are not named. Raises ConfigError."""
+        return machine_of(self.cluster, self.train.precision, self.measured, self.train.attention)
+
+    def batch(self, train: Train) -> BatchPlan:
+        """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
+        training = self.blocks.training if self.blocks else None
+        return plan_batches(train, self.cluster.ranks, training, self.workload)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The content of plan.json, and the choice that it reports; `refusal` is the reason if the run cannot be started.
+
+    `wanted` and `choice` are None if the GPU is not named.
+    """
+
+    content: dict[str, Any]
+    wanted: Wanted | None
+    choice: Choice | None
+    refusal: str | None
+
+
+def answer(question: Question, is_explained: bool = True) -> Answer:
+    """Predict the run, and with `strategy: auto` choose how to train.
+
+    Raise DataError if there is nothing to train on, no legal way to train, or if ranks would be idle with any number of
+    them to a block, and ConfigError for a wrong machine.
+    Most of the time goes into sentences; without `is_explained` they are left out.
+    """
+    machine, batch = question.machine, question.batch(question.train)
+    train, ranks, sizes = question.train, question.ranks, (question.workload.block_tokens, batch.global_batch_blocks)
+    counts = sharing_counts(question.geometry, train, question.held, ranks, *sizes)
+    if not counts:
+        raise DataError(not_shared(train, ranks.total, *sizes))
+    if machine is None:
+        question = replace(question, train=train.model_copy(update={"context_ranks": counts[0]}))
+        set_there = f"{question.train.strategy}: set in the config"
+        unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
+        return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
+    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
+    wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
+    choice, problem = _choice(wanted)
+    if not is_explained:
+        return Answer(_content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None)
+    is_auto, changes = question.train.strategy == AUTO, advice(choice, setting, question.has_deepspeed)
+    words: dict[str, Any] = {
+        "chosen": why_chosen(choice, setting, is_auto),
+        "verdicts": verdicts(choice, setting, is_auto),
+        "others": why_not_others(choice, setting),
+        "advice": [change.sentence for change in changes],
+    }
+    if choice.near is not None:
+        words["near_miss"] = near_miss_in_words(choice, choice.near, machine)
+    too_large = problem
+    if problem and is_auto:
+        words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
+    elif not choice.chosen.fits:
+        too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
+        too_large += what_would_fit(wanted) if machine.is_gpu else []
+        if is_hopeless(choice.chosen.memory, machine):
+            problem = too_large
+        else:
+            words["advice"] = [*too_large, *words["advice"]]
+    actions = _next(too_large[1:], changes, setting)
+    return Answer(_content(question, wanted, choice, words, actions), wanted, choice, in_lines(problem) or None)
+
+
+def _next(would_fit: list[str], changes: list[Change], setting: Setting) -> list[str]:
+    """Return what to do next: make the run fit, or the largest gains; then measure, where speeds are only typical."""
+    if would_fit:
+        return [text.partition(": ")[2] for text in would_fit[:_NEXT]]
+    actions = [change.briefly for change in changes[:_NEXT]]
+    can_measure = _TYPICAL in _sources_of_rates(setting.machine) and setting.geometry.delta is None
+    return [*actions, *([_CALIBRATE] if can_measure else [])]
+
+
+def _choice(wanted: Wanted) -> tuple[Choice, list[str]]:
+    """Return the choice; if nothing fits the one that needs least memory, with the problem and what would fit."""
+    setting = wanted.setting
+    try:
+        return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), []
+    except DataError as error:
+        ways = leanest(wanted)
+        choice = leanest_choice(setting, wanted.train, wanted.held, ways[0][0]) if ways else None
+        if choice is None:
+            raise
+        least = lacking(*ways[0], setting.machine).removeprefix("train.strategy: ")
+        return choice, [f"{error}: even {least}", *what_would_fit(wanted)]
+
+
+def in_lines(sentences: list[str]) -> str:
+    """Join a problem of a ConfigError and what to do about it, indented below it."""
+    return "\n      ".join(sentences)
+
+
+def is_hopeless(memory: Memory, machine: Machine) -> bool:
+    """Return whether the way is predicted not to fit even without a margin; it is then refused, otherwise warned of.
+
+    Without GPUs it is always a warning: cluster.memory_gb is what a job asks for, and a machine may have more.
+    """
+    limit = machine.gpu_memory_bytes
+    return limit is not None and (lacks_host_memory(memory, machine) or memory.total_bytes > limit)
+
+
+def lacking(train: Train, memory: Memory, machine: Machine) -> str:
+    """Return by how much that memory is too small, in words."""
+    needed, has = memory.total_bytes, machine.gpu_memory_bytes
+    of_gpu = f"{gib(has or 0)} of each {machine.name}"
+    too_large = f"train.strategy: {train.strategy} needs {gib(needed)}"
+    if has is None or needed <= has:
+        too_large += f" of the {of_gpu}, too close to the limit"
+    else:
+        too_large += f", {gib(needed - has)} more than the {of_gpu}"
+    if lacks_host_memory(memory, machine):
+        host, has_host = host_need_of_node(memory, machine), host_limit_in_words(machine)
+        on_host = f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and {has_host}"
+        if not fits_on_gpu(memory, machine):
+            return f"{too_large}, and {on_host}"
+        key = "strategy" if train.offload == "none" else "offload"
+        copies = ", or leave out train.save_async: true" if train.save_async is True else ""
+        return f"train.{key}: {getattr(train, key)} needs {on_host}; set {host_memory(host.total_bytes)}{copies}"
+    return too_large
+
+
+def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str, Any]:
+    """Return the texts of the plan about samples and steps, without those that have nothing to say."""
+    steps = Steps.of(batch) or question.estimated
+    found = {
+        "repetition": question.repetition,
+        "steps": question.estimated.in_words() if question.estimated else "",
+        "warnings": list(step_warnings(train, batch, steps, question.cluster.ranks)) if steps else [],
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def run_of(question: Question) -> Run:
+    """Return what the stages of the run are sized by. Raises ConfigError."""
+    cluster, train, evaluate = question.cluster, question.train, question.evaluate
+    return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
+
+
+def _stages(question: Question, train: Train, memory: Memory, host_bytes: int) -> list[dict[str, Any]]:
+    run = replace(run_of(question), train=train)
+    of_data = question.data_bytes, question.has_near_duplicates
+    return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, *of_data)]
+
+
+def _steps(steps: Steps | None) -> dict[str, int] | None:
+    return None if steps is None else dict(zip(("low", "value", "high"), steps.run, strict=True))
+
+
+def _cost(way: Prediction | None, gpu_hour_price: float | None) -> dict[str, float] | None:
+    if way is None or way.gpu_hours is None or gpu_hour_price is None:
+        return None
+    return {end: hours * gpu_hour_price for end, hours in asdict(way.gpu_hours).items()}
+
+
+def _verdict(machine: Machine | None, way: Prediction | None) -> str:
+    if machine is None or way is None or (machine.gpu_memory_bytes is None and machine.host_limit_bytes is None):
+        return NOT_CHECKED
+    if way.fits:
+        return FITS
+    lacks = missed(way, machine)
+    return TIGHT if lacks.is_margin and not lacks.host_bytes else TOO_LARGE
+
+
+def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
+    """Yield what the plan takes for granted: what is neither given nor measured."""
+    if workload.is_assumed:
+        fractions = (
+            f"{100 * workload.supervised_fraction:.0f} % supervised in blocks {100 * workload.real_fraction:.0f} % full"
+        )
+        told = workload.document_band is None  # as a what-if question may
+        yield fractions if told else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
+    if machine is None:
+        return
+    if machine.is_host_assumed:
+        yield f"{rounded((machine.host_limit_bytes or 0) / GIGA, 'GB')} of host memory"
+    sources = _sources_of_rates(machine)
+    if typical := sources.count(_TYPICAL):
+        some = f"{typical} of {len(sources)} speeds are" if "measured" in sources else "speeds are"
+        yield f"{some} typical of {machine.name if machine.is_gpu else 'CPUs, so times are rough'}"
+
+
+def _sources_of_rates(machine: Machine) -> list[str]:
+    """Return `measured`, the key of the config or _TYPICAL for each rate, without those of links that are not there."""
+    absent = ("between_",) * (machine.nodes == 1) + ("in_node_",) * (machine.ranks_per_node == 1)
+    sources = [rate.source for name, rate in machine.rates.items() if not name.startswith(absent)]
+    return [source if source == "measured" or source.startswith("cluster.") else _TYPICAL for source in sources]
+
+
+def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) -> Prediction:
+    """Return `way` with the time of a run of as many steps as are estimated, where the run's length is not known."""
+    if way.run_s is not None or steps is None:
+        return way
+    ends = [replace(setting, steps=number).predict(way.train) for number in steps.run]
+    run_s, gpu_hours = _over([one.run_s for one in ends]), _over([one.gpu_hours for one in ends])
+    return replace(way, run_s=run_s, gpu_hours=gpu_hours)
+
+
+def _over(figures: list[Figure | None]) -> Figure | None:
+    """Return the figure from the low end of the first of three to the high end of the last one."""
+    low, value, high = figures
+    return None if low is None or value is None or high is None else Figure(value.value, low.low, high.high)
+
+
+def _content(
+    question: Question, wanted: Wanted | None, choice: Choice | None, words: dict[str, Any], actions: list[str]
+) -> dict[str, Any]:
+    geometry, machine = question.geometry, wanted.setting.machine if wanted else None
+    train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
+    batch = question.batch(train)
+    if choice is not None:
+        best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
+        memories = {name: way.memory for name, way in best.items()}
+    else:
+        memories = predict_all(geometry, train, question.ranks, question.workload.block_tokens, batch.accumulation)
+    described = None
+    if machine is not None:
+        own = sum(part.shape == shape_of(geometry) for part in machine.measured)
+        described = {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
+    way = _with_estimated_run(choice.chosen, wanted.setting, question.estimated) if choice and wanted else None
+    memory = memories[train.strategy]
+    held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
+    host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes
+    one_checkpoint = checkpoint_bytes(geometry, train)
+    others = {name: way.as_json() for name, way in choice.best.items() if name != train.strategy} if choice else {}
+    for each in others.values():
+        del each["segments"]
+    return {
+        "schema": SCHEMA,
+        "experiment": question.experiment,
+        "model": {
+            "parameters": geometry.parameters,
+            "trainable_parameters": geometry.trained_parameters(train),
+            "matmul_parameters": geometry.matmul_parameters,
+            "layers": geometry.layers,
+            "hidden_size": geometry.hidden,
+            "vocab_tokens": geometry.vocab,
+        },
+        "cluster": {key: getattr(question.cluster, key) for key in _CLUSTER_KEYS},
+        "machine": described,
+        "workload": asdict(question.workload),
+        "train": settings_of(train),
+        "tracking": question.tracking.model_dump(mode="json"),
+        "batch": asdict(batch),
+        "memory": {name: memory.as_json() for name, memory in memories.items()},
+        "chosen": {key: getattr(train, key) for key in sorted(PLACEMENT_KEYS)},
+        "disk": {
+            "checkpoint_bytes": one_checkpoint,
+            "needed_bytes": one_checkpoint * train.checkpoints_on_disk,
+        },
+        "stages": _stages(question, train, memory, host_bytes),
+        "prediction": way.as_json() if way else None,
+        "others": others,
+        "near_miss": choice.near.as_json() if choice and choice.near else None,
+        "summary": {
+            "verdict": _verdict(machine, way),
+            "host_needed_bytes": host_bytes,
+            "steps": _steps(Steps.of(batch) or question.estimated),
+            "gpu_hour_price": question.cluster.gpu_hour_price,
+            "cost": _cost(way, question.cluster.gpu_hour_price),
+            "way": ", ".join(in_words(train, batch.accumulation)),
+            "assumed": list(_assumed(question.workload, machine)),
+            "next": actions,
+        },
+        "words": {**words, **_about_data(question, train, batch)},
+    }

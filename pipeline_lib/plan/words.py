@@ -1,0 +1,254 @@
+"""The plan in words: why this way to train, why not the others, and which single change would help most."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline_lib.config.train import AUTO
+from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
+from pipeline_lib.plan.choose import Choice, fastest, host_limit_in_words
+from pipeline_lib.plan.document import PART_NAMES, bound_in_words
+from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.memory import MARGIN, PARTS
+from pipeline_lib.plan.near import NearMiss, missed
+from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host_memory
+from pipeline_lib.plan.search import Setting
+from pipeline_lib.plan.workload import can_compile, has_fused_adapters
+
+AT_MOST = 3  # pieces of advice
+_WORTH_SAYING = 1.05  # the least speedup worth a sentence
+_HIDDEN = 0.1  # fraction of a step: communication that costs less counts as hidden
+_LARGER_BATCHES = (2, 4, 8, 16)
+_FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # factors of the bandwidth between nodes
+_NAMED_PARTS = 3
+
+
+def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
+    """Return one or two sentences about the chosen way to train."""
+    way = choice.chosen
+    tried = f"{choice.fitting} of {choice.considered} ways to train"
+    if is_auto:
+        how = f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
+    else:
+        how = "set in the config" + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
+    text = f"{describe(way)}: {how}. {_bound_by(way)}"
+    if way.fits and way.memory.host_bytes and setting.machine.is_host_assumed:
+        needed = gigabytes(host_bytes_of_node(way.memory, setting.machine))
+        text += f" Each node needs {needed} of host memory; {host_limit_in_words(setting.machine)}."
+    if not way.fits:
+        text += f" It does not fit: {_too_large(way, setting)}."
+    return text
+
+
+def near_miss_in_words(choice: Choice, near: NearMiss, machine: Machine) -> str:
+    """Return the near miss: the way to train, its time and what it lacks."""
+    in_words = near.in_words(machine, choice.chosen, host_limit_in_words(machine))
+    return f"{describe(near.way)}: {in_words}"
+
+
+def why_not_others(choice: Choice, setting: Setting) -> list[str]:
+    """Return a sentence for the best way of every other strategy, the fastest first, and for each one left out."""
+    others = [way for name, way in choice.best.items() if name != choice.chosen.train.strategy]
+    others.sort(key=lambda way: (not way.fits, way.step_s.value))
+    sentences = [f"{describe(way)}: {_why_not(way, choice.chosen, setting)}" for way in others]
+    return [*sentences, *(f"{name}: {reason}" for name, reason in choice.left_out.items())]
+
+
+def verdicts(choice: Choice, setting: Setting, is_auto: bool) -> dict[str, str]:
+    """Return for each strategy, in a few words, that it is chosen, or why not."""
+    chosen, found = choice.chosen, dict(choice.left_out)
+    for name, way in {**choice.best, chosen.train.strategy: chosen}.items():
+        if way is chosen:
+            auto = "chosen" if way.fits else "needs the least memory"
+            words = [auto if is_auto else "set in the config"]
+        else:
+            words = [_longer(way, chosen, setting)] if way.fits else []
+        if not way.fits:
+            words.append(missed(way, setting.machine).briefly(setting.machine))
+        elif way.bound != chosen.bound:
+            words.append(f"bound by {bound_in_words(way.bound)}")
+        found[name] = ", ".join(words)
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that helps: how many times as fast the training would be, what to change, and more in a sentence."""
+
+    gain: float
+    what: str
+    sentence: str
+
+    @property
+    def briefly(self) -> str:
+        """What to change, and its gain."""
+        return f"{self.what} ({self.gain:.2f} times as fast)"
+
+
+def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[Change]:
+    """Return up to AT_MOST changes: what `auto` would choose if no other key were given, then further ones.
+
+    Gains of the further changes are relative to that best choice, so that none is credited with another's gain.
+    """
+    chosen = choice.chosen
+    best = _best(chosen, setting, has_deepspeed)
+    first = []
+    if best is not None and (not chosen.fits or chosen.step_s.value > _WORTH_SAYING * best.step_s.value):
+        took, free = brief(best.step_s.value), "train.strategy: auto, with no other placement key set"
+        text = f"{free}, would choose {describe(best)}: {took} a step"
+        first.append(Change(chosen.step_s.value / best.step_s.value, free, text))
+    now = best or chosen
+    found = [
+        *_faster_network(now, setting),
+        *_larger_batch(now, setting, has_deepspeed),
+        *_fewer_nodes(now, setting, has_deepspeed),
+        *_without_dropout(now, setting),
+    ]
+    if not setting.workload.is_assumed:
+        real = setting.workload.real_fraction
+        text = f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need less of it"
+        found.append(Change(1 / real, "a larger shard.block_tokens, at most", text))
+    found.sort(key=lambda change: -change.gain)
+    return [*first, *(change for change in found if change.gain >= _WORTH_SAYING)][:AT_MOST]
+
+
+def describe(way: Prediction) -> str:
+    """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective activation checkpointing, compiled`."""
+    return ", ".join(way.words)
+
+
+def _bound_by(way: Prediction) -> str:
+    total, parts = way.step_s.value, way.parts
+    if way.bound == "exchange":
+        return f"A step takes {brief(total)}, bound by communication: {_traffic(way)}."
+    if way.bound == "offload":
+        took = brief(parts["offload"])
+        return f"A step takes {brief(total)}, bound by copies to host memory and the update there ({took})."
+    if way.bound == "host":
+        return f"A step takes {brief(total)}, bound by the host, which launches kernels more slowly than they run."
+    return f"A step takes {brief(total)}, bound by computing ({1 - parts['exchange'] / total:.0%} of the time)."
+
+
+def _traffic(way: Prediction) -> str:
+    """Return the largest collectives: `all-gather of weights 4 x 3.1 GB between nodes; 8.2 s of waiting, ...`."""
+    slowest = sorted(way.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
+    places, moved = set(), []
+    for exchange, crosses_nodes in ((each.exchange, each.crosses_nodes) for each in slowest if each.seconds):
+        times = exchange.times
+        count = f"{times:g} x " if times > 1 else f"every {1 / times:g} steps " if times < 1 else ""
+        place = " between nodes" if crosses_nodes else " within nodes"
+        places.add(place)
+        moved.append((f"{exchange.kind} of {exchange.name} {count}{gigabytes(exchange.payload_bytes)}", place))
+    if len(places) == 1:
+        text = ", ".join(what for what, _ in moved) + places.pop()
+    else:
+        text = ", ".join(what + place for what, place in moved)
+    computing = way.step_s.value - way.parts["exchange"] - way.parts["offload"]
+    return f"{text}; {brief(way.parts['exchange'])} of waiting, {brief(computing)} of computing"
+
+
+def _why_not(way: Prediction, chosen: Prediction, setting: Setting) -> str:
+    if not way.fits:
+        return f"does not fit: {_too_large(way, setting)}"
+    text = f"{brief(way.step_s.value)} a step, {_longer(way, chosen, setting)}"
+    is_as_good = abs(way.step_s.value / chosen.step_s.value - 1) <= setting.as_good
+    return f"{text}; {_traffic(way)}" if way.bound == "exchange" and not is_as_good else text
+
+
+def _longer(way: Prediction, chosen: Prediction, setting: Setting) -> str:
+    ratio = way.step_s.value / chosen.step_s.value
+    if abs(ratio - 1) <= setting.as_good:
+        return f"within {setting.as_good:.0%} of the chosen one"
+    return f"{1 - ratio:.0%} shorter" if ratio < 1 else f"{ratio - 1:.0%} longer"
+
+
+def _too_large(way: Prediction, setting: Setting) -> str:
+    machine, memory = setting.machine, way.memory
+    if lacks_host_memory(memory, machine):
+        host = gigabytes(host_bytes_of_node(memory, machine))
+        return f"a node needs {host} of host memory, and {host_limit_in_words(machine)}"
+    kept, has = max(MARGIN, memory.error), gib(machine.gpu_memory_bytes or 0)
+    sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"), reverse=True)
+    largest = ", ".join(f"{PART_NAMES.get(part, part)} {gib(size)}" for size, part in sizes[:_NAMED_PARTS])
+    return f"a GPU needs {gib(memory.total_bytes)} (up to {kept:.0%} more) and has {has}; largest parts: {largest}"
+
+
+def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[Change]:
+    """Yield the bandwidth between nodes that would hide the communication, or as much of it as can be hidden."""
+    if not any(each.crosses_nodes for each in chosen.exchanges):
+        return
+    now = setting.machine.rates["between_bytes_s"].value
+    faster = {}
+    for factor in _FASTER:
+        machine = setting.machine.with_rate("between_bytes_s", now * factor)
+        faster[factor] = replace(setting, machine=machine).predict(chosen.train)
+    best_s = min(then.step_s.value for then in faster.values())
+    factor, then = next(each for each in faster.items() if each[1].step_s.value <= best_s * (1 + _HIDDEN))
+    rest = (
+        ""
+        if then.parts["exchange"] < 2 * _HIDDEN * then.step_s.value
+        else "; the links within nodes would then be the limit"
+    )
+    yield Change(
+        chosen.step_s.value / then.step_s.value,
+        f"{gbit_per_s(now * factor)} between nodes",
+        f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the communication: "
+        f"{brief(then.step_s.value)} a step{rest}",
+    )
+
+
+def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
+    """Yield a larger batch, which communicates less for each token; it is a different training."""
+    if setting.machine.nodes == 1:
+        return
+    larger = [replace(setting, batch_blocks=setting.batch_blocks * factor) for factor in _LARGER_BATCHES]
+    found = [(where, then) for where in larger if (then := _best(now, where, has_deepspeed)) is not None]
+
+    def gain_of(one: tuple[Setting, Prediction]) -> float:
+        return one[0].batch_blocks / setting.batch_blocks * now.step_s.value / one[1].step_s.value
+
+    for where, then in sorted(found, key=gain_of, reverse=True):
+        alone = _best(now, _on_one_node(where), has_deepspeed)
+        if alone is not None and alone.step_s.value < then.step_s.value:
+            continue
+        gain = gain_of((where, then))
+        key = f"train.global_batch_tokens: {where.batch_blocks * setting.workload.block_tokens:,}"
+        text = f"{key} ({describe(then)}) would give {gain:.2f} times the tokens/s"
+        if alone is not None:
+            text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
+        yield Change(gain, key, f"{text}; a larger batch needs its learning rate tuned again")
+        return
+
+
+def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
+    if setting.machine.nodes == 1:
+        return
+    alone = _best(now, _on_one_node(setting), has_deepspeed)
+    if alone is not None:
+        gain = now.step_s.value / alone.step_s.value
+        text = f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {setting.machine.nodes} nodes"
+        yield Change(gain, "cluster.nodes: 1", text)
+
+
+def _without_dropout(now: Prediction, setting: Setting) -> Iterator[Change]:
+    """Yield the speed without dropout in the adapters, which then are one operator with their linear and compile."""
+    lora = now.train.lora.model_copy(update={"dropout": 0.0})
+    train = now.train.model_copy(update={"lora": lora})
+    if has_fused_adapters(now.train) or not has_fused_adapters(train):
+        return
+    train = train.model_copy(update={"compile": can_compile(train, setting.ranks.has_triton)})
+    then = setting.predict(train)
+    if then.fits:
+        took, instead = brief(then.step_s.value), brief(now.step_s.value)
+        key = "train.lora.dropout: 0"
+        text = f"{key} allows fused adapters and compiled layers: {took} a step instead of {instead}"
+        yield Change(now.step_s.value / then.step_s.value, key, text)
+
+
+def _on_one_node(setting: Setting) -> Setting:
+    return replace(setting, machine=replace(setting.machine, nodes=1))
+
+
+def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
+    free = {"strategy": AUTO, "shard_ranks": None, "kept_attention_layers": AUTO}
+    train = now.train.model_copy(update=free)
+    return fastest(setting, train, (), has_deepspeed)
