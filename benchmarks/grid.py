@@ -31,7 +31,7 @@ from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import Batch, make_batch
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Verdict
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 
 TIMEOUT_S = 240
 MEASURED_STEPS = 3  # the last ones; those before warm up

@@ -41,7 +41,7 @@ from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 
 PARTS = ("memory", "speed", "peers", "quality")

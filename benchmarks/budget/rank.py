@@ -29,7 +29,7 @@ from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.model.loss import LossHead
 from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 
 TIMEOUT_S = 240
 WARM_UP_STEPS, PROFILED_STEPS = 3, 2

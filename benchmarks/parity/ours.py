@@ -16,7 +16,8 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.loop import Stepper, learning_rate
+from pipeline_lib.train.loop import learning_rate
+from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 
 TIMEOUT_S = 240

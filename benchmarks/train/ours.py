@@ -25,9 +25,9 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.lora import draw_adapters
 from pipeline_lib.model.weights import materialise, put, whole
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.measure import GpuSampler, StepProfiler, gpu_sampler
 from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 
 TIMEOUT_S = 240

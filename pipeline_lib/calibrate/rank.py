@@ -46,9 +46,8 @@ from pipeline_lib.plan.workload import can_compile, is_compiled, settled
 from pipeline_lib.train.deepspeed import import_deepspeed
 from pipeline_lib.train.dist import LET_GO_S, World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.optimizer import make_optimizer
-from pipeline_lib.train.state import StepResult
+from pipeline_lib.train.step import Stepper, StepResult
 from pipeline_lib.train.strategies import make_strategy
 
 # A model with random weights, trained by the pipeline's own strategies, and synthetic batches for it.

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -97,7 +98,7 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     The model may be on the meta device: compilation happens at the first run, and equal layers share the result. Only
     passes with gradients are compiled, since generation and validation have other shapes.
     """
-    prepared: dict[tuple[type, bool, bool, bool], Callable[..., Any]] = {}
+    prepared: dict[_Kind, Callable[..., Any]] = {}
     host = HostMemory() if keeps_on_host(train) else None
     layers = decoder_layers(model)
     if train.kept_attention_layers != "auto":
@@ -105,47 +106,52 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
     for layer in layers:
         if train.precision == "fp8":
             use_fp8(layer)
-        has_random = any(  # numbers, in training
+        kind = _Kind.of_layer(layer, train)
+        if kind.keeps_router_logits:
+            tell_router_logits(layer)
+        if kind not in prepared:
+            prepared[kind] = _prepared(kind, train, host)
+        if prepared[kind] is not kind.layer.forward:
+            layer.forward = MethodType(prepared[kind], layer)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the prepared `forward` of a layer depends on: equal layers share it, and what is compiled of it."""
+
+    layer: Any  # the class
+    is_dense: bool
+    has_random: bool  # numbers, in training
+    keeps_router_logits: bool
+
+    @staticmethod
+    def of_layer(layer: nn.Module, train: Train) -> "_Kind":
+        has_random = any(
             getattr(module, "attention_dropout", 0.0) > 0.0 or (isinstance(module, nn.Dropout) and module.p > 0.0)
             for module in layer.modules()
         )
         is_dense = not has_router(layer)
-        keeps_logits = not is_dense and train.router_aux_loss > 0
-        if keeps_logits:
-            tell_router_logits(layer)
-        plain = type(layer).forward
-        kind = type(layer), is_dense, has_random, keeps_logits
-        if kind not in prepared:
-            prepared[kind] = _prepared(plain, train, is_dense, has_random, keeps_logits, host)
-        if prepared[kind] is not plain:
-            layer.forward = MethodType(prepared[kind], layer)
+        return _Kind(type(layer), is_dense, has_random, not is_dense and train.router_aux_loss > 0)
 
 
-def _prepared(
-    plain: Callable[..., Any],
-    train: Train,
-    is_dense: bool,
-    has_random: bool,
-    keeps_router_logits: bool,
-    host: HostMemory | None,
-) -> Callable[..., Any]:
-    """Return a `forward` for all layers of a class, which takes the layer as its first argument.
+def _prepared(kind: _Kind, train: Train, host: HostMemory | None) -> Callable[..., Any]:
+    """Return the `forward` of layers of a kind, which takes the layer as its first argument.
 
     `host` is for what full checkpointing keeps, if that is to be kept on the host.
     """
-    if keeps_router_logits:  # outside of the checkpointed part
-        return keeping_router_logits(_prepared(with_router_logits(plain), train, is_dense, has_random, False, host))
+    plain = with_router_logits(kind.layer.forward) if kind.keeps_router_logits else kind.layer.forward
     forward = plain
     if train.recompute == "selective":
-        forward = selectively_recomputed(forward, has_random)
+        forward = selectively_recomputed(forward, kind.has_random)
     attend, feed = attended, fed_forward
     if train.compile is True:
         torch._dynamo.config.optimize_ddp = False  # DDP's hooks are outside of layers, so no graph breaks are needed
         forward, attend, feed = _compiled(forward, plain), _compiled(attended, plain), torch.compile(fed_forward)
-    if is_dense and can_feed_in_chunks(train):
-        forward = in_chunks(forward, attend, feed, has_random)
-    # Full checkpointing goes outside of the compiled part, which would keep more than the layer's input.
-    return fully_recomputed(forward, has_random, host) if train.recompute == "full" else forward
+    if kind.is_dense and can_feed_in_chunks(train):
+        forward = in_chunks(forward, attend, feed, kind.has_random)
+    if train.recompute == "full":  # outside of the compiled part, which would keep more than the layer's input
+        forward = fully_recomputed(forward, kind.has_random, host)
+    return keeping_router_logits(forward) if kind.keeps_router_logits else forward
 
 
 def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

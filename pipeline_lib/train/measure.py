@@ -22,7 +22,7 @@ from pipeline_lib.model.batch import Prefetcher, Read
 from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.state import StepResult
+from pipeline_lib.train.step import StepResult
 
 # The time of a GPU by activity, from the intervals of its kernels: computing, exchanging, copying, idle.
 

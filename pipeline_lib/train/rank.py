@@ -33,7 +33,7 @@ from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
-from pipeline_lib.train.loop import Batches, Loop, Stepper
+from pipeline_lib.train.loop import Batches, Loop
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
@@ -41,6 +41,7 @@ from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.state import WEIGHTS
+from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from pipeline_lib.train.validation import Sampler, leave_samples
 

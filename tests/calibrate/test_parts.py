@@ -18,7 +18,7 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Pass
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 from tests.ranks import run_ranks
 
 # Wide enough that a layer is more work than noise.

@@ -9,7 +9,7 @@ import torch
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import read_batch
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.native import by_hand
@@ -43,4 +43,4 @@ def waits_of_steps(environ: Mapping[str, str], arena: Arena, strategy: str, verd
 def test_a_step_waits_for_the_gpu_once(arena: Arena, strategy: str, verdict: Verdict) -> None:
     for waits in run_ranks(waits_of_steps, 1, arena, strategy, verdict)[0]:
         assert len(waits) == 1, waits
-        assert "train/loop.py" in waits[0]
+        assert "train/step.py" in waits[0]

@@ -23,7 +23,7 @@ from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, write_dense, write_random

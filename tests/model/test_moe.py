@@ -24,9 +24,9 @@ from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import World, process_group, sum_over_ranks
-from pipeline_lib.train.loop import Stepper
 from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, write_random

@@ -18,7 +18,7 @@ from pipeline_lib.train.dist import World
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.measure import GpuSampler, Meter, Sample, gpu_sampler, instruments, memory_fields
 from pipeline_lib.train.metrics import append_metrics, print_progress
-from pipeline_lib.train.state import StepResult
+from pipeline_lib.train.step import StepResult
 from tests.train.conftest import Arena
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)

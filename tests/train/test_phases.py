@@ -12,7 +12,7 @@ from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.facts import FIGURES, comparison
 from pipeline_lib.report.results import Step, Training
-from pipeline_lib.train.loop import PHASES, PhaseClock
+from pipeline_lib.train.step import PHASES, PhaseClock
 from tests.ranks import run_ranks
 from tests.report.fake_plans import plan
 from tests.train.conftest import Arena

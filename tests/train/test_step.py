@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import read_batch
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.loop import Stepper
+from pipeline_lib.train.step import Stepper
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.native import by_hand
@@ -54,4 +54,4 @@ def reads_of_a_step(environ: Mapping[str, str], arena: Arena, strategy: str) -> 
 def test_a_step_waits_for_its_device_once_and_late(arena: Arena, strategy: str) -> None:
     """What the hosts exchange among themselves (dist.py) is theirs, and the device is in its forward pass by then."""
     for seen in run_ranks(reads_of_a_step, 2, arena, strategy).values():
-        assert seen == ["forward", "dist.py", "forward", "loop.py"]
+        assert seen == ["forward", "dist.py", "forward", "step.py"]
