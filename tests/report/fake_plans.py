@@ -31,6 +31,7 @@ def plan(steps: int) -> dict[str, Any]:
             "block_tokens": 256, "blocks": 1884, "validation_blocks": 101, "global_batch_blocks": 32,
             "micro_batch_blocks": 8, "accumulation": 2, "steps_per_epoch": 59, "epochs": 2, "steps": steps,
             "last_step_blocks": 28, "tokens_per_step": 8192, "padding_fraction": 0.0297,
+            "samples_per_step": 124.4, "supervised_tokens_per_step": 3512,
         },
         "memory": memory,
         "chosen": {

@@ -54,6 +54,10 @@ def test_every_figure_is_drawn_in_light_dark_and_log_and_the_page_fits_its_windo
     dark = seen(tab, monotonic())
     assert_drawn(dark, width, LOG_FIGURES)
     assert (light.paper, dark.paper) == (WHITE, BLACK)
+    assert (
+        tab.ask("[...document.querySelectorAll('.narrow')].filter((one) => one.scrollWidth > one.clientWidth).length")
+        == 0
+    )
 
 
 def test_the_wheel_scrolls_and_a_drag_or_ctrl_with_the_wheel_zooms_all_curves(finished: World, tab: Tab) -> None:
