@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from pipeline_lib.calibrate.run import Task, config_json, link_of, pass_of, rate
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError, TrainingError
 from pipeline_lib.core.files import write_json
+from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.text import shortened
 from pipeline_lib.core.units import MIB
 from pipeline_lib.data.blocks import Block
@@ -463,7 +463,7 @@ def _tokens_that_fit(task: Task, train: Train, world: World) -> int:
     if world.device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(world.device)[0]
     else:  # each rank has two models at a time
-        free_bytes = psutil.virtual_memory().available // (2 * world.local_size)
+        free_bytes = host_free_bytes() // (2 * world.local_size)
     alone = Ranks(1, 1, has_triton(world.device))
     while tokens >= LEAST_TOKENS:
         needed_bytes = predict(geometry, train, alone, tokens, accumulation=1).allocated_bytes

@@ -360,6 +360,15 @@ def without_thinking(message: Message) -> Message:
     return {**kept, "content": message["content"][block.end() :]} if block else kept
 
 
+_USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def last_question(prompt: str) -> str:
+    """Return the last user turn of a rendered prompt; the whole prompt if the template is of another kind."""
+    turns = _USER_TURN.findall(prompt)
+    return str(turns[-1]).strip() if turns else prompt
+
+
 def opens_thinking(prompt: str) -> bool:
     """Return whether `prompt` ends within a thinking block, so that the model cannot choose not to think."""
     return prompt.rstrip().endswith(OPENS_THINKING)

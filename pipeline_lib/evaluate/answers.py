@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.data.batches import render_prompts
 from pipeline_lib.data.blocks import BlockReader, documents_of
-from pipeline_lib.data.chat_template import Mode, has_template
+from pipeline_lib.data.chat_template import Mode, has_template, last_question
 from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
@@ -25,8 +26,6 @@ from pipeline_lib.model.build import load_plain
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
 from pipeline_lib.report.results import modes_in
-from pipeline_lib.train.staging import host_free_bytes
-from pipeline_lib.train.validation import question_of
 
 # The devices for a whole model that answers.
 
@@ -143,7 +142,7 @@ def generate_all(
         prompt, reference = question(document, tokenizer), first_answer(document)
         answers.append(
             {
-                "prompt": question_of(tokenizer.decode(prompt, skip_special_tokens=False)),
+                "prompt": last_question(tokenizer.decode(prompt, skip_special_tokens=False)),
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
                 "answer": answer_to(model, tokenizer, prompt, settings),
             }

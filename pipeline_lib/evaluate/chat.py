@@ -21,6 +21,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.core.errors import ERROR, DataError, IntegrityError, PipelineError
+from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
 from pipeline_lib.core.text import did_you_mean
@@ -34,7 +35,6 @@ from pipeline_lib.lineage.trace import store_of
 from pipeline_lib.model.build import load_plain
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
-from pipeline_lib.train.staging import host_free_bytes
 
 # Loading of a model where it has room.
 

@@ -25,6 +25,7 @@ from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
 from pipeline_lib.data.documents import Document, prompt_length
@@ -44,7 +45,6 @@ from pipeline_lib.model.files import generation_config_of
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, can_score, waiting_tokens
-from pipeline_lib.train.staging import host_free_bytes
 
 SCORES_NAME = "scores.jsonl"
 

@@ -107,7 +107,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     folder = job.input("model")
     reader, held_out = (BlockReader(job.input("shard") / part) for part in ("train", "validation"))
     batch_blocks = train.batch_blocks(reader.block_tokens, reader.samples_per_block())
-    watch = MemoryWatch(world, read_geometry(folder), train, reader.block_tokens, batch_blocks)
+    geometry = read_geometry(folder)
+    watch = MemoryWatch(world, geometry, train, reader.block_tokens, batch_blocks)
     timeouts = Timeouts(train.start_timeout_s, train.timeout_s)
     with process_group(world, train.start_timeout_s), watch.explained(), StopRequest() as stop:
         portion = portion_of(world, train)
@@ -141,7 +142,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         events.emit(EventName.RUN_START, world_size=world.size, last_step=last_step, **placed, **sizes)
         sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
         wrapped.train()
-        meter = Meter.of(world, watch.geometry, train)
+        meter = Meter.of(world, geometry, train)
         count, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
         with (
             Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, job.lock, count, buffers) as saver,

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.state import own_part
@@ -171,22 +170,3 @@ class HostBuffers:
             except RuntimeError as error:
                 self.trouble = f"host memory cannot be page-locked ({error}): copies take longer"
         return slab
-
-
-def host_free_bytes() -> int:
-    """Return the bytes that are free in the system, or in the container or batch job of this process if fewer.
-
-    Of a cgroup, inactive file cache counts as free.
-    """
-    free_bytes = [psutil.virtual_memory().available]
-    names: list[Path] = []
-    with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        names = [Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")]
-    for folder in [Path("/sys/fs/cgroup") / path for name in names for path in (name, *name.parents)]:
-        with suppress(OSError, ValueError):  # without a limit it reads `max`
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free_bytes.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
-    return min(free_bytes)

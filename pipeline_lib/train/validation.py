@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
+from pipeline_lib.data.chat_template import last_question
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.model.batch import Portion, block_losses, empty_block, logits_at, make_batch
@@ -111,13 +111,6 @@ class Validations:
 SAMPLES_NAME = "samples.jsonl"
 PROMPTS = 2
 NEW_TOKENS = 48
-_LAST_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
-
-
-def question_of(prompt: str) -> str:
-    """Return the last user turn of a rendered prompt; the whole prompt if the template is of another kind."""
-    turns = _LAST_QUESTION.findall(prompt)
-    return str(turns[-1]).strip() if turns else prompt
 
 
 @dataclass(frozen=True)
@@ -150,7 +143,7 @@ class Sampler:
         rows = [
             {
                 "step": step,
-                "prompt": question_of(self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)),
+                "prompt": last_question(self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)),
                 "reference": self._text(first_answer(document)),
                 "answer": self._text(answer),
             }

@@ -27,12 +27,13 @@ from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import sha256_file, write_json
+from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.train import checkpoint, staging
 from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, tensor_shapes, write_file
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
-from pipeline_lib.train.staging import HostBuffers, host_free_bytes
+from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.state import own_part
 from tests.locks import hold
 from tests.ranks import run_ranks
