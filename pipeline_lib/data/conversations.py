@@ -23,7 +23,7 @@ def parse(text: str) -> Any:
         return _STRICT.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{error.msg} at {place}") from error
+        raise ValueError(f"{error.msg.removesuffix(' at')} at {place}") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError as error:

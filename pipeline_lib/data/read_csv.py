@@ -83,12 +83,12 @@ def _checked_header(fields: list[str] | None, bad: BadRow | None, where: str) ->
 
 def _undecodable(fields: list[str]) -> BadRow | None:
     """Return the reason if a field is not UTF-8: its bad bytes were decoded as lone surrogates, which UTF-8 lacks."""
-    for field in fields:
+    for number, field in enumerate(fields, start=1):
         try:
             field.encode()
         except UnicodeEncodeError:
             what = guess(field.encode("utf-8", "surrogateescape"))
-            return BadRow(Reason.BAD_UTF8, f"{field!r:.60} is not UTF-8; {what}")
+            return BadRow(Reason.BAD_UTF8, f"field {number} is not UTF-8; {what}")
     return None
 
 

@@ -202,7 +202,10 @@ def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
         return None
     supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
     flops = step_flops(case.geometry, case.train, round(tokens), round(tokens * workload.document_tokens), supervised)
-    return step_s.inverse(flops.causal / (peak_flop_s * case.machine.ranks))
+    mfu = step_s.inverse(flops.causal / (peak_flop_s * case.machine.ranks))
+    if case.train.precision == "fp8":  # the peak is that of half precision
+        return mfu
+    return Figure(min(1.0, mfu.value), min(1.0, mfu.low), min(1.0, mfu.high))
 
 
 def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:

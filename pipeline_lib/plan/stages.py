@@ -231,7 +231,10 @@ def needs_of(
         data = [replace(tokenize_need(has_near_duplicates, data_bytes), disk_bytes=2 * data_bytes)]
         data.append(replace(shard_need(2 * data_bytes), disk_bytes=2 * data_bytes))
     return [
-        Need("download", 1, _STAGE_BYTES, disk_bytes=model_bytes + (data_bytes or 0), note="needs the network"),
+        replace(
+            Need("download", 1, _STAGE_BYTES, disk_bytes=model_bytes + (data_bytes or 0)),
+            note="needs the network, unless model and data are local",
+        ),
         *data,
         of_train,
         merge_need(run, model_bytes + trained_bytes(run)),

@@ -59,7 +59,7 @@ def test_lists_come_as_json_text(tmp_path: Path) -> None:
 BAD_RECORDS: dict[bytes, tuple[Reason, str]] = {
     b"a": (Reason.BAD_CSV, "1 fields where the header has 2"),
     b'"a"x,b': (Reason.BAD_CSV, "expected after"),
-    b"a,\xff": (Reason.BAD_UTF8, "is not UTF-8"),
+    b"a,\xff": (Reason.BAD_UTF8, "field 2 is not UTF-8"),
     b"a,b\0": (Reason.BAD_TEXT, "NUL"),
     b"a,": (Reason.EMPTY, "the assistant's message has no text"),
     b"a,b\rc": (Reason.BAD_CSV, "new-line character"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.data.conversations import MAX_TURNS, BadRow, Content, Conversation, Reason, Text
+from pipeline_lib.data.conversations import MAX_TURNS, BadRow, Content, Conversation, Reason, Text, parse
 from pipeline_lib.data.layouts import AmbiguousRow, Format, Layout, detect, to_content
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -85,6 +85,11 @@ def test_rows_of_each_format_become_messages(row: Any, row_format: Format, messa
     assert isinstance(content, Conversation) and content.tools is None
     assert content.messages == (messages["messages"] if isinstance(messages, dict) else messages)
     assert {content.messages[number]["role"] for number in content.supervised} == {"assistant"}
+
+
+def test_where_json_is_broken_is_said() -> None:
+    with pytest.raises(ValueError, match=r"^Unterminated string starting at column 14$"):
+        parse('{"messages": "a')
 
 
 def test_raw_text_stays_as_it_is() -> None:

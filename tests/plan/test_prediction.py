@@ -74,6 +74,7 @@ def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: t
     assert sum(one.exposed_s for one in found.exchanges) == pytest.approx(found.parts["exchange"], abs=1e-9)
     assert found.mfu is not None
     assert found.mfu.value < 1
+    assert found.mfu.high <= 1 or found.train.precision == "fp8"
 
 
 @given(geometry=geometries, way=ways, counts=fleets)
