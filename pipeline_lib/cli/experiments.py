@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from pipeline_lib.cli.internal import run_one_stage
 from pipeline_lib.cli.machines import positive
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
-from pipeline_lib.core.errors import ConfigError, IntegrityError
+from pipeline_lib.config.load import load_configs
+from pipeline_lib.config.schema import Config
+from pipeline_lib.core.errors import ConfigError, HubError, IntegrityError
 from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -158,24 +161,34 @@ def import_config(arguments: argparse.Namespace) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check a config and say that it has no problems. Raise ConfigError with all of its problems."""
+    """Check a config and say that it has no problems. Raise ConfigError with all of its problems.
+
+    Raise HubError if a hub that has to be asked cannot be, after what can be said without it.
+    """
     from pipeline_lib.config.checks import warnings_of
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import lengths_of_runs, long_evaluations, refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
-    found = open_experiments(
-        arguments.config,
-        store,
-        lambda config: refuse_impossible(config, store),
-        lambda config: learn_architecture(config, store, say),
-    )
-    configs = [experiment.config for experiment in found]
-    lengths, short = lengths_of_runs(configs, store, source)
-    for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):
-        say(f"{source}: warning: {text}")
-    for text in lengths:
-        say(f"{source}: {text}")
+
+    def say_more(configs: Sequence[Config]) -> None:
+        lengths, short = lengths_of_runs(configs, store, source)
+        for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):
+            say(f"{source}: warning: {text}")
+        for text in lengths:
+            say(f"{source}: {text}")
+
+    try:
+        found = open_experiments(
+            arguments.config,
+            store,
+            lambda config: refuse_impossible(config, store),
+            lambda config: learn_architecture(config, store, say),
+        )
+    except HubError as error:
+        say_more(load_configs(arguments.config))
+        raise HubError(f"{error}. As far as can be seen without the hub, {source} has no problems") from error
+    say_more([experiment.config for experiment in found])
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")
         return

@@ -61,8 +61,8 @@ def geometry_of(config: Config, store: Store) -> Geometry:
     name = getattr(config.model, "name", getattr(config.model, "path", config.model.source))
     raise DataError(
         f"model: the sizes of {name} are not known here: it was not downloaded to {store.root}, and is none of the "
-        "published Qwen models that the plan has a table of; run `snakemake`, which downloads it, or name a folder "
-        "with its config.json (model: {source: local, path: ...})"
+        "published Qwen models that the plan has a table of; for a plan alone, put its config.json into a folder and "
+        "name that (model: {source: local, path: ...}); `snakemake` downloads the model"
     )
 
 

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from pipeline_lib.cli.main import main
-from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError, HubError
 from pipeline_lib.core.store import Store
+from pipeline_lib.hub.snapshot import Revisions
 from pipeline_lib.plan.preflight import show_plan
 
 ROOT = Path(__file__).parents[2]
@@ -367,3 +368,21 @@ def test_measurements_that_cannot_be_used_are_named_with_both_files(
     assert said in done.stderr
     assert "error: config/config.yaml: 1 problem\n" in done.stderr
     assert said in plan(config=config, command="check").stderr
+
+
+def test_check_says_what_it_can_where_the_hub_is_out_of_reach(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Revisions, "commit_of", unreachable)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is this?", "completion": "A row of a few words."}\n' * 200)
+    local = BIG.replace("{source: huggingface, name: owner/rows}", "{source: file, path: rows.jsonl}")
+    done = plan(config=local.replace("strategy: auto", "strategy: auto, method: lora"), command="check")
+    assert done.returncode == 69, done.stderr
+    assert "config.yaml: 1 optimizer step\n" in done.stdout
+    assert re.search(
+        r"no route to the hub. As far as can be seen without the hub, \S+config.yaml has no problems", done.stderr
+    )
+
+
+def unreachable(*_: Any) -> str:
+    raise HubError("no route to the hub")
