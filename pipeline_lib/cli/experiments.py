@@ -187,7 +187,7 @@ def check(arguments: argparse.Namespace) -> None:
         )
     except HubError as error:
         say_more(load_configs(arguments.config))
-        raise HubError(f"{error}. As far as can be seen without the hub, {source} has no problems") from error
+        raise HubError(f"{error}. Beside that, {source} has no problems that can be seen without the hub") from error
     say_more([experiment.config for experiment in found])
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")

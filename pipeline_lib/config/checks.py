@@ -132,7 +132,7 @@ def _cluster(config: Config) -> Iterator[Problem]:
         how = "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m pipeline_lib doctor"
         how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
-    if config.train.strategy == "auto" and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
+    if config.train.strategy == AUTO and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
         text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
         yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
 
@@ -215,14 +215,14 @@ def _any_of(values: tuple[object, ...]) -> str:
 
 def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     strategy = train.strategy
-    if strategy == "hsdp" or (strategy == "auto" and train.shard_ranks is not None):
+    if strategy == "hsdp" or (strategy == AUTO and train.shard_ranks is not None):
         yield from _replicas(train, cluster)
     elif train.shard_ranks is not None:
         yield ("train", "shard_ranks"), f"works only with train.strategy: hsdp, but that is {strategy}; remove it"
     yield from _left_to_auto(train)
     if train.ranks_per_block > 1:
         yield from _context(train, cluster)
-    if train.unit_layers != _DEFAULT.unit_layers and strategy not in ("auto", "fsdp", "hsdp"):
+    if train.unit_layers != _DEFAULT.unit_layers and strategy not in (AUTO, "fsdp", "hsdp"):
         yield ("train", "unit_layers"), f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
     if train.offload not in OFFLOADS[strategy]:
         text = f"{train.offload} does not work with train.strategy: {strategy}"
@@ -235,13 +235,13 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     elif train.kept_attention_layers != AUTO and train.precision == "fp32":
         text = "has no effect with train.precision: fp32, in which no layer keeps them"
         yield ("train", "kept_attention_layers"), f"{text}; remove it"
-    if train.reshard is False and strategy not in ("auto", "fsdp", "hsdp"):
+    if train.reshard is False and strategy not in (AUTO, "fsdp", "hsdp"):
         text = f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
         yield ("train", RENAMED["reshard"]), text
     if train.compile is True and strategy == "zero3":
         text = "does not work with train.strategy: zero3, which changes weights within layers"
         yield ("train", "compile"), f"{text}; {_use(_OTHERS)}"
-    if train.deepspeed_json is not None and not strategy.startswith(("auto", "zero")):
+    if train.deepspeed_json is not None and not strategy.startswith((AUTO, "zero")):
         text = f"works only with DeepSpeed, but train.strategy is {strategy}"
         yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
     elif train.deepspeed_json is not None:
@@ -267,7 +267,7 @@ def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:
     key = ("train", "offload_activations")
     if cluster.device == "cpu":
         yield key, "has no effect without GPUs, whose memory it saves; remove it, or set cluster.gpus_per_node"
-    if train.recompute not in ("auto", "full"):
+    if train.recompute not in (AUTO, "full"):
         text = f"works only with train.{RENAMED['recompute']}: full, but that is {train.recompute}"
         yield key, f"{text}; set that, or remove one of them"
     if train.uses_deepspeed:
@@ -282,7 +282,7 @@ def _left_to_auto(train: Train) -> Iterator[Problem]:
         "local_sgd_steps": ("ddp",),
     }
     for key, strategies in of_few.items():
-        if train.strategy == "auto" and getattr(train, key) != getattr(_DEFAULT, key):
+        if train.strategy == AUTO and getattr(train, key) != getattr(_DEFAULT, key):
             text = f"does not work with train.strategy: auto; name the strategy ({_any_of(strategies)})"
             yield ("train", key), f"{text} or remove it"
 
@@ -296,7 +296,7 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
     text = f"hsdp needs several replicas of several ranks each, but a replica has {shard_ranks} of the {ranks} ranks"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
-    remedy = "remove it" if train.strategy == "auto" else "set train.strategy: fsdp or ddp"
+    remedy = "remove it" if train.strategy == AUTO else "set train.strategy: fsdp or ddp"
     yield key, f"{text}; {f'train.shard_ranks may be {_any_of(legal)}' if legal else remedy}"
 
 
@@ -307,7 +307,7 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if is_power_sgd and train.strategy != "ddp":
         text = f"powersgd does not work with train.strategy: {train.strategy}; {_use(('ddp',))}, or this key bf16"
         yield ("train", "gradient_compression"), text
-    if k > 1 and train.strategy not in ("auto", "ddp"):
+    if k > 1 and train.strategy not in (AUTO, "ddp"):
         yield ("train", "local_sgd_steps"), f"does not work with train.strategy: {train.strategy}; {_use(('ddp',))}"
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
         if is_used and train.precision == "fp16":

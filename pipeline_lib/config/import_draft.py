@@ -214,7 +214,8 @@ OFF = "empty or switched off there, so nothing changes"
 
 def _reason(one: Given, reasons: Mapping[str, str]) -> str:
     name = spelled(one.name).removeprefix("deepspeed.")
-    if one.value in (None, "", 0, [], {}):  # 0 equals false
+    is_single = one.value == 1 and name.endswith(("parallel_size", "parallel_degree"))
+    if one.value in (None, "", 0, [], {}) or is_single:  # 0 equals false
         return OFF
     if reason := next((reasons[key] for key in (name, name.partition(".")[0]) if key in reasons), None):
         return reason
@@ -312,7 +313,7 @@ def _without_a_key(draft: Draft) -> list[str]:
     lines = []
     for title, rows in (
         ("Changed, and no key says it", [row for row in draft.rows if row.part == Part.CHANGED and not row.here]),
-        ("Without equivalent here", [row for row in draft.rows if row.part == Part.NONE and row.why != OFF]),
+        ("Not converted", [row for row in draft.rows if row.part == Part.NONE and row.why != OFF]),
     ):
         lines += [f"# {title}:"] if rows else []
         for row in rows:

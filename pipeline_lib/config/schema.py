@@ -352,8 +352,8 @@ class Cluster(Section):
     memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None,
         description="host memory of a node in GB: the plan checks against it, and a SLURM job requests it; default:"
-        " with GPUs the plan assumes a typical size, without GPUs it checks nothing, and a job requests what the plan"
-        " predicts",
+        " for named GPUs the plan checks offloading against a typical size, else it checks nothing; a job requests what"
+        " the plan predicts",
     )
     runtime_minutes: Annotated[int, Field(ge=1, le=366 * 24 * 60)] | None = Field(
         None,

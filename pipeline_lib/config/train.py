@@ -7,7 +7,7 @@ from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerial
 
 from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed
 
-AUTO = "auto"  # the plan chooses the value
+AUTO = "auto"  # the plan chooses the value; in a DeepSpeed JSON: ours is kept
 
 # The linear modules of a layer, of one with a gated delta rule, and the matrices of experts, by peft's names.
 LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -236,7 +236,7 @@ class Group:
     def at(self, place: int) -> Estimate:
         """Return the estimate at `place`, with `auto` resolved as by `Setting.estimate`.
 
-        Only the smallest micro-batch may keep the attention's results of fewer layers. So a larger one is never slower.
+        Only the first of `sizes` may keep the attention's results of fewer layers: a larger one is then never slower.
         """
         if place not in self._made:
             kept = self.on_device.keeping_everything(place)

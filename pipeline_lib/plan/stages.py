@@ -231,8 +231,11 @@ def needs_of(
         data = [replace(tokenize_need(has_near_duplicates, data_bytes), disk_bytes=2 * data_bytes)]
         data.append(replace(shard_need(2 * data_bytes), disk_bytes=2 * data_bytes))
     return [
-        replace(
-            Need("download", 1, _STAGE_BYTES, disk_bytes=model_bytes + (data_bytes or 0)),
+        Need(
+            "download",
+            1,
+            _STAGE_BYTES,
+            disk_bytes=model_bytes + (data_bytes or 0),
             note="needs the network, unless model and data are local",
         ),
         *data,

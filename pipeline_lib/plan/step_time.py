@@ -202,7 +202,7 @@ def _carried(measured: Pass, now: Pass, then: Pass, end: End) -> Pass:
 
 @dataclass(frozen=True)
 class LayerForward:
-    """The forward pass of one token through one average layer by formula: weights in products, and seconds."""
+    """One token in one average layer by formula: weights in products, and seconds of the forward pass."""
 
     weights: float  # experts, and fp8, count as the dense products in half precision that would take as long
     adapters: float
@@ -210,6 +210,7 @@ class LayerForward:
     attention_s: float
     delta_s: float
     pointwise_s: float
+    backward_pointwise_s: float  # of the backward pass
 
     @property
     def sum_s(self) -> float:
@@ -235,7 +236,7 @@ def layer_forward(geometry: Geometry, train: Train, speeds: Speeds, document_tok
         rounded = geometry.adapted_linears(Lora()).values()  # not experts, so those that can have adapters
         products -= (1 - 1 / _FP8_GAIN) * sum(inputs * outputs for inputs, outputs in rounded)
     products_s = 2 * (products + adapters) * matmul_s
-    return LayerForward(products, adapters, products_s, attention_s, delta_s, _pointwise(geometry, train, speeds)[0])
+    return LayerForward(products, adapters, products_s, attention_s, delta_s, *_pointwise(geometry, train, speeds))
 
 
 def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: float, _: float) -> Passes:
@@ -243,7 +244,7 @@ def _layer(geometry: Geometry, train: Train, speeds: Speeds, document_tokens: fl
     trained = forward.weights * _trained_fraction(geometry, train) if train.method == "full" else forward.adapters
     of_weights_s = 2 * trained / speeds.matmul_flop_s
     mixing_s = forward.attention_s + forward.delta_s
-    backward_s = forward.products_s + of_weights_s + 2 * mixing_s + _pointwise(geometry, train, speeds)[1]
+    backward_s = forward.products_s + of_weights_s + 2 * mixing_s + forward.backward_pointwise_s
     kept = kept_attention(geometry, train, document_tokens) / max(1, geometry.attention_layers)
     again = {"none": 0.0, "selective": forward.pointwise_s, "full": forward.sum_s - kept * forward.attention_s}
     again_s = again[recompute_of(train)]

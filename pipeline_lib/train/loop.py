@@ -49,7 +49,7 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
 
 
-# The training loop of one rank, from the newest checkpoint to the last step.
+# The loop itself.
 
 LISTED_BLOCKS = 16  # per step, in a message; the events name all
 

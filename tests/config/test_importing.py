@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainingArguments
 
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.import_draft import Part, Row
+from pipeline_lib.config.import_draft import OFF, Part, Row
 from pipeline_lib.config.importing import Imported, import_files
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import TinyModel
@@ -301,6 +301,8 @@ def test_gpus_that_share_a_sequence_are_said_to_have_a_key_here() -> None:
 
     assert "the key for it here is train.context_ranks" in row_of(result, "sequence_parallel_size").why
     assert row_of(result, "tensor_parallel.autotp_size").why.endswith("not over tensors or stages")
+    off = imported(write("off.json", AUTO | {"sequence_parallel_size": 1}))
+    assert row_of(off, "sequence_parallel_size").why == OFF
 
 
 @pytest.mark.parametrize("key", ["hf_hub_token", "swanlab_api_key", "hub_token", "swanlab_lark_secret"])
@@ -314,7 +316,7 @@ def test_a_secret_is_nowhere(key: str) -> None:
 def test_what_has_no_equivalent_stands_in_the_config_as_a_comment() -> None:
     text = from_yaml(LORA + "quantization_bit: 4\n").text
 
-    changed, without = text.partition("# Without equivalent here:\n")[::2]
+    changed, without = text.partition("# Not converted:\n")[::2]
     assert "#   - quantization_bit: 4: for a base in 4 bits (QLoRA) set train.lora.base: nf4 yourself; " in without
     assert "#   - ddp_timeout: 180000000: train.timeout_s stays 300 s" in changed
     assert "resume_from_checkpoint" not in text

@@ -379,9 +379,7 @@ def test_check_says_what_it_can_where_the_hub_is_out_of_reach(
     done = plan(config=local.replace("strategy: auto", "strategy: auto, method: lora"), command="check")
     assert done.returncode == 69, done.stderr
     assert "config.yaml: 1 optimizer step\n" in done.stdout
-    assert re.search(
-        r"no route to the hub. As far as can be seen without the hub, \S+config.yaml has no problems", done.stderr
-    )
+    assert "no route to the hub. Beside that, config/config.yaml has no problems that can be seen" in done.stderr
 
 
 def unreachable(*_: Any) -> str:

@@ -164,6 +164,7 @@ EAGER = 4  # of these: compiling takes time
 VARIANTS: list[dict[str, Any]] = [
     *({"recompute": recompute} for recompute in ("none", "selective", "full")),
     {"precision": "bf16", "recompute": "full"},
+    {"compile": True, "recompute": "full"},
     {"compile": True, "recompute": "selective"},
     {"method": "lora", "lora": {"rank": 4}, "compile": True, "recompute": "full"},
 ]
