@@ -12,7 +12,7 @@ from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.context import allowed_counts
+from pipeline_lib.plan.context import allowed_counts, sharing_counts
 from pipeline_lib.plan.document import TO_A_BLOCK
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
 from pipeline_lib.plan.memory import MARGIN, Memory, predict
@@ -263,12 +263,6 @@ def _choice(
     return Choice(chosen, best, considered, left_out, fitting, near)
 
 
-def fastest(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Prediction | None:
-    """Return what `choose` chooses with `strategy: auto`, without looking at anything else; None if nothing fits."""
-    found = simplest_of_fastest(setting, _considered(setting, train, held, has_deepspeed))
-    return None if found is None else found.predict()
-
-
 def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen: Train) -> Choice | None:
     """Return the choice of `chosen` where nothing fits, beside the way of each strategy that needs least memory.
 
@@ -342,6 +336,17 @@ class Wanted:
     def fits(self) -> bool:
         """True if at least one way to train fits."""
         return any(fits(memory, self.setting.machine) for _, memory in leanest(self))
+
+
+def fastest(wanted: Wanted) -> Prediction | None:
+    """Return what `choose` chooses, without looking at anything else; None if nothing fits or may be configured."""
+    setting, train, held = wanted.setting, wanted.train, wanted.held
+    sizes = setting.workload.block_tokens, setting.batch_blocks
+    if not is_legal(train, setting.ranks) or not sharing_counts(setting.geometry, train, held, setting.ranks, *sizes):
+        return None
+    has_deepspeed = wanted.has_deepspeed or train.strategy != AUTO  # a named strategy is planned in any case
+    found = simplest_of_fastest(setting, _considered(setting, train, held, has_deepspeed))
+    return None if found is None else found.predict()
 
 
 def no_way(wanted: Wanted) -> str | None:
