@@ -15,7 +15,7 @@ from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.context import allowed_counts, sharing_counts
 from pipeline_lib.plan.document import TO_A_BLOCK
 from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
-from pipeline_lib.plan.memory import MARGIN, Memory, predict
+from pipeline_lib.plan.memory import Memory, predict
 from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import (
     Prediction,
@@ -24,6 +24,7 @@ from pipeline_lib.plan.predict import (
     host_bytes_of_node,
     lacks_host_memory,
     memory_of,
+    usable_fraction,
 )
 from pipeline_lib.plan.search import (
     Group,
@@ -48,7 +49,7 @@ from pipeline_lib.plan.workload import (
 #
 # Changes of placement come first, ordered by their expected cost in time. Changes of the training itself come after
 # them: another optimizer, or adapters instead of all weights. No remedy is offered that a later check refuses, that
-# needs DeepSpeed where it is not installed, or that is not predicted to fit with a margin.
+# needs DeepSpeed where it is not installed, or that is not predicted to fit with the margin that the plan keeps.
 
 AT_MOST = 3
 # Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving the micro-batch
@@ -108,11 +109,11 @@ def remedies(
 
     `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if it is above 1.
     """
-    limit = device_bytes * (1 - MARGIN)
     found: list[Remedy] = []
     possible = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
     for remedy in sorted(possible, key=lambda each: each.cost):
-        if remedy.needed_bytes <= limit and not any(_goes_further(remedy.changes, way.changes) for way in found):
+        is_enough = remedy.needed_bytes <= device_bytes * usable_fraction(remedy.memory)
+        if is_enough and not any(_goes_further(remedy.changes, way.changes) for way in found):
             found.append(remedy)
     return found[:AT_MOST]
 
