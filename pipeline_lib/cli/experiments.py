@@ -161,7 +161,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Check a config and say that it has no problems. Raise ConfigError with all of its problems."""
     from pipeline_lib.config.checks import warnings_of
     from pipeline_lib.plan.known import learn_architecture
-    from pipeline_lib.plan.preflight import lengths_of_runs, long_evaluations, refuse_impossible
+    from pipeline_lib.plan.preflight import lengths_of_runs, little_memory, long_evaluations, refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
     found = open_experiments(
@@ -172,7 +172,7 @@ def check(arguments: argparse.Namespace) -> None:
     )
     configs = [experiment.config for experiment in found]
     lengths, short = lengths_of_runs(configs, store, source)
-    for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):
+    for text in (*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store)):
         say(f"{source}: warning: {text}")
     for text in lengths:
         say(f"{source}: {text}")

@@ -136,7 +136,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
     elif not choice.chosen.fits:
         too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
-        too_large += what_would_fit(wanted) if machine.is_gpu else []
+        too_large += what_would_fit(wanted)
         if is_hopeless(choice.chosen.memory, machine):
             problem = too_large
         else:
