@@ -167,13 +167,14 @@ def check(arguments: argparse.Namespace) -> None:
     """
     from pipeline_lib.config.checks import warnings_of
     from pipeline_lib.plan.known import learn_architecture
-    from pipeline_lib.plan.preflight import lengths_of_runs, long_evaluations, refuse_impossible
+    from pipeline_lib.plan.preflight import lengths_of_runs, little_memory, long_evaluations, refuse_impossible
 
     store, source = Store.from_env(os.environ), str(arguments.config)
 
     def say_more(configs: Sequence[Config]) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
-        for text in (*warnings_of(configs), *short, *long_evaluations(configs, store)):
+        warnings = (*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store))
+        for text in warnings:
             say(f"{source}: warning: {text}")
         for text in lengths:
             say(f"{source}: {text}")

@@ -122,7 +122,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     choice, problem = _choice(wanted)
     if not is_explained:
         return Answer(_content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None)
-    is_auto, changes = question.train.strategy == AUTO, advice(choice, setting, question.has_deepspeed)
+    is_auto, changes = question.train.strategy == AUTO, advice(choice, wanted)
     words: dict[str, Any] = {
         "chosen": why_chosen(choice, setting, is_auto),
         "verdicts": verdicts(choice, setting, is_auto),
@@ -136,7 +136,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         words["chosen"] = f"{describe(choice.chosen)}: needs the least memory, and does not fit"
     elif not choice.chosen.fits:
         too_large = [lacking(choice.chosen.train, choice.chosen.memory, machine)]
-        too_large += what_would_fit(wanted) if machine.is_gpu else []
+        too_large += what_would_fit(wanted)
         if is_hopeless(choice.chosen.memory, machine):
             problem = too_large
         else:

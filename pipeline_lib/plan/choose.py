@@ -4,18 +4,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 from pipeline_lib.config.checks import OFFLOADS
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.context import allowed_counts
+from pipeline_lib.plan.context import allowed_counts, sharing_counts
 from pipeline_lib.plan.document import TO_A_BLOCK
-from pipeline_lib.plan.machine import Machine, Ranks, find_gpu, gpu_names
-from pipeline_lib.plan.memory import MARGIN, Memory, predict
+from pipeline_lib.plan.machine import Machine, find_gpu, gpu_names
+from pipeline_lib.plan.memory import Memory
 from pipeline_lib.plan.near import NearMiss
 from pipeline_lib.plan.predict import (
     Prediction,
@@ -25,7 +24,9 @@ from pipeline_lib.plan.predict import (
     lacks_host_memory,
     memory_of,
 )
+from pipeline_lib.plan.remedies import Remedy, remedies
 from pipeline_lib.plan.search import (
+    OFFLOAD,
     Group,
     Setting,
     fastest_near_miss,
@@ -35,168 +36,11 @@ from pipeline_lib.plan.search import (
     simplest_of_fastest,
 )
 from pipeline_lib.plan.workload import (
-    can_keep_attention,
     can_keep_on_host,
-    eager_under_deepspeed,
     free_keys,
-    keeps_on_host,
-    recompute_of,
+    is_sharded,
     settled,
 )
-
-# Remedies: the cheapest changes of `train` that make a run fit that does not, each with its predicted memory.
-#
-# Changes of placement come first, ordered by their expected cost in time. Changes of the training itself come after
-# them: another optimizer, or adapters instead of all weights. No remedy is offered that a later check refuses, that
-# needs DeepSpeed where it is not installed, or that is not predicted to fit with a margin.
-
-AT_MOST = 3
-# Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving the micro-batch
-# costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 % of the time in practice.
-_COSTS: dict[str, dict[Any, float]] = {
-    "strategy": {"ddp": 0.0, "hsdp": 0.02, "fsdp": 0.03, "zero1": 0.04, "zero2": 0.05, "zero3": 0.07},
-    "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
-    "reshard": {False: 0.0, True: 0.015},
-    "offload_activations": {False: 0.0, True: 0.03},
-    "kept_attention_layers": {0: 0.1},
-    "offload": {"none": 0.0, "optimizer": 1.0, "optimizer+params": 2.0},
-}
-_HALVING_COST = 0.06
-_OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
-# 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that fits.
-_OPTIMIZERS = ("adamw", "adamw_8bit")
-_LEAST_SAVING = 0.97  # of the present memory: a change that leaves more than this is no remedy
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """New values of keys of `train`, the memory predicted with them, and their expected cost.
-
-    `needed_bytes` is the predicted total, scaled up where earlier predictions were too low. `cost` is a fraction of the
-    step time.
-    """
-
-    changes: dict[str, Any]
-    memory: Memory
-    needed_bytes: int
-    cost: float
-
-    def __str__(self) -> str:
-        """Return the remedy as one line for a message."""
-        as_written = {
-            key: str(value).lower() if isinstance(value, bool) else value for key, value in self.changes.items()
-        }
-        keys = ", ".join(f"{in_file(key)}: {value}" for key, value in as_written.items())
-        notes = {"method": "trains adapters instead", "optimizer": "another optimizer, so another run"}
-        note = "; ".join(text for key, text in notes.items() if key in self.changes)
-        return f"{keys}  ({gib(self.needed_bytes)} a GPU{f'; {note}' if note else ''})"
-
-
-def remedies(
-    geometry: Geometry,
-    train: Train,
-    ranks: Ranks,
-    block_tokens: int,
-    batch_blocks: int,
-    device_bytes: int,
-    ratio: float,
-    has_deepspeed: bool,
-) -> list[Remedy]:
-    """Return up to AT_MOST remedies, the cheapest first; none of them extends another. Empty if nothing is enough.
-
-    A step has `batch_blocks` blocks of `block_tokens` tokens over all ranks.
-
-    `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if it is above 1.
-    """
-    limit = device_bytes * (1 - MARGIN)
-    found: list[Remedy] = []
-    possible = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
-    for remedy in sorted(possible, key=lambda each: each.cost):
-        if remedy.needed_bytes <= limit and not any(_goes_further(remedy.changes, way.changes) for way in found):
-            found.append(remedy)
-    return found[:AT_MOST]
-
-
-def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Return whether `changes` include all of `others`; a smaller micro-batch counts as included."""
-    micro = "micro_batch_blocks"
-    return all(
-        key in changes and (changes[key] == value or (key == micro and changes[key] < value))
-        for key, value in others.items()
-    )
-
-
-def least(
-    geometry: Geometry,
-    train: Train,
-    ranks: Ranks,
-    block_tokens: int,
-    batch_blocks: int,
-    ratio: float,
-    has_deepspeed: bool,
-) -> Remedy | None:
-    """Return the change that needs least memory, whether it fits or not; None if nothing can be changed."""
-    found = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
-    return min(found, key=lambda each: each.needed_bytes, default=None)
-
-
-def alternatives(
-    geometry: Geometry,
-    train: Train,
-    ranks: Ranks,
-    block_tokens: int,
-    batch_blocks: int,
-    ratio: float,
-    has_deepspeed: bool,
-) -> Iterator[Remedy]:
-    """Yield every legal way to train on the same global batch that needs less memory and can run here."""
-
-    def memory_of(way: Train) -> Memory:
-        return predict(geometry, way, ranks, block_tokens, way.accumulation(batch_blocks, ranks.total))
-
-    now_bytes = memory_of(train).total_bytes
-    for changes in _changes(train, ranks, block_tokens):
-        changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
-        if not {"recompute", "kept_attention_layers"} & changes.keys() and recompute_of(changed) != "full":
-            changed = changed.model_copy(update={"kept_attention_layers": AUTO})  # a number has no effect
-        can_run = changed.strategy not in geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
-        if can_run and is_legal(changed, ranks):
-            memory = memory_of(changed)
-            if memory.total_bytes < _LEAST_SAVING * now_bytes:
-                yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))
-
-
-def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str, Any]]:
-    kept, full = train.kept_attention_layers, train.model_copy(update={"recompute": "full"})
-    smaller = [size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0]
-    choices: dict[str, list[Any]] = {
-        "micro_batch_blocks": [*smaller, train.micro_batch_blocks],
-        "strategy": list(_COSTS["strategy"]) if ranks.total > 1 else [train.strategy],
-        "recompute": list(_COSTS["recompute"]),
-        "reshard": [False, True] if train.reshard is False else [train.reshard],
-        "offload": list(_COSTS["offload"]),
-        "offload_activations": list(_COSTS["offload_activations"]),
-        "kept_attention_layers": [kept, 0] if kept and can_keep_attention(full, block_tokens) else [kept],
-        "optimizer": list(_OPTIMIZERS),
-        "method": sorted({train.method, "lora"}),
-    }
-    now = {key: getattr(train, key) for key in choices}
-    now |= {"recompute": recompute_of(train), "offload_activations": keeps_on_host(train)}
-    for values in product(*choices.values()):
-        changes = {key: value for key, value in zip(choices, values, strict=True) if value != now[key]}
-        if changes:
-            yield changes
-
-
-def _cost(train: Train, changes: dict[str, Any]) -> float:
-    cost = 0.0
-    for key, costs in _COSTS.items():
-        if key in changes:
-            cost += max(0.0, costs[changes[key]] - costs.get(getattr(train, key), 0.0)) + 0.001
-    micro: int = changes.get("micro_batch_blocks", train.micro_batch_blocks)
-    cost += _HALVING_COST * math.log2(train.micro_batch_blocks / micro)
-    return cost + sum(penalty for key, penalty in _OTHER_TRAINING.items() if key in changes)
-
 
 # The choice: the fastest way to train that fits, of all that the config leaves open.
 
@@ -261,12 +105,6 @@ def _choice(
     considered, fitting = sum(len(group.sizes) for group in found), sum(group.fitting for group in found)
     near = fastest_near_miss(setting, found, chosen if chosen.fits else None)
     return Choice(chosen, best, considered, left_out, fitting, near)
-
-
-def fastest(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Prediction | None:
-    """Return what `choose` chooses with `strategy: auto`, without looking at anything else; None if nothing fits."""
-    found = simplest_of_fastest(setting, _considered(setting, train, held, has_deepspeed))
-    return None if found is None else found.predict()
 
 
 def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen: Train) -> Choice | None:
@@ -342,6 +180,17 @@ class Wanted:
     def fits(self) -> bool:
         """True if at least one way to train fits."""
         return any(fits(memory, self.setting.machine) for _, memory in leanest(self))
+
+
+def fastest(wanted: Wanted) -> Prediction | None:
+    """Return what `choose` chooses, without looking at anything else; None if nothing fits or may be configured."""
+    setting, train, held = wanted.setting, wanted.train, wanted.held
+    sizes = setting.workload.block_tokens, setting.batch_blocks
+    if not is_legal(train, setting.ranks) or not sharing_counts(setting.geometry, train, held, setting.ranks, *sizes):
+        return None
+    has_deepspeed = wanted.has_deepspeed or train.strategy != AUTO  # a named strategy is planned in any case
+    found = simplest_of_fastest(setting, _considered(setting, train, held, has_deepspeed))
+    return None if found is None else found.predict()
 
 
 def no_way(wanted: Wanted) -> str | None:
@@ -424,7 +273,13 @@ def what_would_fit(wanted: Wanted) -> list[str]:
     settings = _freed(wanted) if wanted.train.strategy == AUTO else _remedies(wanted)
     sentences = [
         f"this would fit: {text}"
-        for text in (*settings, *_with_less_kept(wanted), *_in_4_bits(wanted), *_in_parts(wanted))
+        for text in (
+            *_with_less_offloaded(wanted),
+            *settings,
+            *_with_less_kept(wanted),
+            *_in_4_bits(wanted),
+            *_in_parts(wanted),
+        )
     ]
     if cluster := smallest_cluster(wanted):
         sentences.append(f"the smallest cluster that would do: {cluster}")
@@ -451,7 +306,10 @@ def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
 
 
 def _remedies(wanted: Wanted) -> Iterator[str]:
-    """Yield other values of given keys. Keys that the plan may choose already have their leanest value."""
+    """Yield other values of given keys, and the host memory that suffices without them.
+
+    Keys that the plan may choose already have their leanest value.
+    """
     machine, setting = wanted.setting.machine, wanted.setting
     device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
     lean = {"recompute": "full"} if wanted.train.recompute == AUTO else {}
@@ -460,12 +318,53 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
         train = setting.leaner(wanted.train.model_copy(update={**lean, "context_ranks": count}))
         known = (setting.geometry, train, setting.ranks, block_tokens, setting.batch_blocks, device_bytes)
         found = found or remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
-    for remedy in found:
-        more = f" and {host_memory(host_bytes_of_node(remedy.memory, machine))}"
-        yield f"{remedy}{more if lacks_host_memory(remedy.memory, machine) else _on_host(remedy.memory, machine)}"
+    found = [replace(remedy, is_least=_may_need_more(wanted, remedy.changes)) for remedy in found]
+    alone = _more_host_memory(wanted)
+
+    def lacks_host(remedy: Remedy) -> bool:
+        return lacks_host_memory(remedy.memory, machine)
+
+    first = list(takewhile(lambda remedy: not lacks_host(remedy) and not remedy.is_other_training, found))
+    yield from (f"{remedy}{_on_host(remedy.memory, machine)}" for remedy in first)
+    if alone is not None:
+        yield host_memory(alone)
+    for remedy in found[len(first) :]:
+        needed_bytes = host_bytes_of_node(remedy.memory, machine)
+        if not lacks_host(remedy):
+            yield f"{remedy}{_on_host(remedy.memory, machine)}"
+        elif alone is None or _in_gb(needed_bytes) < _in_gb(alone):
+            yield f"{remedy} and {host_memory(needed_bytes)}"
+
+
+def _may_need_more(wanted: Wanted, changes: dict[str, Any]) -> bool:
+    """Return whether the plan still chooses keys that need memory once these changes are made; they save time."""
+    changed = wanted.train.model_copy(update=changes)
+    keys = ("recompute", "reshard") if is_sharded(changed) else ("recompute",)
+    is_open = any(getattr(changed, key) == AUTO for key in keys)
+    return is_open or wanted.setting.keeps_auto(changed)
+
+
+def _with_less_offloaded(wanted: Wanted) -> Iterator[str]:
+    """Yield less offloading than the config asks for, if the host has no memory for that and the GPUs have it."""
+    train, machine = wanted.train, wanted.setting.machine
+    ways = leanest(wanted)
+    if not machine.is_gpu or not ways or not lacks_host_memory(ways[0][1], machine):
+        return
+    less = OFFLOAD[: OFFLOAD.index(train.offload)] if train.strategy != AUTO else ()  # else the key is to be left out
+    kept = [False] if train.offload_activations is True else []
+    for away, offload in product([train.offload_activations, *kept], [*less, train.offload]):
+        changes = {"offload": offload, "offload_activations": away}
+        changes = {key: value for key, value in changes.items() if value != getattr(train, key)}
+        way = leanest(replace(wanted, train=train.model_copy(update=changes)))[:1] if changes else []
+        for _, memory in way:
+            if fits(memory, machine):
+                remedy = Remedy(changes, memory, memory.total_bytes, 0.0, _may_need_more(wanted, changes))
+                yield f"{remedy}{_on_host(memory, machine)}"
+                return
 
 
 def _freed(wanted: Wanted) -> Iterator[str]:
+    alone = _more_host_memory(wanted)
     for key in wanted.held:
         if key != "context_ranks" and replace(wanted, held=[other for other in wanted.held if other != key]).fits:
             yield f"{in_file(key)} left out, so that the plan chooses it"
@@ -475,10 +374,12 @@ def _freed(wanted: Wanted) -> Iterator[str]:
             continue
         if other.fits:
             yield f"train.{key}: {value}  ({note}){_least_on_host(other)}"
-        elif more := _more_host_memory(other):
-            yield f"train.{key}: {value}  ({note}) and {more}"
-    if more := _more_host_memory(wanted):
-        yield more
+            continue
+        more = _more_host_memory(other)
+        if more is not None and (alone is None or _in_gb(more) < _in_gb(alone)):
+            yield f"train.{key}: {value}  ({note}) and {host_memory(more)}"
+    if alone is not None:
+        yield host_memory(alone)
 
 
 def _in_4_bits(wanted: Wanted) -> Iterator[str]:
@@ -513,8 +414,8 @@ def _with_less_kept(wanted: Wanted) -> Iterator[str]:
         yield "train.kept_attention_layers: auto  (more layers compute their attention again)"
 
 
-def _more_host_memory(wanted: Wanted) -> str | None:
-    """Return the key with the least host memory that suffices on these GPUs; None if no amount does."""
+def _more_host_memory(wanted: Wanted) -> int | None:
+    """Return the least host memory of a node that suffices on these GPUs, in bytes; None if no amount does."""
     roomy = wanted.on(replace(wanted.setting.machine, host_memory_bytes=_ANY_BYTES))
     machine = roomy.setting.machine
     # More ranks to a block need less host memory for its activations.
@@ -524,12 +425,16 @@ def _more_host_memory(wanted: Wanted) -> str | None:
         for count in roomy.setting.rank_counts(wanted.train, wanted.held)
     ]
     ways = [memory for given in each for _, memory in leanest(given) if fits(memory, machine)]
-    return host_memory(min(host_bytes_of_node(memory, machine) for memory in ways)) if ways else None
+    return min((host_bytes_of_node(memory, machine) for memory in ways), default=None)
 
 
 def host_memory(needed_bytes: int) -> str:
     """Return the config key that asks for this much host memory."""
-    return f"cluster.memory_gb: {math.ceil(needed_bytes / from_gigabytes(1))}, if the nodes have as much"
+    return f"cluster.memory_gb: {_in_gb(needed_bytes)}, if the nodes have as much"
+
+
+def _in_gb(needed_bytes: int) -> int:
+    return math.ceil(needed_bytes / from_gigabytes(1))
 
 
 def host_limit_in_words(machine: Machine) -> str:
@@ -576,13 +481,20 @@ def smallest_cluster(wanted: Wanted) -> str | None:
             ranks += f", {count} {TO_A_BLOCK}"
         sentences.append(f"{nodes}{ranks}{more}")
     kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
-    more_memory = [gpu for gpu in kinds if gpu.memory_bytes > (machine.gpu_memory_bytes or 0)]
+    more_memory = [gpu for gpu in kinds if machine.gpu_memory_bytes and gpu.memory_bytes > machine.gpu_memory_bytes]
     for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
         larger = wanted.on(replace(machine, name=gpu.name, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
-            sentences.append(f"the same number of {gpu.name} with {gib(gpu.memory_bytes)}{_least_on_host(larger)}")
+            shape = f"{_counted(machine.nodes, 'node')} of {_counted(machine.ranks_per_node, 'GPU')}"
+            sentences.append(
+                f"the configured {shape}, with {gpu.name} of {gib(gpu.memory_bytes)}{_least_on_host(larger)}"
+            )
             break
     return ", or ".join(sentences) or None
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _shapes(wanted: Wanted) -> Iterator[Machine]:

@@ -415,3 +415,22 @@ def _long_evaluation(config: Config, store: Store) -> list[str]:
     except PipelineError:
         return []
     return list(evaluation_warnings(config, question.geometry, question.workload, machine)) if machine else []
+
+
+def little_memory(configs: Sequence[Config], store: Store) -> list[str]:
+    """Return warnings about trainings that do not fit and are not refused: on CPUs a machine may have more memory."""
+    return collapsed([(config.experiment, list(_little_memory(config, store))) for config in configs])
+
+
+def _little_memory(config: Config, store: Store) -> Iterator[str]:
+    try:
+        question = question_of(config, store)
+        machine, batch = question.machine, question.batch(question.train)
+    except PipelineError:
+        return
+    if machine is None or machine.is_gpu or is_sealed(config, store, "train"):
+        return
+    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
+    ways = leanest(Wanted(setting, question.train, question.held, question.has_deepspeed))
+    if ways and lacks_host_memory(ways[0][1], machine):
+        yield lacking(*ways[0], machine)

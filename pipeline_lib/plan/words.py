@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeline_lib.config.train import AUTO
+from pipeline_lib.config.train import AUTO, in_file
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
-from pipeline_lib.plan.choose import Choice, fastest, host_limit_in_words
+from pipeline_lib.plan.choose import Choice, Wanted, fastest, host_limit_in_words
 from pipeline_lib.plan.document import PART_NAMES, bound_in_words
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import MARGIN, PARTS
 from pipeline_lib.plan.near import NearMiss, missed
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.workload import can_compile, has_fused_adapters
+from pipeline_lib.plan.workload import has_fused_adapters
 
 AT_MOST = 3  # pieces of advice
 _WORTH_SAYING = 1.05  # the least speedup worth a sentence
@@ -20,6 +20,8 @@ _HIDDEN = 0.1  # fraction of a step: communication that costs less counts as hid
 _LARGER_BATCHES = (2, 4, 8, 16)
 _FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # factors of the bandwidth between nodes
 _NAMED_PARTS = 3
+_ALSO_AUTO = ("offload_activations", "kept_attention_layers")  # the plan chooses them only where they are `auto`
+_LEFT_OPEN = {"strategy": AUTO, "shard_ranks": None, **dict.fromkeys(_ALSO_AUTO, AUTO)}
 
 
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
@@ -84,27 +86,23 @@ class Change:
         return f"{self.what} ({self.gain:.2f} times as fast)"
 
 
-def advice(choice: Choice, setting: Setting, has_deepspeed: bool) -> list[Change]:
+def advice(choice: Choice, wanted: Wanted) -> list[Change]:
     """Return up to AT_MOST changes: what `auto` would choose if no other key were given, then further ones.
 
-    Gains of the further changes are relative to that best choice, so that none is credited with another's gain.
+    Each is predicted alone, with all else as the config says. If the run does not fit, only the first is of use.
     """
     chosen = choice.chosen
-    best = _best(chosen, setting, has_deepspeed)
-    first = []
-    if best is not None and (not chosen.fits or chosen.step_s.value > _WORTH_SAYING * best.step_s.value):
-        took, free = brief(best.step_s.value), "train.strategy: auto, with no other placement key set"
-        text = f"{free}, would choose {describe(best)}: {took} a step"
-        first.append(Change(chosen.step_s.value / best.step_s.value, free, text))
-    now = best or chosen
+    first = list(_freed(chosen, wanted))
+    if not chosen.fits:
+        return first
     found = [
-        *_faster_network(now, setting),
-        *_larger_batch(now, setting, has_deepspeed),
-        *_fewer_nodes(now, setting, has_deepspeed),
-        *_without_dropout(now, setting),
+        *_faster_network(chosen, wanted),
+        *_larger_batch(chosen, wanted),
+        *_fewer_nodes(chosen, wanted),
+        *_without_dropout(chosen, wanted),
     ]
-    if not setting.workload.is_assumed:
-        real = setting.workload.real_fraction
+    if not wanted.setting.workload.is_assumed:
+        real = wanted.setting.workload.real_fraction
         text = f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need less of it"
         found.append(Change(1 / real, "a larger shard.block_tokens, at most", text))
     found.sort(key=lambda change: -change.gain)
@@ -172,17 +170,40 @@ def _too_large(way: Prediction, setting: Setting) -> str:
     return f"a GPU needs {gib(memory.total_bytes)} (up to {kept:.0%} more) and has {has}; largest parts: {largest}"
 
 
-def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[Change]:
+def _freed(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
+    """Yield what `strategy: auto` would choose if the config gave no other key of those that it may choose."""
+    train = wanted.train
+    free = replace(wanted, train=train.model_copy(update=_LEFT_OPEN), held=())
+    given = [*wanted.held, *(key for key in _ALSO_AUTO if getattr(train, key) != AUTO)]
+    is_auto = train.strategy == AUTO
+    if is_auto and not given:
+        return
+    best = fastest(free)
+    if best is None or (chosen.fits and chosen.step_s.value <= _WORTH_SAYING * best.step_s.value):
+        return
+    keys = " and ".join(in_file(key) for key in given)
+    what = f"{keys} left out" if is_auto else "train.strategy: auto, with no other placement key set"
+    subject = f"without {keys} the plan" if is_auto else f"{what},"
+    text = f"{subject} would choose {describe(best)}: {brief(best.step_s.value)} a step"
+    yield Change(chosen.step_s.value / best.step_s.value, what, text)
+
+
+def _faster_network(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     """Yield the bandwidth between nodes that would hide the communication, or as much of it as can be hidden."""
+    setting = wanted.setting
     if not any(each.crosses_nodes for each in chosen.exchanges):
         return
     now = setting.machine.rates["between_bytes_s"].value
-    faster = {}
-    for factor in _FASTER:
-        machine = setting.machine.with_rate("between_bytes_s", now * factor)
-        faster[factor] = replace(setting, machine=machine).predict(chosen.train)
-    best_s = min(then.step_s.value for then in faster.values())
-    factor, then = next(each for each in faster.items() if each[1].step_s.value <= best_s * (1 + _HIDDEN))
+
+    def on_network(factor: float) -> Setting:
+        return replace(setting, machine=setting.machine.with_rate("between_bytes_s", now * factor))
+
+    took_s = {factor: on_network(factor).estimate(chosen.train).step_s for factor in _FASTER}
+    best_s = min(took_s.values())
+    factor = next(each for each, seconds in took_s.items() if seconds <= best_s * (1 + _HIDDEN))
+    then = fastest(replace(wanted, setting=on_network(factor)))  # another way may be the fastest there
+    if then is None:
+        return
     rest = (
         ""
         if then.parts["exchange"] < 2 * _HIDDEN * then.step_s.value
@@ -196,22 +217,25 @@ def _faster_network(chosen: Prediction, setting: Setting) -> Iterator[Change]:
     )
 
 
-def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
+def _larger_batch(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     """Yield a larger batch, which communicates less for each token; it is a different training."""
+    setting = wanted.setting
     if setting.machine.nodes == 1:
         return
-    larger = [replace(setting, batch_blocks=setting.batch_blocks * factor) for factor in _LARGER_BATCHES]
-    found = [(where, then) for where in larger if (then := _best(now, where, has_deepspeed)) is not None]
+    larger = [_with_batch(wanted, setting.batch_blocks * factor) for factor in _LARGER_BATCHES]
+    found = [(where, then) for where in larger if (then := fastest(where)) is not None]
 
-    def gain_of(one: tuple[Setting, Prediction]) -> float:
-        return one[0].batch_blocks / setting.batch_blocks * now.step_s.value / one[1].step_s.value
+    def gain_of(one: tuple[Wanted, Prediction]) -> float:
+        return one[0].setting.batch_blocks / setting.batch_blocks * chosen.step_s.value / one[1].step_s.value
 
     for where, then in sorted(found, key=gain_of, reverse=True):
-        alone = _best(now, _on_one_node(where), has_deepspeed)
+        gain = gain_of((where, then))
+        if gain < _WORTH_SAYING:
+            return
+        alone = fastest(_on_one_node(where))
         if alone is not None and alone.step_s.value < then.step_s.value:
             continue
-        gain = gain_of((where, then))
-        key = f"train.global_batch_tokens: {where.batch_blocks * setting.workload.block_tokens:,}"
+        key = f"train.global_batch_tokens: {where.setting.batch_blocks * setting.workload.block_tokens:,}"
         text = f"{key} ({describe(then)}) would give {gain:.2f} times the tokens/s"
         if alone is not None:
             text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
@@ -219,36 +243,43 @@ def _larger_batch(now: Prediction, setting: Setting, has_deepspeed: bool) -> Ite
         return
 
 
-def _fewer_nodes(now: Prediction, setting: Setting, has_deepspeed: bool) -> Iterator[Change]:
-    if setting.machine.nodes == 1:
+def _fewer_nodes(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
+    nodes = wanted.setting.machine.nodes
+    if nodes == 1:
         return
-    alone = _best(now, _on_one_node(setting), has_deepspeed)
+    alone = fastest(_on_one_node(wanted))
     if alone is not None:
-        gain = now.step_s.value / alone.step_s.value
-        text = f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {setting.machine.nodes} nodes"
+        gain = chosen.step_s.value / alone.step_s.value
+        text = f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {nodes} nodes"
         yield Change(gain, "cluster.nodes: 1", text)
 
 
-def _without_dropout(now: Prediction, setting: Setting) -> Iterator[Change]:
+def _without_dropout(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     """Yield the speed without dropout in the adapters, which then are one operator with their linear and compile."""
-    lora = now.train.lora.model_copy(update={"dropout": 0.0})
-    train = now.train.model_copy(update={"lora": lora})
-    if has_fused_adapters(now.train) or not has_fused_adapters(train):
+    no_dropout = {"lora": chosen.train.lora.model_copy(update={"dropout": 0.0})}
+    if has_fused_adapters(chosen.train) or not has_fused_adapters(chosen.train.model_copy(update=no_dropout)):
         return
-    train = train.model_copy(update={"compile": can_compile(train, setting.ranks.has_triton)})
-    then = setting.predict(train)
-    if then.fits:
-        took, instead = brief(then.step_s.value), brief(now.step_s.value)
+    then = fastest(replace(wanted, train=wanted.train.model_copy(update=no_dropout)))
+    if then is not None:
+        took, instead = brief(then.step_s.value), brief(chosen.step_s.value)
         key = "train.lora.dropout: 0"
         text = f"{key} allows fused adapters and compiled layers: {took} a step instead of {instead}"
-        yield Change(now.step_s.value / then.step_s.value, key, text)
+        yield Change(chosen.step_s.value / then.step_s.value, key, text)
 
 
-def _on_one_node(setting: Setting) -> Setting:
-    return replace(setting, machine=replace(setting.machine, nodes=1))
+def _with_batch(wanted: Wanted, batch_blocks: int) -> Wanted:
+    """Return the same training with a larger batch; an epoch then has fewer steps."""
+    setting, train = wanted.setting, wanted.train
+    steps = setting.steps
+    if steps is not None and train.max_steps is None:
+        steps = max(1, steps * setting.batch_blocks // batch_blocks)
+    return replace(
+        wanted,
+        setting=replace(setting, batch_blocks=batch_blocks, steps=steps),
+        train=train.model_copy(update={"global_batch_tokens": batch_blocks * setting.workload.block_tokens}),
+    )
 
 
-def _best(now: Prediction, setting: Setting, has_deepspeed: bool) -> Prediction | None:
-    free = {"strategy": AUTO, "shard_ranks": None, "kept_attention_layers": AUTO}
-    train = now.train.model_copy(update=free)
-    return fastest(setting, train, (), has_deepspeed)
+def _on_one_node(wanted: Wanted) -> Wanted:
+    setting = wanted.setting
+    return replace(wanted, setting=replace(setting, machine=replace(setting.machine, nodes=1)))

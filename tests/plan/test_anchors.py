@@ -12,7 +12,7 @@ import pytest
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.units import brief
-from pipeline_lib.plan.choose import choose
+from pipeline_lib.plan.choose import Wanted, choose
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.predict import Prediction, predict_step
 from pipeline_lib.plan.search import Setting
@@ -106,18 +106,34 @@ def test_of_more_accumulation_hsdp_or_zero1_makes_most() -> None:
 def test_what_is_advised_does_what_is_said() -> None:
     cluster = a10s(2)
     setting = Setting(QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * ACCUMULATION * cluster.ranks, None)
-    choice = choose(setting, Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS), (), True)
-    said = [change.sentence for change in advice(choice, setting, True)]
+    train = Train(strategy="zero3", micro_batch_blocks=THEIR_BLOCKS)
+    choice = choose(setting, train, (), True)
+    now = choice.chosen
+    said = [change.sentence for change in advice(choice, Wanted(setting, train, (), True))]
     best = choose(setting, Train(strategy="auto"), (), True).chosen
     assert said[0].startswith("train.strategy: auto")
     assert describe(best) in said[0]
     assert brief(best.step_s.value) in said[0]
+    [faster] = [text for text in said if " between nodes instead of 9 Gbit/s would hide the communication" in text]
+    rate = float(re.match(r"([\d.]+) Gbit/s", faster)[1])  # type: ignore[index]
+    wide = replace(setting, machine=cluster.with_rate("between_bytes_s", rate / 8 * 1e9))
+    assert f": {brief(choose(wide, train, (), True).chosen.step_s.value)} a step" in faster
+    [alone] = [text for text in said if text.startswith("one node (zero3")]
+    one = choose(replace(setting, machine=a10s(1)), train, (), True).chosen
+    assert f" would be {now.step_s.value / one.step_s.value:.2f} times as fast as 2 nodes" in alone
+
+
+def test_a_larger_batch_gives_what_is_said() -> None:
+    cluster, train = a10s(2), Train(strategy="auto")
+    setting = Setting(QWEN2_15B, cluster, workload(512, 512), THEIR_BLOCKS * ACCUMULATION * cluster.ranks, None)
+    choice = choose(setting, train, (), True)
+    said = [change.sentence for change in advice(choice, Wanted(setting, train, (), True))]
     [larger] = [text for text in said if "global_batch_tokens" in text]
     tokens, gain = re.search(r"tokens: ([0-9,]+) .* would give ([0-9.]+) times", larger).groups()  # type: ignore[union-attr]
     blocks = int(tokens.replace(",", "")) // 512
-    then = choose(replace(setting, batch_blocks=blocks), Train(strategy="auto"), (), True).chosen
+    then = choose(replace(setting, batch_blocks=blocks), train, (), True).chosen
     factor = blocks / setting.batch_blocks
-    assert float(gain) == pytest.approx(factor * best.step_s.value / then.step_s.value, abs=0.01)
+    assert float(gain) == pytest.approx(factor * choice.chosen.step_s.value / then.step_s.value, abs=0.01)
     assert "one node (" in " ".join(said)
 
 
@@ -126,8 +142,9 @@ def test_the_cost_of_dropout_in_the_adapters_is_said() -> None:
     setting = Setting(QWEN3_8B, machine(1), workload(4096, 1000), 128, None)
 
     def planned(dropout: float) -> tuple[Prediction, list[str]]:
-        choice = choose(setting, Train(strategy="auto", method="lora", lora=Lora(dropout=dropout)), (), True)
-        return choice.chosen, [change.sentence for change in advice(choice, setting, True)]
+        train = Train(strategy="auto", method="lora", lora=Lora(dropout=dropout))
+        choice = choose(setting, train, (), True)
+        return choice.chosen, [change.sentence for change in advice(choice, Wanted(setting, train, (), True))]
 
     slow, said = planned(0.05)
     fast, _ = planned(0.0)

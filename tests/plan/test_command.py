@@ -384,3 +384,28 @@ def test_check_says_what_it_can_where_the_hub_is_out_of_reach(
 
 def unreachable(*_: Any) -> str:
     raise HubError("no route to the hub")
+
+
+ON_CPUS = """\
+experiment: small
+model: {source: tiny}
+data: {train: [{source: pydoc}]}
+tokenize: {max_tokens: 256}
+shard: {block_tokens: 256}
+cluster: {gpus_per_node: 0, cpu_ranks: 2, memory_gb: 1}
+train: {strategy: ddp, method: lora, precision: fp32, global_batch_tokens: 4096}
+"""
+
+
+def test_too_little_memory_on_cpus_is_warned_of(plan: Plan) -> None:
+    """A machine may have more than a job asks for, so it is not refused."""
+    done = plan("config/config.yaml", config=ON_CPUS)
+    assert done.returncode == 0
+    assert "TOO LARGE" in done.stdout
+    assert re.search(r"NEXT +1. cluster.memory_gb: 3, if the nodes have as much", done.stdout)
+    checked = plan("config/config.yaml", config=ON_CPUS, command="check")
+    assert checked.returncode == 0
+    assert "warning: train.strategy: ddp needs 2.22 GB of host memory on each node" in checked.stdout
+    enough = ON_CPUS.replace("memory_gb: 1", "memory_gb: 3")
+    assert "warning" not in plan("config/config.yaml", config=enough, command="check").stdout
+    assert "FITS" in plan("config/config.yaml", config=enough).stdout
