@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MOST_OFF = 0.1  # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 FEW_STEPS = 50
+_SHORTER = "shard.block_tokens (and tokenize.max_tokens)"  # blocks have room for the longest sample
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
         nearest = round(blocks * each)
         return (
             f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {one}; set {nearest}, or "
-            f"shard.block_tokens to {fitting:,} or less"
+            f"{_SHORTER} to {fitting:,} or less"
         )
     at_once = train.blocks_at_once(ranks)
     # Which of the numbers of ranks that may share a block is taken is for the plan to say, which knows the model.
@@ -136,7 +137,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
     if fitting_ranks:
         remedies.append(f"{fitting_ranks[-1]} ranks")
     if blocks < at_once:
-        remedies.append(f"shard.block_tokens {workload.block_tokens * blocks // at_once:,}")
+        remedies.append(f"{_SHORTER} {workload.block_tokens * blocks // at_once:,}")
     return (
         f"train.global_batch_samples: {wanted} are {blocks} blocks ({one}), and {shares} would be idle for "
         f"{1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"

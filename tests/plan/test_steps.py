@@ -60,12 +60,16 @@ def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: 
 @pytest.mark.parametrize(
     ("settings", "ranks", "problem"),
     [
-        ({"global_batch_samples": 2}, 1, "2 cannot be met within 10%: .* 4.0 samples on average; set 4, or .* 30 or"),
+        (
+            {"global_batch_samples": 2},
+            1,
+            "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and tokenize.max_tokens. to 30 or",
+        ),
         ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks would be idle for 25%.* set 32 or 64, or 6 ranks"),
         (
             {"global_batch_samples": 12, "context_ranks": 1},
             8,
-            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens 22",
+            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and tokenize.max_tokens. 22",
         ),
         ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 ranks x 4 blocks would be idle for 38%"),
     ],
