@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MOST_OFF = 0.1  # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 FEW_STEPS = 50
+_BLOCK_UNIT = 64  # tokens that offered lengths of a block are multiples of
 _SHORTER = "shard.block_tokens (and tokenize.max_tokens)"  # blocks have room for the longest sample
 
 
@@ -312,10 +313,15 @@ def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
         return f"set train.max_steps to {FEW_STEPS} or more"
     at_once = train.blocks_at_once(ranks)
     blocks = batch.global_batch_blocks * steps // FEW_STEPS // at_once * at_once
+    block_tokens, shorter = batch.block_tokens, ""
+    if not blocks:  # a smaller batch takes shorter blocks too
+        fitting = batch.tokens_per_step * steps // FEW_STEPS // at_once
+        blocks, block_tokens = at_once, fitting // _BLOCK_UNIT * _BLOCK_UNIT
+        shorter = f" with {_SHORTER} {block_tokens:,}"
     epochs = f"train.epochs {math.ceil(train.epochs * FEW_STEPS / steps)}"
-    if not blocks:
-        return f"{epochs} or a smaller shard.block_tokens would make {FEW_STEPS}"
-    smaller = blocks * batch.block_tokens
+    if block_tokens < 2 * _BLOCK_UNIT and shorter:  # hardly a conversation fits
+        return f"{epochs} would make {FEW_STEPS}"
+    smaller = blocks * block_tokens
     if train.global_batch_samples is not None:
-        smaller = max(1, train.global_batch_samples * blocks // batch.global_batch_blocks)
-    return f"{smaller:,} or {epochs} would make {FEW_STEPS}"
+        smaller = max(1, train.global_batch_samples * smaller // batch.tokens_per_step)
+    return f"train.{_key(train)} {smaller:,}{shorter} or {epochs} would make {FEW_STEPS}"

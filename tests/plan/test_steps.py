@@ -63,7 +63,7 @@ def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: 
         (
             {"global_batch_samples": 2},
             1,
-            "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and tokenize.max_tokens. to 30 or",
+            "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and tokenize.max_tokens. to 30",
         ),
         ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks would be idle for 25%.* set 32 or 64, or 6 ranks"),
         (
@@ -178,11 +178,17 @@ def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]
     [
         (warned(50), []),
         (warned(49, band=1), []),
-        (warned(10), ["train.global_batch_tokens: 10 optimizer steps in all, fewer than 50; 720 or train.epochs 5"]),
-        (warned(10, ranks=8), ["fewer than 50; 480 or train.epochs 5 would"]),
-        (warned(10, ranks=16), ["fewer than 50; train.epochs 5 or a smaller shard.block_tokens"]),
-        (warned(10, global_batch_samples=256), ["train.global_batch_samples: .* 48 or train.epochs 5 would make 50"]),
-        (warned(20, epochs=0.5), ["; 1,500 or train.epochs 2 would"]),
+        (
+            warned(10),
+            ["train.global_batch_tokens: 10 opt.* in all, fewer than 50; train.global_batch_tokens 720 or .* 5 would"],
+        ),
+        (warned(10, ranks=8), ["fewer than 50; train.global_batch_tokens 480 or train.epochs 5 would"]),
+        (warned(10, ranks=16), ["fewer than 50; train.epochs 5 would make 50$"]),
+        (
+            warned(10, global_batch_samples=256),
+            ["train.global_batch_samples: .* train.global_batch_samples 48 or train.epochs 5 would make 50"],
+        ),
+        (warned(20, epochs=0.5), ["; train.global_batch_tokens 1,500 or train.epochs 2 would"]),
         (warned(40, max_steps=40), ["train.max_steps: 40 optimizer steps in all, fewer than 50; set .* to 50 or more"]),
         (warned(100, save_every_steps=101), ["train.save_every_steps: 101 is beyond the end .*, 100 .*; try 25"]),
         (warned(100, validate_every_steps=500), ["train.validate_every_steps: 500 is beyond the end .*; try 25"]),
@@ -195,6 +201,27 @@ def test_short_runs_are_warned_of_with_the_value_that_would_do(found: list[str],
     assert all(re.search(pattern, text) for pattern, text in zip(expected, found, strict=True)), found
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (
+            {"global_batch_tokens": 2048},
+            "train.global_batch_tokens 768 with {shorter} 384 or train.epochs 3 would make 50",
+        ),
+        (
+            {"global_batch_samples": 16},
+            "train.global_batch_samples 6 with {shorter} 384 or train.epochs 3 would make 50",
+        ),
+    ],
+)
+def test_a_smaller_batch_than_the_blocks_allow_takes_shorter_blocks(settings: dict[str, Any], remedy: str) -> None:
+    """Where the block alone is shorter, a step takes more of them, and there are as many steps as before."""
+    train = Train(**settings)
+    batch = batch_without_data(train, 2, Workload(1024, 1.0, 0.5, 128.0, None, None, samples_per_block=8.0))
+    [found] = step_warnings(train, batch, Steps(None, (10, 20, 30)), 2)
+    assert found.endswith("; " + remedy.format(shorter="shard.block_tokens (and tokenize.max_tokens)"))
+
+
 def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> None:
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 40}")
     for command in ("check", "plan"):
@@ -205,4 +232,4 @@ def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
         shown = " ".join((done.stdout + done.stderr).split())
         assert re.search(r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown)
-        assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; 8 or" in shown
+        assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; train." in shown
