@@ -145,6 +145,39 @@ def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path
     assert low <= int(exact.split()[0]) <= high, (told, exact)
 
 
+def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_makes(tmp_path: Path) -> None:
+    """None of its characters are in that vocabulary: each is three tokens."""
+    rows = tmp_path / "rows.jsonl"
+    asked = [
+        {"prompt": f"第{n}号订单现在到哪里了？", "completion": "您的订单已经离开仓库，预计明天送达。"}
+        for n in range(200)
+    ]
+    rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), encoding="utf-8")
+    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}"), Store(tmp_path / "store")
+    [told], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    run_stages(path, store, last="shard")
+    [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    low, high = map(int, re.findall(r"\d+", told)[1:3])
+    assert low <= int(exact.split()[0]) <= high, (told, exact)
+
+
+@pytest.mark.parametrize(("over_long", "most"), [("drop", 0), ("truncate", 2)])
+def test_a_row_counts_for_no_more_than_the_tokenize_stage_keeps_of_it(
+    tmp_path: Path, over_long: str, most: int
+) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl", 400)
+    path = config_of(tmp_path, rows, "{global_batch_tokens: 256}")
+    path.write_text(path.read_text().replace("max_tokens: 256", f"max_tokens: 256, over_long: {over_long}"))
+    config = load_config(path)
+    batch = batch_without_data(config.train, 1, Workload.assumed(config))
+    without = estimated_steps(config, batch, None)
+    with rows.open("a") as file:
+        file.write(json.dumps({"instruction": "What is this?", "output": "word " * 200_000}) + "\n")
+    found = estimated_steps(config, batch, None)
+    assert found is not None and without is not None
+    assert all(0 <= one - other <= most for one, other in zip(found.run, without.run, strict=True))
+
+
 def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(list(map(json.loads, rows_file(tmp_path / "rows.jsonl", 5000).open())))
     datasets.DatasetDict(dev=rows.select([0]), test=rows).save_to_disk(tmp_path / "saved")
