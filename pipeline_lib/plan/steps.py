@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 MOST_OFF = 0.1  # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 FEW_STEPS = 50
-_BLOCK_UNIT = 64  # tokens that offered lengths of a block are multiples of
+_LEAST_BLOCK = 128  # tokens: fewer are offered for no batch, since hardly a conversation would fit
+_BLOCK_UNIT = 16  # tokens that offered lengths of a block are multiples of
 _SHORTER = "shard.block_tokens (and tokenize.max_tokens)"  # blocks have room for the longest sample
 
 
@@ -185,7 +186,7 @@ class _Ratio:
 # Fewest, expected and most. English prose has 4 to 5 bytes a token, code and numbers fewer. Qwen3's vocabulary has 0.54
 # tokens for a character of modern Chinese, 0.77 of old plays, 0.63 of Japanese. The demo's vocabulary has no such
 # characters, so each is three tokens; a small one made for them has about one.
-_RATIOS = (_Ratio(1 / 5.5, 0.45), _Ratio(1 / 4.0, 0.7), _Ratio(1 / 2.5, 1.1))
+_RATIOS = (_Ratio(1 / 5.5, 0.45), _Ratio(1 / 4.0, 0.75), _Ratio(1 / 2.5, 1.1))
 _RATIOS_OF_SMALL = (_Ratio(1 / 3.0, 1.0), _Ratio(1 / 2.0, 3.0), _Ratio(1 / 1.0, 3.5))
 _CJK = re.compile(
     "[\u1100-\u11ff\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]+"
@@ -243,6 +244,39 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
         return Steps(epoch, (batch.steps,) * 3)
     low, value, high = (math.ceil(steps * config.train.epochs) for steps in epoch)
     return Steps(epoch, (low, value, high))
+
+
+_LONGER_THAN_MEAN = 2.5  # times: so long are samples that a limit must not drop
+_SAFE_BLOCKS = 5  # of a step on one rank: no number of samples is off by more than MOST_OFF then
+
+
+def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
+    """Return that whole blocks would not meet `global_batch_samples`, by the first rows of the files; None if they may.
+
+    The plan of the packed data will then refuse it. The values named do for other lengths than the estimated ones too.
+    """
+    train, ranks, block_tokens = config.train, config.cluster.ranks, config.shard.block_tokens
+    wanted, amounts = train.global_batch_samples, _amounts(config, vocabulary)
+    if wanted is None or amounts is None or not amounts[1].samples:
+        return None
+    assumed = Workload.assumed(config)
+    each = max(1.0, assumed.real_fraction * block_tokens / amounts[1].tokens_per_sample)
+    if _misfit(train, ranks, replace(assumed, samples_per_block=each)) is None:
+        return None
+    at_once = train.blocks_at_once(ranks)
+    blocks = max(1, round(wanted / each / at_once)) * at_once
+    remedies = [f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about {blocks * each:,.0f} samples"]
+    if at_once == 1:
+        remedies.append(f"train.global_batch_samples to {math.ceil(_SAFE_BLOCKS * each):,} or more")
+        shorter = int(block_tokens * wanted / each / _SAFE_BLOCKS) // _BLOCK_UNIT * _BLOCK_UNIT
+        if shorter >= _LONGER_THAN_MEAN * amounts[1].tokens_per_sample:
+            remedies.append(f"{_SHORTER} to {shorter:,} or less")
+    shared = "" if at_once == 1 else f", {at_once} at a time"
+    return (
+        f"train.global_batch_samples: {wanted} is likely to be refused once the data is packed: by the first rows of "
+        f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and a step takes whole "
+        f"blocks{shared}; {', or '.join(remedies)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -383,7 +417,7 @@ def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
         blocks, block_tokens = at_once, fitting // _BLOCK_UNIT * _BLOCK_UNIT
         shorter = f" with {_SHORTER} {block_tokens:,}"
     epochs = f"train.epochs {math.ceil(train.epochs * FEW_STEPS / steps)}"
-    if block_tokens < 2 * _BLOCK_UNIT and shorter:  # hardly a conversation fits
+    if block_tokens < _LEAST_BLOCK and shorter:
         return f"{epochs} would make {FEW_STEPS}"
     smaller = blocks * block_tokens
     if train.global_batch_samples is not None:

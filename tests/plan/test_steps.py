@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
@@ -239,11 +240,11 @@ def test_short_runs_are_warned_of_with_the_value_that_would_do(found: list[str],
     [
         (
             {"global_batch_tokens": 2048},
-            "train.global_batch_tokens 768 with {shorter} 384 or train.epochs 3 would make 50",
+            "train.global_batch_tokens 800 with {shorter} 400 or train.epochs 3 would make 50",
         ),
         (
             {"global_batch_samples": 16},
-            "train.global_batch_samples 6 with {shorter} 384 or train.epochs 3 would make 50",
+            "train.global_batch_samples 6 with {shorter} 400 or train.epochs 3 would make 50",
         ),
     ],
 )
@@ -253,6 +254,50 @@ def test_a_smaller_batch_than_the_blocks_allow_takes_shorter_blocks(settings: di
     batch = batch_without_data(train, 2, Workload(1024, 1.0, 0.5, 128.0, None, None, samples_per_block=8.0))
     [found] = step_warnings(train, batch, Steps(None, (10, 20, 30)), 2)
     assert found.endswith("; " + remedy.format(shorter="shard.block_tokens (and tokenize.max_tokens)"))
+
+
+def rows_of(config: Path, **train: Any) -> Config:
+    loaded = load_config(config)
+    return loaded.model_copy(update={"train": loaded.train.model_copy(update=train)})
+
+
+def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_path: Path) -> None:
+    """As the plan of the packed blocks refuses them; the values named do then."""
+    rows = tmp_path / "rows.jsonl"
+    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    path, store = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}"), Store(tmp_path / "store")
+    path.write_text(path.read_text().replace("block_tokens: 256", "block_tokens: 2048"))
+    [warning] = lengths_of_runs([load_config(path)], store, "my.yaml")[1]
+    found = re.fullmatch(
+        r"train.global_batch_samples: 16 is likely to be refused once the data is packed: by the first rows of the "
+        r"files, a block of 2,048 tokens would hold about (\d+) samples, and a step takes whole blocks; set "
+        r"train.global_batch_tokens: 2,048 instead, about \1 samples, or train.global_batch_samples to (\d+) or more, "
+        r"or shard.block_tokens \(and tokenize.max_tokens\) to (\d+) or less",
+        warning,
+    )
+    assert found is not None, warning
+    run_stages(path, store, last="shard")
+    with pytest.raises(ConfigError, match="global_batch_samples: 16 cannot be met within 10%"):
+        lengths_of_runs([load_config(path)], store, "my.yaml")
+    for settings in (
+        {"global_batch_samples": None, "global_batch_tokens": 2048},
+        {"global_batch_samples": int(found[2])},
+    ):
+        assert lengths_of_runs([rows_of(path, **settings)], store, "my.yaml")[0]
+    shorter = path.read_text().replace("block_tokens: 2048", f"block_tokens: {found[3]}")
+    path.write_text(shorter.replace("max_tokens: 256", f"max_tokens: {found[3]}"))
+    assert lengths_of_runs([load_config(path)], store, "my.yaml")[1] == []
+    run_stages(path, store, last="shard")
+    assert lengths_of_runs([load_config(path)], store, "my.yaml")[0]
+
+
+def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(tmp_path: Path) -> None:
+    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 14, context_ranks: 1}")
+    path.write_text(path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4"))
+    [_, warning] = lengths_of_runs([load_config(path)], Store(tmp_path / "store"), "my.yaml")[1]
+    assert "a step takes whole blocks, 4 at a time; set train.global_batch_tokens: " in warning
+    assert re.search(r"global_batch_tokens: (\d+),?(\d*) instead, about \d+ samples$", warning)
 
 
 def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> None:
@@ -266,3 +311,16 @@ def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> 
         shown = " ".join((done.stdout + done.stderr).split())
         assert re.search(r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown)
         assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; train." in shown
+        assert "is likely to be refused" not in shown
+
+
+def test_check_and_the_plan_warn_of_samples_that_blocks_will_not_meet(tmp_path: Path) -> None:
+    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 2}")
+    for command in ("check", "plan"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline_lib", command, str(path)], capture_output=True, text=True, check=False,
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown = " ".join((done.stdout + done.stderr).split())
+        assert shown.count("warning: train.global_batch_samples: 2 is likely to be refused") == 1, shown
