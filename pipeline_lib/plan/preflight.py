@@ -50,7 +50,7 @@ from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.show import explain, render, render_what_if
 from pipeline_lib.plan.stages import Run, later_problems, local_data_bytes, stored_bytes
-from pipeline_lib.plan.steps import Steps, estimated_steps, plan_batches, step_warnings
+from pipeline_lib.plan.steps import Steps, estimated_steps, expected_misfit, plan_batches, step_warnings
 from pipeline_lib.plan.workload import Workload
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
@@ -285,7 +285,8 @@ def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Stor
     if len(configs) > 1:
         say(f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
     shown = configs if not what_if else [config]
-    for text in (*warnings_of(shown), *long_evaluations(shown, store)):
+    misfits = collapsed([(one.experiment, _expected_misfit(one, store)) for one in shown])
+    for text in (*warnings_of(shown), *misfits, *long_evaluations(shown, store)):
         say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
         question = question_of(config, store)
@@ -393,7 +394,15 @@ def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
     steps = (None if blocks else estimated_steps(config, batch, _vocabulary(config, store))) or Steps.of(batch)
     if steps is None:
         return [], []
-    return [steps.in_words()], list(step_warnings(train, batch, steps, ranks))
+    return [steps.in_words()], [*step_warnings(train, batch, steps, ranks), *_expected_misfit(config, store)]
+
+
+def _expected_misfit(config: Config, store: Store) -> list[str]:
+    """Return the warning that the packed data would be refused for its `global_batch_samples`, if that is likely."""
+    if config.train.global_batch_samples is None or blocks_of(config, store):
+        return []
+    problem = expected_misfit(config, _vocabulary(config, store))
+    return [problem] if problem else []
 
 
 def _vocabulary(config: Config, store: Store) -> int | None:

@@ -197,7 +197,9 @@ def _steps(plan: PlanDocument) -> str:
     many = count(steps.value, "optimizer steps")
     if steps.low != steps.high:
         many = f"about {many} ({steps.low:,.0f} to {steps.high:,.0f} by the first rows)"
-    return f"{many} in {epochs}, {each} each"
+    # Before packing, steps are known for certain only by max_steps, which epochs do not count for.
+    is_by_steps = batch.steps is not None and batch.blocks is None
+    return f"{many}, {each} each" if is_by_steps else f"{many} in {epochs}, {each} each"
 
 
 def _below(plan: PlanDocument, is_detailed: bool) -> list[str]:

@@ -4,6 +4,7 @@ No numpy is loaded before there are blocks, since a plan can be made without any
 """
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
 from pipeline_lib.config.content import data_files
-from pipeline_lib.config.schema import Config, FileData
+from pipeline_lib.config.schema import Config, FileData, Tokenize
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 MOST_OFF = 0.1  # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 FEW_STEPS = 50
+_LEAST_BLOCK = 128  # tokens: fewer are offered for no batch, since hardly a conversation would fit
+_BLOCK_UNIT = 16  # tokens that offered lengths of a block are multiples of
+_SHORTER = "shard.block_tokens (and tokenize.max_tokens)"  # blocks have room for the longest sample
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
         nearest = round(blocks * each)
         return (
             f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {one}; set {nearest}, or "
-            f"shard.block_tokens to {fitting:,} or less"
+            f"{_SHORTER} to {fitting:,} or less"
         )
     at_once = train.blocks_at_once(ranks)
     # Which of the numbers of ranks that may share a block is taken is for the plan to say, which knows the model.
@@ -136,7 +140,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
     if fitting_ranks:
         remedies.append(f"{fitting_ranks[-1]} ranks")
     if blocks < at_once:
-        remedies.append(f"shard.block_tokens {workload.block_tokens * blocks // at_once:,}")
+        remedies.append(f"{_SHORTER} {workload.block_tokens * blocks // at_once:,}")
     return (
         f"train.global_batch_samples: {wanted} are {blocks} blocks ({one}), and {shares} would be idle for "
         f"{1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
@@ -165,11 +169,28 @@ def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
 
 _READ_ROWS = 1024  # of a file; more are extrapolated by its size
 _READ_FILES = 20  # of a source
-_BYTES_PER_TOKEN = (5.5, 4.0, 2.5)  # of UTF-8 text: Chinese and English prose have 4 to 5, code and numbers fewer
 _SMALL_VOCABULARY = 16_384  # as the demo's, which cuts words into more tokens
-_BYTES_PER_SMALL_TOKEN = (3.0, 2.0, 1.0)
 _TEMPLATE_TOKENS = 12  # that the chat template adds to a row's texts, at the least
+_UNFILLED = 0.5  # of a sample's length, which a block has no room for if all are about as long
 _KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and conversations may become several samples
+
+
+@dataclass(frozen=True)
+class _Ratio:
+    """Tokens of a byte of UTF-8, and of a character that is counted apart because it has three bytes or more."""
+
+    of_byte: float
+    of_cjk: float
+
+
+# Fewest, expected and most. English prose has 4 to 5 bytes a token, code and numbers fewer. Qwen3's vocabulary has 0.54
+# tokens for a character of modern Chinese, 0.77 of old plays, 0.63 of Japanese. The demo's vocabulary has no such
+# characters, so each is three tokens; a small one made for them has about one.
+_RATIOS = (_Ratio(1 / 5.5, 0.45), _Ratio(1 / 4.0, 0.75), _Ratio(1 / 2.5, 1.1))
+_RATIOS_OF_SMALL = (_Ratio(1 / 3.0, 1.0), _Ratio(1 / 2.0, 3.0), _Ratio(1 / 1.0, 3.5))
+_CJK = re.compile(
+    "[\u1100-\u11ff\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]+"
+)
 
 
 @dataclass(frozen=True)
@@ -206,25 +227,18 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
-    is_small = vocabulary is not None and vocabulary < _SMALL_VOCABULARY
-    rows = text_bytes = 0.0
-    kept = 1 - config.data.validation_fraction
-    for source in config.data.train:
-        size = _size_of(source) if isinstance(source, FileData) else None
-        if size is None:
-            return None
-        rows, text_bytes = rows + kept * size[0], text_bytes + kept * size[1]
+    amounts = _amounts(config, vocabulary)
+    if amounts is None:
+        return None
     bounds = []
-    for bytes_per_token, kept_rows in zip(
-        _BYTES_PER_SMALL_TOKEN if is_small else _BYTES_PER_TOKEN, _KEPT_ROWS, strict=True
-    ):
+    for amount, kept_rows in zip(amounts, _KEPT_ROWS, strict=True):
         if config.train.global_batch_samples is not None:
-            steps = rows * kept_rows / config.train.global_batch_samples
+            bounds.append(amount.samples * kept_rows / config.train.global_batch_samples)
         else:
-            tokens = (text_bytes / bytes_per_token + rows * _TEMPLATE_TOKENS) * min(1.0, kept_rows)
-            steps = tokens / batch.tokens_per_step
-        bounds.append(steps)
+            bounds.append(amount.tokens * min(1.0, kept_rows) / batch.tokens_per_step)
     low, value, high = bounds
+    if config.train.global_batch_samples is None:
+        high /= 1 - _UNFILLED * amounts[1].tokens_per_sample / batch.block_tokens
     epoch = max(1, math.floor(low)), max(1, round(value)), max(1, math.ceil(high))
     if batch.steps is not None:  # train.max_steps
         return Steps(epoch, (batch.steps,) * 3)
@@ -232,52 +246,138 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
     return Steps(epoch, (low, value, high))
 
 
-def _size_of(source: FileData) -> tuple[float, float] | None:
-    """Return the rows of a source and the bytes of their texts, both times its weight; None if nothing can be read."""
+_LONGER_THAN_MEAN = 2.5  # times: so long are samples that a limit must not drop
+_SAFE_BLOCKS = 5  # of a step on one rank: no number of samples is off by more than MOST_OFF then
+
+
+def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
+    """Return that whole blocks would not meet `global_batch_samples`, by the first rows of the files; None if they may.
+
+    The plan of the packed data will then refuse it. The values named do for other lengths than the estimated ones too.
+    """
+    train, ranks, block_tokens = config.train, config.cluster.ranks, config.shard.block_tokens
+    wanted, amounts = train.global_batch_samples, _amounts(config, vocabulary)
+    if wanted is None or amounts is None or not amounts[1].samples:
+        return None
+    assumed = Workload.assumed(config)
+    each = max(1.0, assumed.real_fraction * block_tokens / amounts[1].tokens_per_sample)
+    if _misfit(train, ranks, replace(assumed, samples_per_block=each)) is None:
+        return None
+    at_once = train.blocks_at_once(ranks)
+    blocks = max(1, round(wanted / each / at_once)) * at_once
+    remedies = [f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about {blocks * each:,.0f} samples"]
+    if at_once == 1:
+        remedies.append(f"train.global_batch_samples to {math.ceil(_SAFE_BLOCKS * each):,} or more")
+        shorter = int(block_tokens * wanted / each / _SAFE_BLOCKS) // _BLOCK_UNIT * _BLOCK_UNIT
+        if shorter >= _LONGER_THAN_MEAN * amounts[1].tokens_per_sample:
+            remedies.append(f"{_SHORTER} to {shorter:,} or less")
+    shared = "" if at_once == 1 else f", {at_once} at a time"
+    return (
+        f"train.global_batch_samples: {wanted} is likely to be refused once the data is packed: by the first rows of "
+        f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and a step takes whole "
+        f"blocks{shared}; {', or '.join(remedies)}"
+    )
+
+
+@dataclass(frozen=True)
+class _Amount:
+    """Samples of the training data, and their tokens."""
+
+    samples: float
+    tokens: float
+
+    @property
+    def tokens_per_sample(self) -> float:
+        return self.tokens / max(1.0, self.samples)
+
+    def __add__(self, other: "_Amount") -> "_Amount":
+        return _Amount(self.samples + other.samples, self.tokens + other.tokens)
+
+    def __mul__(self, factor: float) -> "_Amount":
+        return _Amount(self.samples * factor, self.tokens * factor)
+
+
+_NOTHING = _Amount(0.0, 0.0)
+
+
+def _amounts(config: Config, vocabulary: int | None) -> list[_Amount] | None:
+    """Return what an epoch trains on, with the fewest, the expected and the most tokens of the texts.
+
+    None if some of the data is not in files that can be read here.
+    """
+    ratios = _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
+    found = [_NOTHING] * len(ratios)
+    for source in config.data.train:
+        own = _of_source(source, config.tokenize, ratios) if isinstance(source, FileData) else None
+        if own is None:
+            return None
+        found = [amount + one * (1 - config.data.validation_fraction) for amount, one in zip(found, own, strict=True)]
+    return found
+
+
+def _of_source(source: FileData, tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[_Amount] | None:
+    """Return what is in a source times its weight, for each of `ratios`; None if nothing can be read."""
     try:
         files = data_files(source.path, source.split)
     except DataError:  # named where the files are hashed
         return None
-    rows = text_bytes = 0.0
+    rows, found = 0.0, [_NOTHING] * len(ratios)
     all_bytes, read_bytes = 0, 0
     for number, path in enumerate(files):
         status = path.stat()
         all_bytes += status.st_size
         if number < _READ_FILES:
-            own_rows, own_bytes = _size_of_file(path, (status.st_size, status.st_mtime_ns))
-            rows, text_bytes = rows + own_rows, text_bytes + own_bytes
-            read_bytes += status.st_size if own_rows else 0
+            lengths, scale = _lengths_of_file(path, (status.st_size, status.st_mtime_ns))
+            rows += len(lengths) * scale
+            for row in lengths:
+                own = _of_row(row, tokenize, ratios)
+                found = [amount + one * scale for amount, one in zip(found, own, strict=True)]
+            read_bytes += status.st_size if lengths else 0
     if not rows:
         return None
     all_files = all_bytes / max(1, read_bytes)
-    rows, text_bytes = rows * all_files, text_bytes * all_files
-    used = min(1.0, source.max_rows / rows) if source.max_rows else 1.0
-    return rows * used * source.weight, text_bytes * used * source.weight
+    used = min(1.0, source.max_rows / (rows * all_files)) if source.max_rows else 1.0
+    return [amount * (all_files * used * source.weight) for amount in found]
+
+
+def _of_row(row: tuple[int, int], tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[_Amount]:
+    """Return what the tokenize stage makes of a row with such `_lengths`, for each of `ratios`.
+
+    A row counts as dropped if even the fewest tokens are too many: the stage fails if more than a few rows are.
+    """
+    most = tokenize.max_tokens
+    lengths = [row[0] * ratio.of_byte + row[1] * ratio.of_cjk + _TEMPLATE_TOKENS for ratio in ratios]
+    if tokenize.over_long == "split":
+        return [_Amount(math.ceil(tokens / most), tokens) for tokens in lengths]
+    if lengths[0] > most and tokenize.over_long != "truncate":
+        return [_NOTHING] * len(ratios)
+    return [_Amount(1.0, min(tokens, most)) for tokens in lengths]
 
 
 @lru_cache(maxsize=1024)
-def _size_of_file(path: Path, _stamp: tuple[int, int]) -> tuple[float, float]:
-    """Return the rows of a file and the bytes of their texts, extrapolated from its first rows.
+def _lengths_of_file(path: Path, _stamp: tuple[int, int]) -> tuple[list[tuple[int, int]], float]:
+    """Return the lengths of the texts in each of a file's first rows, and how many times as many rows it has.
 
     Cached by the file's size and time: the experiments of a sweep share their files.
     """
-    file, count, length = CorpusFile(path), 0, 0
+    file, lengths, rows = CorpusFile(path), [], 0
     with suppress(DataError, OSError):  # the tokenize stage tells what is wrong with it
         for row in islice(file, _READ_ROWS):
-            count += 1
+            rows += 1
             with suppress(BadRow):
-                length += _text_bytes(value_of(row))
-    scale = 1.0 if count < _READ_ROWS or not file.fraction_read else 1 / file.fraction_read
-    return count * scale, length * scale
+                lengths.append(_lengths(value_of(row)))
+    return lengths, 1.0 if rows < _READ_ROWS or not file.fraction_read else 1 / file.fraction_read
 
 
-def _text_bytes(value: Any) -> int:
-    """Return the length of all texts in a row, in bytes of UTF-8."""
+def _lengths(value: Any) -> tuple[int, int]:
+    """Return the length of all texts in a row: characters of Chinese, Japanese and Korean, after bytes of the rest."""
     if isinstance(value, str):
-        return len(value.encode(errors="replace"))
-    if isinstance(value, dict):
-        return sum(map(_text_bytes, value.values()))
-    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
+        runs = _CJK.findall(value)
+        cjk, cjk_bytes = sum(map(len, runs)), sum(len(run.encode(errors="replace")) for run in runs)
+        return len(value.encode(errors="replace")) - cjk_bytes, cjk
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [_lengths(part) for part in parts]
+    return sum(rest for rest, _ in own), sum(cjk for _, cjk in own)
 
 
 # Warnings about runs that are shorter than people think.
@@ -311,10 +411,15 @@ def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
         return f"set train.max_steps to {FEW_STEPS} or more"
     at_once = train.blocks_at_once(ranks)
     blocks = batch.global_batch_blocks * steps // FEW_STEPS // at_once * at_once
+    block_tokens, shorter = batch.block_tokens, ""
+    if not blocks:  # a smaller batch takes shorter blocks too
+        fitting = batch.tokens_per_step * steps // FEW_STEPS // at_once
+        blocks, block_tokens = at_once, fitting // _BLOCK_UNIT * _BLOCK_UNIT
+        shorter = f" with {_SHORTER} {block_tokens:,}"
     epochs = f"train.epochs {math.ceil(train.epochs * FEW_STEPS / steps)}"
-    if not blocks:
-        return f"{epochs} or a smaller shard.block_tokens would make {FEW_STEPS}"
-    smaller = blocks * batch.block_tokens
+    if block_tokens < _LEAST_BLOCK and shorter:
+        return f"{epochs} would make {FEW_STEPS}"
+    smaller = blocks * block_tokens
     if train.global_batch_samples is not None:
-        smaller = max(1, train.global_batch_samples * blocks // batch.global_batch_blocks)
-    return f"{smaller:,} or {epochs} would make {FEW_STEPS}"
+        smaller = max(1, train.global_batch_samples * smaller // batch.tokens_per_step)
+    return f"train.{_key(train)} {smaller:,}{shorter} or {epochs} would make {FEW_STEPS}"

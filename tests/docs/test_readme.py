@@ -60,6 +60,18 @@ def test_every_command_runs_as_far_as_check_plan_or_a_dry_run(workplace: Workpla
     assert names == {"check", "plan", "snakemake"}
 
 
+def test_the_first_config_works_for_conversations_as_short_as_the_example_row(workplace: Workplace) -> None:
+    """Whole blocks hold as many tokens as a step has, however short the conversations are."""
+    done = workplace.run("python -m pipeline_lib check my.yaml")
+    assert "is likely to be refused" not in done.stdout + done.stderr
+    keys = yaml.safe_load((workplace.folder / "my.yaml").read_text())
+    del keys["train"]["global_batch_tokens"]
+    keys["train"]["global_batch_samples"] = 16
+    (workplace.folder / "samples.yaml").write_text(yaml.safe_dump(keys))
+    done = workplace.run("python -m pipeline_lib check samples.yaml")
+    assert "global_batch_samples: 16 is likely to be refused" in done.stdout + done.stderr
+
+
 def test_configs_pass_check_and_plan(workplace: Workplace) -> None:
     """A block without `experiment` is to be added to the first one. Most are in both languages: each is tried once."""
     tried: list[object] = []

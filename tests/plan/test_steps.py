@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
@@ -60,12 +61,16 @@ def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: 
 @pytest.mark.parametrize(
     ("settings", "ranks", "problem"),
     [
-        ({"global_batch_samples": 2}, 1, "2 cannot be met within 10%: .* 4.0 samples on average; set 4, or .* 30 or"),
+        (
+            {"global_batch_samples": 2},
+            1,
+            "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and tokenize.max_tokens. to 30",
+        ),
         ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks would be idle for 25%.* set 32 or 64, or 6 ranks"),
         (
             {"global_batch_samples": 12, "context_ranks": 1},
             8,
-            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens 22",
+            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and tokenize.max_tokens. 22",
         ),
         ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 ranks x 4 blocks would be idle for 38%"),
     ],
@@ -141,6 +146,39 @@ def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path
     assert low <= int(exact.split()[0]) <= high, (told, exact)
 
 
+def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_makes(tmp_path: Path) -> None:
+    """None of its characters are in that vocabulary: each is three tokens."""
+    rows = tmp_path / "rows.jsonl"
+    asked = [
+        {"prompt": f"第{n}号订单现在到哪里了？", "completion": "您的订单已经离开仓库，预计明天送达。"}
+        for n in range(200)
+    ]
+    rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), encoding="utf-8")
+    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}"), Store(tmp_path / "store")
+    [told], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    run_stages(path, store, last="shard")
+    [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    low, high = map(int, re.findall(r"\d+", told)[1:3])
+    assert low <= int(exact.split()[0]) <= high, (told, exact)
+
+
+@pytest.mark.parametrize(("over_long", "most"), [("drop", 0), ("truncate", 2)])
+def test_a_row_counts_for_no_more_than_the_tokenize_stage_keeps_of_it(
+    tmp_path: Path, over_long: str, most: int
+) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl", 400)
+    path = config_of(tmp_path, rows, "{global_batch_tokens: 256}")
+    path.write_text(path.read_text().replace("max_tokens: 256", f"max_tokens: 256, over_long: {over_long}"))
+    config = load_config(path)
+    batch = batch_without_data(config.train, 1, Workload.assumed(config))
+    without = estimated_steps(config, batch, None)
+    with rows.open("a") as file:
+        file.write(json.dumps({"instruction": "What is this?", "output": "word " * 200_000}) + "\n")
+    found = estimated_steps(config, batch, None)
+    assert found is not None and without is not None
+    assert all(0 <= one - other <= most for one, other in zip(found.run, without.run, strict=True))
+
+
 def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(list(map(json.loads, rows_file(tmp_path / "rows.jsonl", 5000).open())))
     datasets.DatasetDict(dev=rows.select([0]), test=rows).save_to_disk(tmp_path / "saved")
@@ -174,11 +212,17 @@ def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]
     [
         (warned(50), []),
         (warned(49, band=1), []),
-        (warned(10), ["train.global_batch_tokens: 10 optimizer steps in all, fewer than 50; 720 or train.epochs 5"]),
-        (warned(10, ranks=8), ["fewer than 50; 480 or train.epochs 5 would"]),
-        (warned(10, ranks=16), ["fewer than 50; train.epochs 5 or a smaller shard.block_tokens"]),
-        (warned(10, global_batch_samples=256), ["train.global_batch_samples: .* 48 or train.epochs 5 would make 50"]),
-        (warned(20, epochs=0.5), ["; 1,500 or train.epochs 2 would"]),
+        (
+            warned(10),
+            ["train.global_batch_tokens: 10 opt.* in all, fewer than 50; train.global_batch_tokens 720 or .* 5 would"],
+        ),
+        (warned(10, ranks=8), ["fewer than 50; train.global_batch_tokens 480 or train.epochs 5 would"]),
+        (warned(10, ranks=16), ["fewer than 50; train.epochs 5 would make 50$"]),
+        (
+            warned(10, global_batch_samples=256),
+            ["train.global_batch_samples: .* train.global_batch_samples 48 or train.epochs 5 would make 50"],
+        ),
+        (warned(20, epochs=0.5), ["; train.global_batch_tokens 1,500 or train.epochs 2 would"]),
         (warned(40, max_steps=40), ["train.max_steps: 40 optimizer steps in all, fewer than 50; set .* to 50 or more"]),
         (warned(100, save_every_steps=101), ["train.save_every_steps: 101 is beyond the end .*, 100 .*; try 25"]),
         (warned(100, validate_every_steps=500), ["train.validate_every_steps: 500 is beyond the end .*; try 25"]),
@@ -191,6 +235,71 @@ def test_short_runs_are_warned_of_with_the_value_that_would_do(found: list[str],
     assert all(re.search(pattern, text) for pattern, text in zip(expected, found, strict=True)), found
 
 
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (
+            {"global_batch_tokens": 2048},
+            "train.global_batch_tokens 800 with {shorter} 400 or train.epochs 3 would make 50",
+        ),
+        (
+            {"global_batch_samples": 16},
+            "train.global_batch_samples 6 with {shorter} 400 or train.epochs 3 would make 50",
+        ),
+    ],
+)
+def test_a_smaller_batch_than_the_blocks_allow_takes_shorter_blocks(settings: dict[str, Any], remedy: str) -> None:
+    """Where the block alone is shorter, a step takes more of them, and there are as many steps as before."""
+    train = Train(**settings)
+    batch = batch_without_data(train, 2, Workload(1024, 1.0, 0.5, 128.0, None, None, samples_per_block=8.0))
+    [found] = step_warnings(train, batch, Steps(None, (10, 20, 30)), 2)
+    assert found.endswith("; " + remedy.format(shorter="shard.block_tokens (and tokenize.max_tokens)"))
+
+
+def rows_of(config: Path, **train: Any) -> Config:
+    loaded = load_config(config)
+    return loaded.model_copy(update={"train": loaded.train.model_copy(update=train)})
+
+
+def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_path: Path) -> None:
+    """As the plan of the packed blocks refuses them; the values named do then."""
+    rows = tmp_path / "rows.jsonl"
+    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    path, store = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}"), Store(tmp_path / "store")
+    path.write_text(path.read_text().replace("block_tokens: 256", "block_tokens: 2048"))
+    [warning] = lengths_of_runs([load_config(path)], store, "my.yaml")[1]
+    found = re.fullmatch(
+        r"train.global_batch_samples: 16 is likely to be refused once the data is packed: by the first rows of the "
+        r"files, a block of 2,048 tokens would hold about (\d+) samples, and a step takes whole blocks; set "
+        r"train.global_batch_tokens: 2,048 instead, about \1 samples, or train.global_batch_samples to (\d+) or more, "
+        r"or shard.block_tokens \(and tokenize.max_tokens\) to (\d+) or less",
+        warning,
+    )
+    assert found is not None, warning
+    run_stages(path, store, last="shard")
+    with pytest.raises(ConfigError, match="global_batch_samples: 16 cannot be met within 10%"):
+        lengths_of_runs([load_config(path)], store, "my.yaml")
+    for settings in (
+        {"global_batch_samples": None, "global_batch_tokens": 2048},
+        {"global_batch_samples": int(found[2])},
+    ):
+        assert lengths_of_runs([rows_of(path, **settings)], store, "my.yaml")[0]
+    shorter = path.read_text().replace("block_tokens: 2048", f"block_tokens: {found[3]}")
+    path.write_text(shorter.replace("max_tokens: 256", f"max_tokens: {found[3]}"))
+    assert lengths_of_runs([load_config(path)], store, "my.yaml")[1] == []
+    run_stages(path, store, last="shard")
+    assert lengths_of_runs([load_config(path)], store, "my.yaml")[0]
+
+
+def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(tmp_path: Path) -> None:
+    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 14, context_ranks: 1}")
+    path.write_text(path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4"))
+    [_, warning] = lengths_of_runs([load_config(path)], Store(tmp_path / "store"), "my.yaml")[1]
+    assert "a step takes whole blocks, 4 at a time; set train.global_batch_tokens: " in warning
+    assert re.search(r"global_batch_tokens: (\d+),?(\d*) instead, about \d+ samples$", warning)
+
+
 def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> None:
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 40}")
     for command in ("check", "plan"):
@@ -201,4 +310,17 @@ def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
         shown = " ".join((done.stdout + done.stderr).split())
         assert re.search(r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown)
-        assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; 8 or" in shown
+        assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; train." in shown
+        assert "is likely to be refused" not in shown
+
+
+def test_check_and_the_plan_warn_of_samples_that_blocks_will_not_meet(tmp_path: Path) -> None:
+    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 2}")
+    for command in ("check", "plan"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline_lib", command, str(path)], capture_output=True, text=True, check=False,
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown = " ".join((done.stdout + done.stderr).split())
+        assert shown.count("warning: train.global_batch_samples: 2 is likely to be refused") == 1, shown

@@ -474,6 +474,14 @@ def test_one_of_a_thing_is_no_plural() -> None:
     assert "1 in the first epoch, whose last step has 1 block" in text
 
 
+def test_epochs_are_not_said_of_a_run_that_max_steps_ends() -> None:
+    content = planned("tiny", 1024, {"cpu_ranks": 1}, global_batch_tokens=1024, max_steps=3, precision="fp32").content
+    assert "STEPS 3 optimizer steps, 1,024 tokens each" in " ".join(render(content, is_detailed=False).split())
+    batch = {**content["batch"], "blocks": 5, "epochs": 0.56}
+    text = " ".join(render({**content, "batch": batch}, is_detailed=False).split())
+    assert "STEPS 3 optimizer steps in 0.56 epochs, 1,024 tokens each" in text
+
+
 @pytest.mark.parametrize(("blocks", "said"), [(10, False), (20_000, True)])
 def test_an_evaluation_on_cpus_that_takes_long_is_said_to(blocks: int, said: bool) -> None:
     """Of 20,000 blocks: 82 M held-out tokens twice and 4 M shuffled twice, each 2 x 26 M FLOPs, at 80 GFLOP/s."""
