@@ -337,7 +337,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "eb5a08dc1b4ba82d",
         "shard": "c12ede34718bece1",
-        "plan": "d365406c6137fb1e",
+        "plan": "a6e86d33b55ec22d",
         "train": "03c05b451a357a4b",
         "merge": "9603d8e4b4f479fc",
         "evaluate": "374764d0455c5047",
