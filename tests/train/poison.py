@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline_lib.core.errors import TrainingError
-from pipeline_lib.train import loop as step_module
 from pipeline_lib.train import rank as rank_module
+from pipeline_lib.train import step as step_module
 from pipeline_lib.train.rank import RankJob, train_rank
 from tests.train.helpers import Killed, digest_of
 
