@@ -24,7 +24,7 @@ from pipeline_lib.plan.predict import (
     lacks_host_memory,
     memory_of,
 )
-from pipeline_lib.plan.remedies import Remedy, remedies
+from pipeline_lib.plan.remedies import Load, Remedy, remedies
 from pipeline_lib.plan.search import (
     OFFLOAD,
     Group,
@@ -316,8 +316,8 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     found: list[Remedy] = []
     for count in setting.rank_counts(wanted.train, wanted.held):
         train = setting.leaner(wanted.train.model_copy(update={**lean, "context_ranks": count}))
-        known = (setting.geometry, train, setting.ranks, block_tokens, setting.batch_blocks, device_bytes)
-        found = found or remedies(*known, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
+        load = Load(setting.geometry, train, setting.ranks, block_tokens, setting.batch_blocks)
+        found = found or remedies(load, device_bytes, ratio=1.0, has_deepspeed=wanted.has_deepspeed)
     found = [replace(remedy, is_least=_may_need_more(wanted, remedy.changes)) for remedy in found]
     alone = _more_host_memory(wanted)
 

@@ -7,7 +7,7 @@ DeepSpeed where it is not installed, or that is not predicted to fit with the ma
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -36,6 +36,23 @@ _OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
 # 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that fits.
 _OPTIMIZERS = ("adamw", "adamw_8bit")
 _LEAST_SAVING = 0.97  # of the present memory: a change that leaves more than this is no remedy
+
+
+@dataclass(frozen=True)
+class Load:
+    """What ranks train: a step has `batch_blocks` blocks of `block_tokens` tokens over all of them."""
+
+    geometry: Geometry
+    train: Train
+    ranks: Ranks
+    block_tokens: int
+    batch_blocks: int
+
+    @property
+    def memory(self) -> Memory:
+        """The predicted memory of one rank."""
+        accumulation = self.train.accumulation(self.batch_blocks, self.ranks.total)
+        return predict(self.geometry, self.train, self.ranks, self.block_tokens, accumulation)
 
 
 @dataclass(frozen=True)
@@ -69,24 +86,13 @@ class Remedy:
         return f"{keys}  ({least}{gib(self.needed_bytes)} a GPU{f'; {note}' if note else ''})"
 
 
-def remedies(
-    geometry: Geometry,
-    train: Train,
-    ranks: Ranks,
-    block_tokens: int,
-    batch_blocks: int,
-    device_bytes: int,
-    ratio: float,
-    has_deepspeed: bool,
-) -> list[Remedy]:
+def remedies(load: Load, device_bytes: int, ratio: float, has_deepspeed: bool) -> list[Remedy]:
     """Return up to AT_MOST remedies, the cheapest first; none of them extends another. Empty if nothing is enough.
-
-    A step has `batch_blocks` blocks of `block_tokens` tokens over all ranks.
 
     `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if it is above 1.
     """
     found: list[Remedy] = []
-    possible = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
+    possible = alternatives(load, ratio, has_deepspeed)
     for remedy in sorted(possible, key=lambda each: each.cost):
         is_enough = remedy.needed_bytes <= device_bytes * usable_fraction(remedy.memory)
         if is_enough and not any(_goes_further(remedy.changes, way.changes) for way in found):
@@ -103,42 +109,22 @@ def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
     )
 
 
-def least(
-    geometry: Geometry,
-    train: Train,
-    ranks: Ranks,
-    block_tokens: int,
-    batch_blocks: int,
-    ratio: float,
-    has_deepspeed: bool,
-) -> Remedy | None:
+def least(load: Load, ratio: float, has_deepspeed: bool) -> Remedy | None:
     """Return the change that needs least memory, whether it fits or not; None if nothing can be changed."""
-    found = alternatives(geometry, train, ranks, block_tokens, batch_blocks, ratio, has_deepspeed)
+    found = alternatives(load, ratio, has_deepspeed)
     return min(found, key=lambda each: each.needed_bytes, default=None)
 
 
-def alternatives(
-    geometry: Geometry,
-    train: Train,
-    ranks: Ranks,
-    block_tokens: int,
-    batch_blocks: int,
-    ratio: float,
-    has_deepspeed: bool,
-) -> Iterator[Remedy]:
+def alternatives(load: Load, ratio: float, has_deepspeed: bool) -> Iterator[Remedy]:
     """Yield every legal way to train on the same global batch that needs less memory and can run here."""
-
-    def memory_of(way: Train) -> Memory:
-        return predict(geometry, way, ranks, block_tokens, way.accumulation(batch_blocks, ranks.total))
-
-    now_bytes = memory_of(train).total_bytes
-    for changes in _changes(train, ranks, block_tokens):
+    train, now_bytes = load.train, load.memory.total_bytes
+    for changes in _changes(train, load.ranks, load.block_tokens):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
         if not {"recompute", "kept_attention_layers"} & changes.keys() and recompute_of(changed) != "full":
             changed = changed.model_copy(update={"kept_attention_layers": AUTO})  # a number has no effect
-        can_run = changed.strategy not in geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
-        if can_run and is_legal(changed, ranks):
-            memory = memory_of(changed)
+        can_run = changed.strategy not in load.geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
+        if can_run and is_legal(changed, load.ranks):
+            memory = replace(load, train=changed).memory
             if memory.total_bytes < _LEAST_SAVING * now_bytes:
                 yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))
 

@@ -17,8 +17,8 @@ from pipeline_lib.core.units import gib
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, Memory, predict
-from pipeline_lib.plan.remedies import least, remedies
+from pipeline_lib.plan.memory import PARTS, Memory
+from pipeline_lib.plan.remedies import Load, least, remedies
 from pipeline_lib.train.dist import World
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -79,14 +79,10 @@ class MemoryWatch:
             self.doing = f"after step {fields['step']}, when it was saved or validated"
 
     @property
-    def _case(self) -> tuple[Geometry, Train, Ranks, int, int]:
+    def _load(self) -> Load:
         """The run in the planner's terms."""
         ranks = Ranks(self.world.size, self.world.local_size, has_triton(self.world.device))
-        return self.geometry, self.train, ranks, self.block_tokens, self.batch_blocks
-
-    def _predict(self) -> Memory:
-        accumulation = self.train.accumulation(self.batch_blocks, self.world.size)
-        return predict(*self._case[:-1], accumulation)
+        return Load(self.geometry, self.train, ranks, self.block_tokens, self.batch_blocks)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -106,7 +102,7 @@ class MemoryWatch:
         if self.world.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.world.device)
-        needed = self._predict()
+        needed = self._load.memory
         if needed.total_bytes > free:
             advice = "; ".join(self._advice(free, 1.0))
             say(
@@ -116,7 +112,7 @@ class MemoryWatch:
 
     def explain(self, shortage: Shortage, capacity_bytes: int) -> str:
         """Return the message: several lines, of which the first alone is enough for a log."""
-        predicted = self._predict()
+        predicted = self._load.memory
         used, wanted = shortage.used_bytes or 0, shortage.wanted_bytes or 0
         ratio = (used + wanted) / predicted.total_bytes
         use = f"{gib(used)} of {gib(capacity_bytes)} in use"
@@ -131,9 +127,9 @@ class MemoryWatch:
 
     def _advice(self, capacity_bytes: int, ratio: float) -> list[str]:
         has_deepspeed = find_spec("deepspeed") is not None
-        if fitting := remedies(*self._case, capacity_bytes, ratio, has_deepspeed):
+        if fitting := remedies(self._load, capacity_bytes, ratio, has_deepspeed):
             return ["what would fit, the cheapest first:", *(f"- {remedy}" for remedy in fitting)]
-        best = least(*self._case, ratio, has_deepspeed)
+        best = least(self._load, ratio, has_deepspeed)
         if best is None:
             return ["there is nothing left to change: it takes GPUs with more memory, or a smaller model"]
         return [f"no change is predicted to fit; the least memory is needed by {best}: it takes more or larger GPUs"]

@@ -22,7 +22,7 @@ from pipeline_lib.plan.choose import (
 )
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import Machine, find_gpu
-from pipeline_lib.plan.remedies import remedies
+from pipeline_lib.plan.remedies import Load, remedies
 from pipeline_lib.plan.search import Setting, groups
 from pipeline_lib.plan.workload import Workload
 
@@ -207,8 +207,9 @@ def test_what_would_fit_keeps_the_margin_of_its_own_error(name: str, gpu: str, s
     asked = wanted(name, gpu, 1, 2000, strategy=strategy)
     size = asked.setting.machine.gpu_memory_bytes
     assert size and not asked.fits
-    setting, sizes = asked.setting, (2048, asked.setting.batch_blocks, size)
-    found = remedies(setting.geometry, asked.train, setting.ranks, *sizes, ratio=1.0, has_deepspeed=True)
+    setting = asked.setting
+    load = Load(setting.geometry, asked.train, setting.ranks, 2048, setting.batch_blocks)
+    found = remedies(load, size, ratio=1.0, has_deepspeed=True)
     assert found
     for remedy in found:
         changed = Train.model_validate({**asked.train.model_dump(), **remedy.changes})

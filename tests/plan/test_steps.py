@@ -300,15 +300,20 @@ def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(tmp
     assert re.search(r"global_batch_tokens: (\d+),?(\d*) instead, about \d+ samples$", warning)
 
 
+def said_by(command: str, path: Path) -> str:
+    """All that the command says of the config at `path`, in one line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline_lib", command, str(path)], capture_output=True, text=True, check=False,
+        cwd=path.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return " ".join((done.stdout + done.stderr).split())
+
+
 def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> None:
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 40}")
     for command in ("check", "plan"):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline_lib", command, str(path)], capture_output=True, text=True, check=False,
-            cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        shown = " ".join((done.stdout + done.stderr).split())
+        shown = said_by(command, path)
         assert re.search(r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown)
         assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; train." in shown
         assert "is likely to be refused" not in shown
@@ -317,10 +322,5 @@ def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> 
 def test_check_and_the_plan_warn_of_samples_that_blocks_will_not_meet(tmp_path: Path) -> None:
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 2}")
     for command in ("check", "plan"):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline_lib", command, str(path)], capture_output=True, text=True, check=False,
-            cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        shown = " ".join((done.stdout + done.stderr).split())
+        shown = said_by(command, path)
         assert shown.count("warning: train.global_batch_samples: 2 is likely to be refused") == 1, shown
