@@ -175,12 +175,11 @@ class Stepper:
         )
 
     def warm_up(self, batch: Batch) -> None:
-        """Run two forward and backward passes and discard them, before the first step of every attempt.
+        """Run a forward and backward pass and discard it, before the first step of every attempt.
 
-        They reveal an out-of-memory early. The first gives DDP's buckets their final order: without it, a resumed run
-        of three ranks or more would differ from an uninterrupted one in the last bits. The second fills the buckets.
+        It compiles, and reveals most out-of-memories early. It gives DDP's buckets their final order: without it, a
+        resumed run of three ranks or more would differ from an uninterrupted one in the last bits.
         """
-        for _ in range(2):
-            self.accumulate([batch], lambda: (1.0, 1.0))
-            self.strategy.discard()
+        self.accumulate([batch], lambda: (1.0, 1.0))
+        self.strategy.discard()
         self.clock.drop()
