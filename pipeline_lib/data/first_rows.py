@@ -1,11 +1,13 @@
-"""What the first row of a local data file shows before anything runs: its layout, pictures, preference data, damage."""
+"""What the first rows of a local data file show before anything runs: layout, pictures, preference data, damage."""
 
+from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 from pipeline_lib.config.schema import FileData
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.conversations import BadRow, WrongFile
+from pipeline_lib.data.conversations import BadRow, Content, WrongFile
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.read_files import CorpusFile, rejected, value_of
 
@@ -39,3 +41,21 @@ def _problem(path: Path, _stamp: tuple[int, int], reading: str, may_be_bad: bool
     except DataError as error:
         return str(error)
     return None
+
+
+def first_contents(path: Path, source: FileData, most: int) -> tuple[list[Content], float]:
+    """Return the content of the first `most` rows of the file at `path`, and how many times as many rows it has.
+
+    Rows that cannot be used are left out: the tokenize stage tells what is wrong with them.
+    """
+    file, contents, rows, layout = CorpusFile(path), list[Content](), 0, None
+    with suppress(DataError, WrongFile, OSError):
+        for row in islice(file, most):
+            rows += 1
+            with suppress(BadRow):
+                value = value_of(row)
+                if layout is None:
+                    row_format = detect(value, source.columns) if source.format == "auto" else source.format
+                    layout = Layout(row_format, source.columns, source.roles)
+                contents.append(to_content(value, layout))
+    return contents, 1.0 if rows < most or not file.fraction_read else 1 / file.fraction_read

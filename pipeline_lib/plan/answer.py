@@ -251,7 +251,8 @@ def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
             f"{100 * workload.supervised_fraction:.0f} % supervised in blocks {100 * workload.real_fraction:.0f} % full"
         )
         told = workload.document_band is None  # as a what-if question may
-        yield fractions if told else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
+        source = "by the first rows, " if workload.is_estimated else ""
+        yield source + (fractions if told else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}")
     if machine is None:
         return
     if machine.is_host_assumed:

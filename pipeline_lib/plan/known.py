@@ -22,7 +22,7 @@ from pipeline_lib.config.content import (
     read_content,
 )
 from pipeline_lib.config.schema import Config, HubModel, LocalModel, TinyModel
-from pipeline_lib.core.errors import ConfigError, DataError, DiskFull, HubError
+from pipeline_lib.core.errors import ConfigError, DataError, DiskFull, HubError, PipelineError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
@@ -32,6 +32,7 @@ from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import Revisions, Snapshot
 from pipeline_lib.model.families import checked_geometry, geometry_in, published, read_geometry
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.workload import Workload, workload_from
 
 if TYPE_CHECKING:
@@ -179,9 +180,16 @@ def _architectures(store: Store) -> dict[str, Any]:
 
 
 def workload_of(config: Config, store: Store) -> Workload:
-    """Return the workload of the config's blocks, or an assumed one if there are none."""
+    """Return the workload of the config's blocks, or what is expected of them if there are none."""
     blocks = blocks_of(config, store)
-    return blocks.workload if blocks else Workload.assumed(config)
+    return blocks.workload if blocks else expected_workload(config, vocabulary_of(config, store))
+
+
+def vocabulary_of(config: Config, store: Store) -> int | None:
+    """Return the size of the model's vocabulary; None if it is not known before the download."""
+    with suppress(PipelineError):
+        return geometry_of(config, store).vocab
+    return None
 
 
 def blocks_of(config: Config, store: Store) -> Blocks | None:

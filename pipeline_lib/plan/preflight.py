@@ -31,6 +31,7 @@ from pipeline_lib.core.text import cut, how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.model.families import PLANNED, SUPPORTED
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import Answer, Question, answer, in_lines, is_hopeless, lacking, run_of
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
 from pipeline_lib.plan.cluster import machine_of, measured_of
@@ -44,6 +45,7 @@ from pipeline_lib.plan.known import (
     learn_architecture,
     remembered_specs,
     repetition_of,
+    vocabulary_of,
 )
 from pipeline_lib.plan.machine import Machine, Ranks
 from pipeline_lib.plan.predict import lacks_host_memory
@@ -51,7 +53,6 @@ from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.show import explain, render, render_what_if
 from pipeline_lib.plan.stages import Run, later_problems, local_data_bytes, stored_bytes
 from pipeline_lib.plan.steps import Steps, estimated_steps, expected_misfit, plan_batches, step_warnings
-from pipeline_lib.plan.workload import Workload
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
 #
@@ -166,7 +167,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         return
     if geometry is None:
         return
-    workload = Workload.assumed(config)
+    workload = expected_workload(config, geometry.vocab)
     run = Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
@@ -344,7 +345,7 @@ def question_of(config: Config, store: Store) -> Question:
         train=config.train,
         cluster=config.cluster,
         tracking=config.tracking,
-        workload=blocks.workload if blocks else Workload.assumed(config),
+        workload=blocks.workload if blocks else expected_workload(config, geometry.vocab),
         blocks=blocks,
         held=held_keys(config.train),
         measured=measured_of(config),
@@ -389,9 +390,10 @@ def lengths_of_runs(configs: Sequence[Config], store: Store, source: str) -> tup
 
 def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
     train, ranks, blocks = config.train, config.cluster.ranks, blocks_of(config, store)
-    workload = blocks.workload if blocks else Workload.assumed(config)
+    vocabulary = vocabulary_of(config, store)
+    workload = blocks.workload if blocks else expected_workload(config, vocabulary)
     batch = plan_batches(train, ranks, blocks.training if blocks else None, workload)
-    steps = (None if blocks else estimated_steps(config, batch, _vocabulary(config, store))) or Steps.of(batch)
+    steps = (None if blocks else estimated_steps(config, batch, vocabulary)) or Steps.of(batch)
     if steps is None:
         return [], []
     return [steps.in_words()], [*step_warnings(train, batch, steps, ranks), *_expected_misfit(config, store)]
@@ -401,15 +403,8 @@ def _expected_misfit(config: Config, store: Store) -> list[str]:
     """Return the warning that the packed data would be refused for its `global_batch_samples`, if that is likely."""
     if config.train.global_batch_samples is None or blocks_of(config, store):
         return []
-    problem = expected_misfit(config, _vocabulary(config, store))
+    problem = expected_misfit(config, vocabulary_of(config, store))
     return [problem] if problem else []
-
-
-def _vocabulary(config: Config, store: Store) -> int | None:
-    """Return the size of the model's vocabulary; None if it is not known before the download."""
-    with suppress(PipelineError):
-        return geometry_of(config, store).vocab
-    return None
 
 
 def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:

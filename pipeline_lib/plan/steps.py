@@ -4,22 +4,15 @@ No numpy is loaded before there are blocks, since a plan can be made without any
 """
 
 import math
-import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
-from pipeline_lib.config.content import data_files
-from pipeline_lib.config.schema import Config, FileData, Tokenize
+from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.conversations import BadRow
-from pipeline_lib.data.read_files import CorpusFile, value_of
+from pipeline_lib.plan.amounts import amounts_of, expected_workload
 from pipeline_lib.plan.workload import Workload
 
 if TYPE_CHECKING:
@@ -167,30 +160,8 @@ def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
 
 # Steps before there are blocks: the number of rows and the length of their texts, from the first rows of each file.
 
-_READ_ROWS = 1024  # of a file; more are extrapolated by its size
-_READ_FILES = 20  # of a source
-_SMALL_VOCABULARY = 16_384  # as the demo's, which cuts words into more tokens
-_TEMPLATE_TOKENS = 12  # that the chat template adds to a row's texts, at the least
 _UNFILLED = 0.5  # of a sample's length, which a block has no room for if all are about as long
-_KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and conversations may become several samples
-
-
-@dataclass(frozen=True)
-class _Ratio:
-    """Tokens of a byte of UTF-8, and of a character that is counted apart because it has three bytes or more."""
-
-    of_byte: float
-    of_cjk: float
-
-
-# Fewest, expected and most. English prose has 4 to 5 bytes a token, code and numbers fewer. Qwen3's vocabulary has 0.54
-# tokens for a character of modern Chinese, 0.77 of old plays, 0.63 of Japanese. The demo's vocabulary has no such
-# characters, so each is three tokens; a small one made for them has about one.
-_RATIOS = (_Ratio(1 / 5.5, 0.45), _Ratio(1 / 4.0, 0.75), _Ratio(1 / 2.5, 1.1))
-_RATIOS_OF_SMALL = (_Ratio(1 / 3.0, 1.0), _Ratio(1 / 2.0, 3.0), _Ratio(1 / 1.0, 3.5))
-_CJK = re.compile(
-    "[\u1100-\u11ff\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]+"
-)
+_KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and the number of rows is extrapolated
 
 
 @dataclass(frozen=True)
@@ -227,7 +198,7 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
-    amounts = _amounts(config, vocabulary)
+    amounts = amounts_of(config, vocabulary)
     if amounts is None:
         return None
     bounds = []
@@ -256,20 +227,17 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
     The plan of the packed data will then refuse it. The values named do for other lengths than the estimated ones too.
     """
     train, ranks, block_tokens = config.train, config.cluster.ranks, config.shard.block_tokens
-    wanted, amounts = train.global_batch_samples, _amounts(config, vocabulary)
-    if wanted is None or amounts is None or not amounts[1].samples:
+    wanted, workload = train.global_batch_samples, expected_workload(config, vocabulary)
+    if wanted is None or not workload.is_estimated or _misfit(train, ranks, workload) is None:
         return None
-    assumed = Workload.assumed(config)
-    each = max(1.0, assumed.real_fraction * block_tokens / amounts[1].tokens_per_sample)
-    if _misfit(train, ranks, replace(assumed, samples_per_block=each)) is None:
-        return None
+    each = workload.samples_per_block
     at_once = train.blocks_at_once(ranks)
     blocks = max(1, round(wanted / each / at_once)) * at_once
     remedies = [f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about {blocks * each:,.0f} samples"]
     if at_once == 1:
         remedies.append(f"train.global_batch_samples to {math.ceil(_SAFE_BLOCKS * each):,} or more")
         shorter = int(block_tokens * wanted / each / _SAFE_BLOCKS) // _BLOCK_UNIT * _BLOCK_UNIT
-        if shorter >= _LONGER_THAN_MEAN * amounts[1].tokens_per_sample:
+        if shorter >= _LONGER_THAN_MEAN * workload.real_fraction * block_tokens / each:
             remedies.append(f"{_SHORTER} to {shorter:,} or less")
     shared = "" if at_once == 1 else f", {at_once} at a time"
     return (
@@ -277,107 +245,6 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
         f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and a step takes whole "
         f"blocks{shared}; {', or '.join(remedies)}"
     )
-
-
-@dataclass(frozen=True)
-class _Amount:
-    """Samples of the training data, and their tokens."""
-
-    samples: float
-    tokens: float
-
-    @property
-    def tokens_per_sample(self) -> float:
-        return self.tokens / max(1.0, self.samples)
-
-    def __add__(self, other: "_Amount") -> "_Amount":
-        return _Amount(self.samples + other.samples, self.tokens + other.tokens)
-
-    def __mul__(self, factor: float) -> "_Amount":
-        return _Amount(self.samples * factor, self.tokens * factor)
-
-
-_NOTHING = _Amount(0.0, 0.0)
-
-
-def _amounts(config: Config, vocabulary: int | None) -> list[_Amount] | None:
-    """Return what an epoch trains on, with the fewest, the expected and the most tokens of the texts.
-
-    None if some of the data is not in files that can be read here.
-    """
-    ratios = _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
-    found = [_NOTHING] * len(ratios)
-    for source in config.data.train:
-        own = _of_source(source, config.tokenize, ratios) if isinstance(source, FileData) else None
-        if own is None:
-            return None
-        found = [amount + one * (1 - config.data.validation_fraction) for amount, one in zip(found, own, strict=True)]
-    return found
-
-
-def _of_source(source: FileData, tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[_Amount] | None:
-    """Return what is in a source times its weight, for each of `ratios`; None if nothing can be read."""
-    try:
-        files = data_files(source.path, source.split)
-    except DataError:  # named where the files are hashed
-        return None
-    rows, found = 0.0, [_NOTHING] * len(ratios)
-    all_bytes, read_bytes = 0, 0
-    for number, path in enumerate(files):
-        status = path.stat()
-        all_bytes += status.st_size
-        if number < _READ_FILES:
-            lengths, scale = _lengths_of_file(path, (status.st_size, status.st_mtime_ns))
-            rows += len(lengths) * scale
-            for row in lengths:
-                own = _of_row(row, tokenize, ratios)
-                found = [amount + one * scale for amount, one in zip(found, own, strict=True)]
-            read_bytes += status.st_size if lengths else 0
-    if not rows:
-        return None
-    all_files = all_bytes / max(1, read_bytes)
-    used = min(1.0, source.max_rows / (rows * all_files)) if source.max_rows else 1.0
-    return [amount * (all_files * used * source.weight) for amount in found]
-
-
-def _of_row(row: tuple[int, int], tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[_Amount]:
-    """Return what the tokenize stage makes of a row with such `_lengths`, for each of `ratios`.
-
-    A row counts as dropped if even the fewest tokens are too many: the stage fails if more than a few rows are.
-    """
-    most = tokenize.max_tokens
-    lengths = [row[0] * ratio.of_byte + row[1] * ratio.of_cjk + _TEMPLATE_TOKENS for ratio in ratios]
-    if tokenize.over_long == "split":
-        return [_Amount(math.ceil(tokens / most), tokens) for tokens in lengths]
-    if lengths[0] > most and tokenize.over_long != "truncate":
-        return [_NOTHING] * len(ratios)
-    return [_Amount(1.0, min(tokens, most)) for tokens in lengths]
-
-
-@lru_cache(maxsize=1024)
-def _lengths_of_file(path: Path, _stamp: tuple[int, int]) -> tuple[list[tuple[int, int]], float]:
-    """Return the lengths of the texts in each of a file's first rows, and how many times as many rows it has.
-
-    Cached by the file's size and time: the experiments of a sweep share their files.
-    """
-    file, lengths, rows = CorpusFile(path), [], 0
-    with suppress(DataError, OSError):  # the tokenize stage tells what is wrong with it
-        for row in islice(file, _READ_ROWS):
-            rows += 1
-            with suppress(BadRow):
-                lengths.append(_lengths(value_of(row)))
-    return lengths, 1.0 if rows < _READ_ROWS or not file.fraction_read else 1 / file.fraction_read
-
-
-def _lengths(value: Any) -> tuple[int, int]:
-    """Return the length of all texts in a row: characters of Chinese, Japanese and Korean, after bytes of the rest."""
-    if isinstance(value, str):
-        runs = _CJK.findall(value)
-        cjk, cjk_bytes = sum(map(len, runs)), sum(len(run.encode(errors="replace")) for run in runs)
-        return len(value.encode(errors="replace")) - cjk_bytes, cjk
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    own = [_lengths(part) for part in parts]
-    return sum(rest for rest, _ in own), sum(cjk for _, cjk in own)
 
 
 # Warnings about runs that are shorter than people think.

@@ -30,8 +30,9 @@ class Workload:
 
     `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which the cost of
     attention is proportional to. `blocks` and `epoch_blocks` are None while there is no data. `samples_per_block` is a
-    mean over the blocks that an epoch uses. With `is_assumed`, all but `block_tokens` is assumed. `document_band` has
-    the least and the most that `document_tokens` may be, where that is assumed.
+    mean over the blocks that an epoch uses. With `is_assumed`, all but `block_tokens` is assumed; with `is_estimated`,
+    lengths and supervised tokens are by the first rows of the files. `document_band` has the least and the most that
+    `document_tokens` may be, where that is assumed.
     """
 
     block_tokens: int
@@ -42,6 +43,7 @@ class Workload:
     epoch_blocks: int | None
     validation_blocks: int = 0
     is_assumed: bool = False
+    is_estimated: bool = False
     samples_per_block: float = 1.0
     document_band: tuple[float, float] | None = None
 

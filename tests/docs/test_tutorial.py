@@ -72,9 +72,18 @@ def is_run(command: str) -> bool:
     return not any(f"{command} ".startswith(f"{words} ") for words in NOT_RUN)
 
 
+# The lengths of the file's questions and answers, in characters: the means of ten parts of equal size.
+ASKED, ANSWERED = (3, 7, 11, 15, 20, 25, 31, 40, 53, 88), (3, 7, 11, 15, 18, 22, 28, 36, 49, 82)
+
+
 def rows_like_huanhuan() -> str:
-    row = {"instruction": "娘娘。", "input": "", "output": "你放心，本宫到任何时候都不会自轻自贱委屈了这孩子。"}
-    return json.dumps([{**row, "instruction": f"娘娘{number}。"} for number in range(3_729)], ensure_ascii=False)
+    texts = ("娘娘万福金安" * 20, "本宫不会委屈了这孩子" * 10)
+    lengths = [(ASKED[number % 10], ANSWERED[number // 10 % 10]) for number in range(3_729)]
+    rows = [
+        {"instruction": f"{texts[0][:asked]}{number}", "input": "", "output": texts[1][:answered]}
+        for number, (asked, answered) in enumerate(lengths)
+    ]
+    return json.dumps(rows, ensure_ascii=False)
 
 
 def workplace(folder: Path, hub: str = "") -> Workplace:

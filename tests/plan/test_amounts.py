@@ -1,0 +1,130 @@
+"""What is expected of the blocks by the first rows of the files, beside what packing makes of them."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.config.load import load_config
+from pipeline_lib.config.schema import Config
+from pipeline_lib.core.store import Store
+from pipeline_lib.data.demo import conversations
+from pipeline_lib.plan.amounts import amounts_of, expected_workload
+from pipeline_lib.plan.answer import answer
+from pipeline_lib.plan.known import vocabulary_of, workload_of
+from pipeline_lib.plan.preflight import question_of
+from pipeline_lib.plan.workload import Workload
+from tests.stages import run_stages
+
+QWEN = Path(__file__).parents[3] / "shared" / "qwen3-tokenizer"
+ROWS = 800
+
+
+@cache
+def pairs() -> list[tuple[str, str]]:
+    """Questions and answers of the demo."""
+    told = (messages for messages in conversations() if len(messages) == 2)
+    return [(asked["content"], said["content"]) for asked, said in islice(told, ROWS)]
+
+
+def alone() -> list[dict[str, Any]]:
+    return [{"instruction": asked, "output": said} for asked, said in pairs()]
+
+
+def several() -> list[dict[str, Any]]:
+    """Conversations of four answers; the model's template thinks in the last only, so each is a sample of its own."""
+    turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs()]
+    return [{"messages": sum(turns[at : at + 4], [])} for at in range(0, len(turns), 4)]
+
+
+def texts() -> list[dict[str, Any]]:
+    said = [said for _, said in pairs()]
+    return [{"text": "\n".join(said[at : at + 8])} for at in range(0, len(said), 8)]
+
+
+def config_of(folder: Path, rows: Iterable[dict[str, Any]], tokenize: str, train: str = "{}") -> Path:
+    data, path = folder / "rows.jsonl", folder / "my.yaml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        f"experiment: my\nmodel: {{source: tiny}}\ndata: {{train: [{{source: file, path: {data}}}]}}\n"
+        f"tokenize: {tokenize}\nshard: {{block_tokens: 1024}}\ncluster: {{cpu_ranks: 1}}\ntrain: {train}\n"
+    )
+    return path
+
+
+def expected(config: Config, store: Store) -> Workload:
+    return expected_workload(config, vocabulary_of(config, store))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokenize"),
+    [
+        (alone, "{max_tokens: 1024}"),
+        (several, "{max_tokens: 1024, over_long: truncate, max_dropped_fraction: 1.0}"),
+        (several, "{max_tokens: 512, over_long: split, max_dropped_fraction: 1.0}"),
+        (texts, "{max_tokens: 256, over_long: split}"),
+    ],
+    ids=["single turns", "several turns", "several turns, split", "texts, split"],
+)
+def test_it_is_near_what_packing_makes(tmp_path: Path, rows: Callable[[], list[dict[str, Any]]], tokenize: str) -> None:
+    """The tokens are Qwen3's: the demo's own vocabulary knows these texts."""
+    if not QWEN.is_dir():
+        pytest.skip(f"{QWEN} is not there")
+    path, store = config_of(tmp_path, rows(), tokenize, "{global_batch_tokens: 2048}"), Store(tmp_path / "store")
+    path.write_text(path.read_text().replace("source: tiny", f"source: tiny, tokenizer: {QWEN}"))
+    config = load_config(path)
+    told, assumed = expected(config, store), Workload.assumed(config)
+    run_stages(path, store, last="shard")
+    packed = workload_of(config, store)
+    assert told.is_assumed and told.is_estimated and not packed.is_assumed
+    assert told.samples_per_block == pytest.approx(packed.samples_per_block, rel=0.25)
+    assert told.document_tokens == pytest.approx(packed.document_tokens, rel=0.25)
+    assert told.supervised_fraction == pytest.approx(packed.supervised_fraction, abs=0.1)
+    assert told.document_band is not None and assumed.document_band is not None
+    low, high = told.document_band
+    assert low <= told.document_tokens <= high
+    assert 0.95 * low <= packed.document_tokens <= 1.05 * high
+    assert high / low < assumed.document_band[1] / assumed.document_band[0]
+
+
+def test_only_what_is_trained_on_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "noted").mkdir()
+    noted = [{**row, "note": "an answer that somebody has looked at " * 20} for row in alone()]
+    plain, more = (
+        load_config(config_of(folder, rows, "{max_tokens: 1024}"))
+        for folder, rows in ((tmp_path, alone()), (tmp_path / "noted", noted))
+    )
+    assert amounts_of(plain, None) == amounts_of(more, None)
+
+
+def test_only_the_last_answers_count_where_no_others_are_trained_on(tmp_path: Path) -> None:
+    rows = several()
+    path = config_of(tmp_path, rows, "{max_tokens: 1024, over_long: truncate, train_on: last_assistant}")
+    found = amounts_of(load_config(path), None)
+    assert found is not None
+    assert found[1].samples == pytest.approx(0.95 * len(rows))
+    assert all(amount.supervised < 0.5 * amount.tokens for amount in found)
+
+
+def test_the_plan_before_packing_takes_as_many_blocks_as_hold_the_samples(tmp_path: Path) -> None:
+    path, store = config_of(tmp_path, alone(), "{max_tokens: 1024}", "{global_batch_samples: 64}"), Store(tmp_path)
+    config = load_config(path)
+    question = question_of(config, store)
+    each = question.workload.samples_per_block
+    assert each > 2 * Workload.assumed(config).samples_per_block
+    assert question.batch(config.train).global_batch_blocks == round(64 / each)
+    [said] = [text for text in answer(question).content["summary"]["assumed"] if "supervised" in text]
+    assert said.startswith(f"by the first rows, documents of {question.workload.document_tokens:,.0f} tokens, ")
+
+
+def test_what_is_not_here_is_assumed(tmp_path: Path) -> None:
+    path = config_of(tmp_path, [], "{max_tokens: 1024}")
+    config = load_config(path)
+    assert expected_workload(config, None) == Workload.assumed(config)
+    path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
+    config = load_config(path)
+    assert expected_workload(config, None) == Workload.assumed(config)
