@@ -12,9 +12,12 @@ from pipeline_lib.config.schema import Config, FileData, Tokenize
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import Content, Text
 from pipeline_lib.data.first_rows import first_contents
+from pipeline_lib.data.read_files import ROWS_PER_UPDATE
 from pipeline_lib.plan.workload import Workload
 
-_READ_ROWS = 1024  # of a file; more are extrapolated by its size
+_READ_ROWS = (
+    1024  # of a source's files together, or some of each; the others are extrapolated by the sizes of the files
+)
 _READ_FILES = 20  # of a source
 _SMALL_VOCABULARY = 16_384  # as the demo's, which cuts words into more tokens
 _MESSAGE_TOKENS = 5  # that the chat template adds to a message: its role, its start and its end
@@ -114,13 +117,14 @@ def _of_source(source: FileData, tokenize: Tokenize, ratios: tuple[_Ratio, ...])
         files = [(path, path.stat()) for path in data_files(source.path, source.split)]
     except (DataError, OSError):  # named where the files are hashed
         return None
+    each = max(1, _READ_ROWS // ROWS_PER_UPDATE // max(1, len(files))) * ROWS_PER_UPDATE
     count, found = 0.0, [Amount()] * len(ratios)
     all_bytes, read_bytes = 0, 0
     reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
     for number, (path, status) in enumerate(files):
         all_bytes += status.st_size
         if number < _READ_FILES:
-            rows, scale = _rows_of_file(path, (status.st_size, status.st_mtime_ns), reading)
+            rows, scale = _rows_of_file(path, (status.st_size, status.st_mtime_ns), reading, each)
             count += len(rows) * scale
             for row in rows:
                 own = row.amounts(tokenize, ratios)
@@ -222,10 +226,10 @@ class _Row:
 
 
 @lru_cache(maxsize=1024)
-def _rows_of_file(path: Path, _stamp: tuple[int, int], reading: str) -> tuple[list[_Row], float]:
-    """Return a file's first rows, and how many times as many rows it has.
+def _rows_of_file(path: Path, _stamp: tuple[int, int], reading: str, most: int) -> tuple[list[_Row], float]:
+    """Return a file's first rows, `most` at most, and how many times as many rows it has.
 
     Cached by the file's size and time: the experiments of a sweep share their files.
     """
-    contents, scale = first_contents(path, FileData.model_validate_json(reading), _READ_ROWS)
+    contents, scale = first_contents(path, FileData.model_validate_json(reading), most)
     return [_Row.of(content) for content in contents], scale

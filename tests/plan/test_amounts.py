@@ -128,3 +128,15 @@ def test_what_is_not_here_is_assumed(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
     config = load_config(path)
     assert expected_workload(config, None) == Workload.assumed(config)
+
+
+@pytest.mark.parametrize("files", [1, 2, 5, 30])
+def test_the_rows_of_many_files_are_extrapolated(tmp_path: Path, files: int) -> None:
+    path, rows = config_of(tmp_path, [], "{max_tokens: 1024}"), 6000 // files
+    for number in range(files):
+        told = [{"instruction": f"What is {number} and {row}?", "output": "A number. " * 9} for row in range(rows)]
+        (tmp_path / f"part{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    path.write_text(path.read_text().replace("rows.jsonl", "part*.jsonl"))
+    found = amounts_of(load_config(path), None)
+    assert found is not None
+    assert found[1].samples == pytest.approx(0.95 * 6000, rel=0.05)
