@@ -86,6 +86,7 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
         return assumed
     expected, lengths = amounts[1], [amount.document_tokens for amount in amounts]
     positions = assumed.real_fraction * assumed.block_tokens
+    held_out = expected.tokens * config.data.validation_fraction / (1 - config.data.validation_fraction)
     return replace(
         assumed,
         is_estimated=True,
@@ -93,6 +94,7 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
         document_tokens=expected.document_tokens,
         document_band=(min(lengths), max(lengths)),
         samples_per_block=max(1.0, positions / expected.tokens_per_sample),
+        validation_blocks=math.ceil(held_out / positions),
     )
 
 

@@ -252,7 +252,7 @@ def evaluation_warnings(config: Config, geometry: Geometry, workload: Workload, 
         needed = gib(scoring_bytes(geometry, workload.block_tokens, HALF_BYTES) + RESERVE_BYTES)
         why = f"needs {needed} of GPU memory, more than one {machine.name} has: it "
     took = f"takes about {brief(took_s)} on {threads} of them"
-    if workload.is_assumed:  # an assumed workload has no held-out blocks
+    if workload.is_assumed and not workload.is_estimated:  # then no held-out blocks are counted
         took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
     yield (
         f"the evaluation {why}will be done on CPUs, which {took}; a smaller data.validation_fraction, "

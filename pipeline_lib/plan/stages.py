@@ -41,7 +41,6 @@ _MERGE_CPUS = 8
 _STAGE_BYTES = 2_000_000_000
 _DATA_BYTES = 8_000_000_000
 _IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
-_TEXT_BYTES_OF_TOKEN = 3  # less than in English, more than in Chinese
 # The merge holds a tensor of the base in fp32, its trained one, and their result; the proof two parts of the model.
 _MERGED_BYTES = 2 * FP32_BYTES + HALF_BYTES
 _UNKNOWN_PARAMETERS = 10**10
@@ -104,12 +103,6 @@ class Run:
         if self.geometry is None or self.answers is None or machine is None:
             return None
         return evaluation_s(self.geometry, self.workload, self.answers, machine)
-
-
-def guessed_blocks(config: Config, workload: Workload) -> Workload:
-    """Return an assumed `workload` with held-out blocks by the sizes of local files; other data counts as nothing."""
-    tokens = round(config.data.validation_fraction * local_data_bytes(config) / _TEXT_BYTES_OF_TOKEN)
-    return replace(workload, validation_blocks=tokens // workload.block_tokens)
 
 
 def local_data_bytes(config: Config) -> int:

@@ -16,6 +16,7 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
+from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import Question, answer
 from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.plan.memory import host_need_of_plan
@@ -25,7 +26,6 @@ from pipeline_lib.plan.stages import (
     Need,
     Run,
     evaluation_need,
-    guessed_blocks,
     loading_need,
     merge_need,
     reading_need,
@@ -33,7 +33,6 @@ from pipeline_lib.plan.stages import (
     tokenize_need,
     verifying_s,
 )
-from pipeline_lib.plan.workload import Workload
 from pipeline_lib.slurm.cluster import Group, Request, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.site import Site
 
@@ -218,7 +217,7 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
         f"partition with more time ({where_set('partition' if run.gpus else 'cpu_partition')})"
     )
     if run.workload.is_assumed:
-        warn(f"{problem}; the amount of held-out data is only estimated from the file sizes so far")
+        warn(f"{problem}; the amount of held-out data is only estimated from the first rows so far")
     else:
         yield problem
 
@@ -239,13 +238,10 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
 
 def _run_of(config: Config, store: Store) -> Run:
     """Return what is known of the experiment for its stages."""
-    geometry, machine, workload = None, None, Workload.assumed(config)
+    geometry, machine, workload = None, None, expected_workload(config, None)
     with suppress(PipelineError):
         question = question_of(config, store)
         machine, geometry, workload = question.machine, question.geometry, question.workload
-    if workload.is_assumed:
-        with suppress(PipelineError, OSError):  # missing files are named where they are read
-            workload = guessed_blocks(config, workload)
     return Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
 
 

@@ -83,6 +83,7 @@ def test_it_is_near_what_packing_makes(tmp_path: Path, rows: Callable[[], list[d
     assert told.is_assumed and told.is_estimated and not packed.is_assumed
     assert told.samples_per_block == pytest.approx(packed.samples_per_block, rel=0.25)
     assert told.document_tokens == pytest.approx(packed.document_tokens, rel=0.25)
+    assert told.validation_blocks == pytest.approx(packed.validation_blocks, rel=0.4, abs=1)
     assert told.supervised_fraction == pytest.approx(packed.supervised_fraction, abs=0.1)
     assert told.document_band is not None and assumed.document_band is not None
     low, high = told.document_band

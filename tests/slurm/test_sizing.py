@@ -1,6 +1,6 @@
 """What the training asks SLURM for follows from the plan, and from the config where that says it."""
 
-import os
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -304,10 +304,9 @@ def test_the_model_is_looked_up_once_for_the_evaluation(store: Store, monkeypatc
 
 
 def held_out(config: Config, folder: Path, size_bytes: int) -> Config:
-    """The same with data of so many bytes."""
-    path = folder / "rows.jsonl"
-    path.touch()
-    os.truncate(path, size_bytes)
+    """The same with texts of so many bytes."""
+    path, row = folder / "rows.jsonl", json.dumps({"text": "What is it? " * 80}) + "\n"
+    path.write_text(row * (size_bytes // len(row)))
     train = (config.data.train[0].model_copy(update={"path": str(path)}),)
     return config.model_copy(update={"data": config.data.model_copy(update={"train": train})})
 
@@ -323,7 +322,7 @@ def test_an_evaluation_on_cpus_gets_the_hours_that_it_needs_and_the_cpus_of_a_no
     assert (with_gpu.gpus_per_node, with_gpu.cpus_per_task) == (1, 8)
     assert (without.gpus_per_node, without.cpus_per_task) == (0, 64)
     assert with_gpu.runtime_minutes < 120
-    held_out_tokens = 0.05 * 10**7 / 3
+    held_out_tokens = 0.05 * 10**7 / 4
     assert without.runtime_minutes > 2 * held_out_tokens * 2 * 8e9 / (64 * 40e9) / 60
     less = evaluation_request(on_cpus, store, 0, most_cpus_of([SMALL]))
     assert less.cpus_per_task == 8
@@ -335,7 +334,7 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
 ) -> None:
     site, fast = Site(partition="gpu", cpu_partition="small"), replace(SMALL, partition="gpu")
     small, large = (
-        held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**9)
+        held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**8)
         for size, cluster in (("8B", {"gpus_per_node": 4, "gpu": "l40s"}), ("32B", {"cpu_ranks": 4}))
     )
     warned: list[str] = []
@@ -345,7 +344,7 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     )
     assert warned == []
     assert list(too_long_evaluation(large, store, site, [SMALL, fast], warned.append)) == []
-    assert re.match("evaluate: takes about .* only estimated from the file", warned.pop())  # no reason to refuse it
+    assert re.match("evaluate: takes about .* estimated from the first rows", warned.pop())  # no reason to refuse it
 
     def with_blocks(config: Config, store: Store) -> Question:
         question = question_of(config, store)
