@@ -1,6 +1,7 @@
 """What a new user gets wrong: one clear message with the file and the key or line, no traceback, nothing lost."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,9 +120,11 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_how_many_steps_a_training_has_and_warns_of_few(project: Project) -> None:
+def test_a_dry_run_says_how_many_steps_a_training_has_and_warns_of_few_and_of_little_memory(project: Project) -> None:
     project.edit("epochs: 2", "max_steps: 12")
+    project.edit("train: {", "cluster: {cpu_ranks: 1, memory_gb: 1}\ntrain: {")
     output = project.snakemake("-n").stdout
+    assert re.search(r"warning: train.strategy: \w+ needs [\d.]+ GB of host memory on each node", output), output
     assert ": 12 optimizer steps" in output
     assert "warning: train.max_steps: 12 optimizer steps in all, fewer than 50" in output
 

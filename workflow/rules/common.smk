@@ -17,6 +17,7 @@ from pipeline_lib.launch.allocation import refuse_now
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.preflight import (
     lengths_of_runs,
+    little_memory,
     long_evaluations,
     refuse_too_large,
     refuse_wrong,
@@ -82,7 +83,7 @@ def tell_length(digest):
     config = EXPERIMENT.config_of(digest)
     source = f"experiment {config.experiment!r}"
     lengths, warnings = lengths_of_runs([config], STORE, source)
-    for warning in warnings:
+    for warning in (*warnings, *little_memory([config], STORE)):
         warn(warning)
     for text in lengths:
         print(f"{config.experiment}: {text}", file=sys.stderr)
