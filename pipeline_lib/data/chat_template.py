@@ -214,7 +214,7 @@ class ChatTemplate:
         config = read_tokenizer_config(folder)
         source, with_tools, where = _sources(folder, config)
         if not source:
-            raise DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
+            raise no_template(folder)
         return cls(source, special_tokens(config), where, with_tools, kwargs)
 
     def render(
@@ -268,6 +268,11 @@ class ChatTemplate:
                 f"{self._where}: the chat template fails on messages of {roles}: {_one_line(error)}"
             ) from error
         return text
+
+
+def no_template(folder: Path) -> DataError:
+    """Return the error for conversations if the model in `folder` has no chat template."""
+    return DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
 
 
 def has_template(folder: Path) -> bool:
