@@ -379,7 +379,7 @@ def test_the_newest_config_of_each_name(desk: Desk) -> None:
         new.stem,
     }
     assert [found.experiment for found in desk.survey("b").statuses()] == ["b"]
-    with pytest.raises(ConfigError, match="c: no experiment of that name; known: a, b"):
+    with pytest.raises(ConfigError, match="c: no experiment of that name, and no config file; known: a, b"):
         desk.survey("b", "c").statuses()
 
 
