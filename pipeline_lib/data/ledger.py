@@ -21,6 +21,20 @@ from pipeline_lib.data.read_files import Rejected
 
 
 @dataclass(frozen=True)
+class TooLong:
+    """The number of rows with a sample longer than allowed, and the place and the tokens of the longest sample."""
+
+    rows: int = 0
+    tokens: int = 0
+    place: str = ""
+
+    def __add__(self, more: "TooLong") -> "TooLong":
+        """Return both, of which the first is named if they are equally long."""
+        longest = max(self, more, key=lambda one: one.tokens)
+        return replace(longest, rows=self.rows + more.rows)
+
+
+@dataclass(frozen=True)
 class Encoded:
     """An encoded batch, its samples concatenated. Conversations are numbered within the batch."""
 
@@ -45,6 +59,7 @@ class Encoded:
     tokens: NDArray[np.int32]  # [sum of lengths]
     supervised: NDArray[np.bool_]  # [sum of lengths]
     how: str  # the tokenizer implementation
+    too_long: TooLong = TooLong()  # counted only if `over_long` is error
 
     def check(self) -> None:
         """Raise IntegrityError unless each turn to be trained on is in a sample or a drop."""

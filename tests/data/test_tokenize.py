@@ -343,10 +343,33 @@ def test_near_duplicates_are_found_across_sources(pipeline: Pipeline, jsonl: Jso
 
 
 def test_an_over_long_sample_can_be_an_error(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    message = r"rows\.jsonl:2: a sample of (\d+) tokens is longer than .*max_tokens \(64\)"
+    """The longest of all rows is named, in whichever batch it is, and the value that is named holds it."""
+    rows = [row(1), row(2, "x " * 100), *[row(3)] * 600, row(4, "x " * 200), row(5, "x " * 150)]
+    message = (
+        r"^rows longer than tokenize\.max_tokens \(64\): 3 of 604, and tokenize\.over_long is error\. The longest, "
+        r"rows\.jsonl:603, has (\d+) tokens: set tokenize\.max_tokens: \1 \(and shard\.block_tokens to no less\), "
+    )
     with pytest.raises(DataError, match=message) as caught:
-        pipeline.tokenize(jsonl([row(1), row(2, "x " * 100), row(3, "x " * 200)]), tokenize={"over_long": "error"})
-    assert 64 < int(str(caught.value).split("a sample of ")[1].split()[0]) < 400
+        pipeline.tokenize(jsonl(rows), tokenize={"over_long": "error"})
+    needed = int(str(caught.value).split("max_tokens: ")[1].split()[0])
+    settings = {"shard": {"block_tokens": needed}, "train": {"global_batch_tokens": 2 * needed}}
+    one_less = {"over_long": "error", "max_tokens": needed - 1}
+    with pytest.raises(DataError, match=rf": 1 of 604, and .*max_tokens: {needed} "):
+        pipeline.tokenize(jsonl(rows), tokenize=one_less, **settings)
+    made = pipeline.tokenize(jsonl(rows), tokenize={**one_less, "max_tokens": needed}, **settings)
+    assert made.manifest.counts["kept"] == len(rows)
+
+
+def test_no_value_is_named_that_the_model_has_no_positions_for(
+    pipeline: Pipeline, jsonl: Jsonl, tmp_path: Path
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(pipeline.model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    pipeline.model = folder
+    with pytest.raises(DataError, match=r"has \d+ tokens: the model takes 100 tokens \(without model\.rope\), so sho"):
+        pipeline.tokenize(jsonl([row(1), row(2, "x " * 200)]), tokenize={"over_long": "error"})
 
 
 def test_split_samples_are_counted_by_piece(pipeline: Pipeline, jsonl: Jsonl) -> None:
