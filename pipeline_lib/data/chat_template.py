@@ -22,6 +22,7 @@ from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import did_you_mean, shortened
+from pipeline_lib.core.units import count
 from pipeline_lib.data.conversations import OPENS_THINKING, Message
 
 # The jinja2 sandbox for chat templates: transformers' dialect, and no access to Python or to files.
@@ -496,7 +497,7 @@ def repetition(conversations: int | None, samples: int | None, tokens: int | Non
     if tokens < 1.05 * once:
         return ""
     return (
-        f"{samples:,} samples of {conversations:,} conversations have {tokens / once:.1f} times the tokens of one "
-        f"sample each ({tokens:,} against {once:,}): the chat template renders an earlier turn otherwise than the "
-        "last, so each answer needs its own"
+        f"{count(samples, 'samples')} of {count(conversations, 'conversations')} have {tokens / once:.1f} times the "
+        f"tokens of one sample each ({tokens:,} against {once:,}): the chat template renders an earlier "
+        "turn otherwise than the last, so each answer needs its own"
     )

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.units import count
 from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
 from pipeline_lib.data.layouts import KeyCounts
 from pipeline_lib.data.read_files import Rejected
@@ -279,11 +280,7 @@ def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
         listed = ", ".join(keys[:LISTED_KEYS])
         left_out = len(keys) - LISTED_KEYS
         more = f" and {left_out:,} more" if left_out > 0 else ""
-        more += f", and {_number(others, 'value')} of further keys" if others else ""
-        name = files[0].name + (f" and {_number(len(files) - 1, 'file')} like it" if len(files) > 1 else "")
+        more += f", and {count(others, 'values')} of further keys" if others else ""
+        name = files[0].name + (f" and {count(len(files) - 1, 'files')} like it" if len(files) > 1 else "")
         lines.append(f"tokenize: {name}: columns and keys that are not read: {listed}{more}")
     return lines
-
-
-def _number(number: int, unit: str) -> str:
-    return f"{number:,} {unit}{'' if number == 1 else 's'}"

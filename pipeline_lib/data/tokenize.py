@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import IGNORE, Rows, Tokenize
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from pipeline_lib.core.stage import Job, Sealed
@@ -270,7 +271,7 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[So
                 where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
                 raise _missing_column(where, missing[0], source.number, ours, theirs)
             what = f"{theirs!r}, which data.train[{source.number}].columns names as {ours}"
-            lines.append(f"tokenize: {ledger.name}: none of the {ledger.rows:,} rows that were read has {what}")
+            lines.append(f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has {what}")
     return lines
 
 
@@ -293,7 +294,9 @@ def _refuse_lost_rows(
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
         if ledger.quarantined.total() == ledger.rows:
             details = _rejects_text(ledger, rejects, quarantine_path)
-            raise DataError(f"{ledger.name}: none of the {ledger.rows} rows is a usable conversation: {details}")
+            raise DataError(
+                f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable conversation: {details}"
+            )
     quarantined = total.quarantined.total()
     if quarantined > settings.max_quarantined_fraction * total.rows:
         details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
@@ -332,7 +335,9 @@ def _refuse_lost_samples(
 ) -> None:
     total = total_of(ledgers)
     if not total.kept:
-        raise DataError(f"no sample is left of {total.conversations} conversations:{_advice(total, hints)}")
+        raise DataError(
+            f"no sample is left of {units.count(total.conversations, 'conversations')}:{_advice(total, hints)}"
+        )
     problems = []
     for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
         lost = ledger.dropped.total() + ledger.truncated

@@ -143,7 +143,7 @@ def outcome_table(found: Sequence[Outcome]) -> str:
         rows = [(*row[:2], *row[3:]) for row in rows]
     counts = {state: sum(one.state == state for one in found) for state in _ORDER}
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return "\n".join([*units.columns(rows), f"{len(found)} experiments: {states}"])
+    return "\n".join([*units.columns(rows), f"{units.count(len(found), 'experiments')}: {states}"])
 
 
 def note_begin(logs: Path = LOGS) -> None:

@@ -20,7 +20,7 @@ from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.core.units import brief, gib
+from pipeline_lib.core.units import brief, count, gib
 from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
 from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, changed_at, unreadable
 from pipeline_lib.status.run import (
@@ -334,7 +334,7 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
         lines = [first.reason] if first.reason else []
         lines += [f"warning: {text}" for text in numbers.warnings]
         if numbers.attempt is not None and numbers.attempt > 1:
-            requeues = f", queued again by SLURM {numbers.requeues} times" if numbers.requeues else ""
+            requeues = f", queued again by SLURM {count(numbers.requeues, 'times')}" if numbers.requeues else ""
             lines.append(f"attempt {numbers.attempt}{requeues}")
         logs = [path for path in (first.log, first.slurm_log) if path]
         if logs and first.state != WAITING:

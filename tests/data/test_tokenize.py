@@ -212,9 +212,9 @@ def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Json
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"messages": [{"role": "user", "content": "a"}]}], r"none of the 1 rows is a usable conversation: 1 no_assi"),
-        ([{"prompt": "a"}] * 3, "none of the 3 rows is a usable conversation: 3 wrong_format"),
-        ([row(1, "x " * 100)], r"no sample is left of 1 conversations:\n  1 over_long: raise tokenize.max_tokens"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], r"of 1 row none is a usable conversation: 1 no_assi"),
+        ([{"prompt": "a"}] * 3, "of 3 rows none is a usable conversation: 3 wrong_format"),
+        ([row(1, "x " * 100)], r"no sample is left of 1 conversation:\n  1 over_long: raise tokenize.max_tokens"),
         (
             [row(1), row(2, "x " * 100)],
             r"1 of 2 samples \(50.00%\) are dropped or cut, .*:\n  1 over_long: .*\n.* left have p1 \d+, .* max \d+ t",
@@ -474,7 +474,7 @@ def test_a_small_source_does_not_vanish_unseen(pipeline: Pipeline, jsonl: Jsonl)
     with pytest.raises(DataError, match=r"\Asmall\.jsonl: 2 of 2 samples \(100\.00%\) are dropped"):
         pipeline.tokenize(large, small)
     jsonl(BAD, "small.jsonl")
-    with pytest.raises(DataError, match=r"\Asmall\.jsonl: none of the 2 rows .*\n  small\.jsonl:1: empty"):
+    with pytest.raises(DataError, match=r"\Asmall\.jsonl: of 2 rows none .*\n  small\.jsonl:1: empty"):
         pipeline.tokenize(large, small, tokenize={"max_quarantined_fraction": 0.5})
 
 

@@ -161,11 +161,11 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     ),
     "too few blocks for ranks that 28 heads keep from sharing them": (
         config_of("Qwen/Qwen2.5-7B", strategy="ddp", method="lora", global_batch_tokens=4096),
-        ["train.global_batch_tokens: its 1 blocks of 4096 tokens are fewer than the 8 ranks", "; try 32768"],
+        ["train.global_batch_tokens: it has 1 block of 4096 tokens, fewer than the 8 ranks", "; try 32768"],
     ),
     "too few blocks on GPUs that are not named": (
         config_of("Qwen/Qwen2.5-7B", 4096, {"gpus_per_node": 8}, strategy="ddp", global_batch_tokens=4096),
-        ["train.global_batch_tokens: its 1 blocks of 4096 tokens are fewer than the 8 ranks", "; try 32768"],
+        ["train.global_batch_tokens: it has 1 block of 4096 tokens, fewer than the 8 ranks", "; try 32768"],
     ),
     "an unknown GPU": (
         config_of(cluster={"gpus_per_node": 8, "gpu": "h2000"}),
