@@ -19,6 +19,8 @@ from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 
+EXPERIMENT = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
+
 
 def add_to(commands: Any) -> None:
     """Add the commands of this module to the subparsers `commands`."""
@@ -54,7 +56,7 @@ def add_to(commands: Any) -> None:
     sub.set_defaults(command=plan, stage="plan")
     text = "show the state of every experiment in the store"
     sub = commands.add_parser("status", help=text, description=text)
-    sub.add_argument("names", nargs="*", metavar="NAME", help="only these experiments")
+    sub.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}")
     sub.add_argument("--all", action="store_true", help="also older configs of the same name")
     how = sub.add_mutually_exclusive_group()
     how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: 5 s")
@@ -65,15 +67,15 @@ def add_to(commands: Any) -> None:
     add_arguments(sub)
     sub.add_argument("--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from")
     sub.set_defaults(command=rewind)
-    text = "show the results of a finished experiment"
+    text = "show the results of a finished experiment, or a line for each of several"
     sub = commands.add_parser("summary", help=text, description=text)
-    sub.add_argument("config", **default)
-    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
+    which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
+    sub.add_argument("experiments", nargs="*", default=[DEFAULT_CONFIG], metavar="EXPERIMENT", help=which)
+    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file")
     sub.set_defaults(command=summary)
     text = "show which of several experiments is best, whether its lead is noise, and what differs"
     sub = commands.add_parser("compare", help=text, description=text)
-    which = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
-    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=which)
+    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=EXPERIMENT)
     sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
     sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     sub.set_defaults(command=compare)
@@ -132,7 +134,7 @@ def status(arguments: argparse.Namespace) -> None:
     from pipeline_lib.status.survey import Survey, show, watch
 
     store = Store.from_env(os.environ)
-    survey = Survey(store, names=tuple(arguments.names), all_of_them=arguments.all)
+    survey = Survey(store, texts=tuple(arguments.experiments), all_of_them=arguments.all)
     if arguments.watch is not None:
         watch(survey, sys.stdout, arguments.watch)
     else:
@@ -213,16 +215,23 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def summary(arguments: argparse.Namespace) -> None:
-    """Show the table of a finished experiment; for a sweep, a line for each, or with --experiment the table of one."""
+    """Show the table of a finished experiment; of several, a line for each, or with --experiment the table of one."""
     from pipeline_lib.report.record import print_summary
-    from pipeline_lib.report.sweep import outcome_table, outcomes
+    from pipeline_lib.report.sweep import outcome_table, outcomes_of
+    from pipeline_lib.status.selection import Selector
 
-    store = Store.from_env(os.environ)
-    dag = Dag.open(arguments.config, store)
-    if len(dag.experiments) > 1 and arguments.experiment is None:
-        say(outcome_table(outcomes(dag)))
+    selector, texts = Selector(Store.from_env(os.environ)), [str(text) for text in arguments.experiments]
+    if arguments.experiment is not None:
+        if len(texts) > 1:
+            raise ConfigError("--experiment", [f"it chooses from one config file, and {len(texts)} were given"])
+        print_summary(open_experiment(Path(texts[0]), selector.store, arguments.experiment), selector.store)
+        return
+    opened = [selector.opened(one) for one in selector.chosen(texts)]
+    if len(opened) > 1:
+        say(outcome_table(outcomes_of(opened)))
     else:
-        print_summary(open_experiment(arguments.config, store, arguments.experiment), store)
+        [(dag, experiment)] = opened
+        print_summary(experiment, dag.store, is_linked=dag.store.root.resolve() == selector.store.root.resolve())
 
 
 def rewind(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.core.errors import IntegrityError, Interrupted
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
+from pipeline_lib.core.units import count
 from pipeline_lib.slurm.job import QueuedJob, queued_jobs
 
 
@@ -133,7 +134,7 @@ def verify(arguments: argparse.Namespace) -> None:
     problems = [*damaged(inventory, digests), *problems]
     if problems:
         raise IntegrityError(
-            "\n".join([f"{store.root}: {len(problems)} problems", *(f"  - {one}" for one in problems)])
+            "\n".join([f"{store.root}: {count(len(problems), 'problems')}", *(f"  - {one}" for one in problems)])
         )
     say(f"{store.root}: {len(found)} sealed directories are whole")
 

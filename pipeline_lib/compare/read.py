@@ -1,22 +1,19 @@
-"""Selection of the experiments to compare, and reading of everything known about each, however far it got."""
+"""Read everything known about each of the experiments to compare, however far it got."""
 
 import json
-import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline_lib.config.compile import Experiment, open_experiments, run_digest
+from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
-from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.facts import Results, read_one, read_rows
 from pipeline_lib.report.results import (
@@ -28,19 +25,13 @@ from pipeline_lib.report.results import (
     Step,
     Training,
 )
-from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, json_object, unreadable
+from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
 from pipeline_lib.status.run import shown
+from pipeline_lib.status.selection import Chosen, Selector
 
-# Selection of experiments by the texts that a user typed.
-#
-# A name means the newest config that was frozen under it; `*` and `?` match parts of names. A prefix of a report's
-# digest, or of the name of the file that froze the experiment, tells two configs of one name apart. A config file means
-# its experiment, or all experiments of its sweep. `STORE:NAME` looks in another store.
+# The experiments to compare.
 
 MAX_COMPARED = 20
-MIN_DIGEST_CHARS = 4
-SHOWN_NAMES = 8  # per store, in a message
-_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -58,6 +49,16 @@ class Subject:
         parts = {part: spec.digest for part, spec in experiment.specs.items()}
         return Subject(store, experiment.name, experiment.config.model_dump(mode="json"), parts)
 
+    @staticmethod
+    def chosen(one: Chosen) -> "Subject":
+        """Return the subject of an experiment that was named. Raise IntegrityError or Unreadable if it is not read."""
+        if (compiled := one.compiled) is not None:
+            return Subject.of(compiled, one.catalog.store)
+        if not one.frozen.parts:
+            raise unreadable(one.frozen)
+        config = json_object(one.frozen.path).get("config")
+        return Subject(one.catalog.store, one.frozen.name, config if isinstance(config, dict) else {}, one.frozen.parts)
+
     @property
     def key(self) -> tuple[Path, str]:
         """A key that is equal for the same experiment in the same store."""
@@ -66,11 +67,10 @@ class Subject:
 
 def select(texts: Sequence[str], store: Store) -> list[Subject]:
     """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20."""
-    catalogs: dict[Path, Catalog] = {}
     found: dict[tuple[Path, str], Subject] = {}
-    for text in texts:
-        for subject in _meant_by(text, store, catalogs):
-            found.setdefault(subject.key, subject)
+    for one in Selector(store).chosen(texts):
+        subject = Subject.chosen(one)
+        found.setdefault(subject.key, subject)
     if not 2 <= len(found) <= MAX_COMPARED:
         problem = f"at most {MAX_COMPARED} can be compared"
         if len(found) < 2:
@@ -83,60 +83,6 @@ def select(texts: Sequence[str], store: Store) -> list[Subject]:
         number = "1 experiment was named" if len(found) == 1 else f"{len(found)} experiments were named"
         raise ConfigError("compare", [f"{number}; {problem}"])
     return list(found.values())
-
-
-def _meant_by(text: str, store: Store, catalogs: dict[Path, Catalog]) -> list[Subject]:
-    if text.endswith(_SUFFIXES) and Path(text).is_file():
-        return [Subject.of(experiment, store) for experiment in open_experiments(Path(text), store)]
-    folder, colon, name = text.rpartition(":")
-    if colon and not Path(folder).is_dir():
-        raise ConfigError("compare", [f"{shown(text)}: {shown(folder)!r} is not a folder; write STORE:NAME"])
-    there = Store(Path(folder)) if colon else store
-    catalog = catalogs.setdefault(there.root, Catalog(there))
-    subjects = []
-    for frozen in _in_catalog(name, catalog):
-        if not frozen.parts:
-            raise unreadable(frozen)
-        config = json_object(frozen.path).get("config")
-        subjects.append(Subject(there, frozen.name, config if isinstance(config, dict) else {}, frozen.parts))
-    return subjects
-
-
-def _in_catalog(name: str, catalog: Catalog) -> list[Frozen]:
-    """Return the frozen experiments that `name` means. Raise ConfigError if there are none, or several by digest."""
-    every = catalog.experiments(all_of_them=True)
-    newest: dict[str, Frozen] = {}
-    for frozen in every:
-        newest.setdefault(frozen.name, frozen)
-    if name in newest:
-        return [newest[name]]
-    if "*" in name or "?" in name:
-        found = [newest[known] for known in sorted(newest) if newest[known].parts and fnmatchcase(known, name)]
-    else:
-        found = _by_digest(name, every)
-    if not found:
-        problem, names = f"{shown(name)}: no experiment of that name", sorted(newest)
-        if close := did_you_mean(name, names):
-            raise ConfigError(str(catalog.folder), [problem + shown(close)])
-        some = ", ".join(map(shown, names[:SHOWN_NAMES])) + (", ..." if len(names) > SHOWN_NAMES else "")
-        raise ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"])
-    return found
-
-
-def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
-    """Return the experiment whose report or frozen file begins with the digest `text`, or [] if there is none.
-
-    Raise ConfigError if there are several.
-    """
-    if len(text) < MIN_DIGEST_CHARS or set(text) - set(string.hexdigits.lower()):
-        return []
-    named = (frozen for frozen in every if frozen.parts)
-    found = [one for one in named if one.path.stem.startswith(text) or one.parts[LAST_PART].startswith(text)]
-    reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest per report
-    if len(reports) > 1:
-        meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES])
-        raise ConfigError("compare", [f"{text}: several digests begin with this: {meant}"])
-    return list(reports.values())
 
 
 # Reading of one experiment. Sealed files are checked against their manifest before they are used; damaged files are

@@ -11,6 +11,7 @@ from pipeline_lib.config.schema import Cluster, Config, HubData
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
+from pipeline_lib.core import units
 
 # Problems between keys that are each legal. Each problem names the key to change and the values it may have.
 
@@ -82,8 +83,9 @@ def _batch(config: Config) -> Iterator[Problem]:
         yield key, f"{text}; try {max(1, round(batch / block)) * block}"
     elif (batch // block) % at_once and not _a_count_fits_the_batch(config, batch // block):
         micro = config.train.micro_batch_blocks
-        shares = f"{at_once // micro} {'ranks' if parts == 1 else 'groups of ranks'} x {micro} blocks"
-        text = f"its {batch // block} blocks of {block} tokens are not a multiple of {shares}"
+        groups = units.count(at_once // micro, "ranks" if parts == 1 else "groups of ranks")
+        text = f"it has {units.count(batch // block, 'blocks')} of {block} tokens, and that is no multiple of {groups}"
+        text += f" x {units.count(micro, 'blocks')}"
         yield key, f"{text}; try {math.ceil(batch / block / at_once) * at_once * block}"
     tile = parts * _tile(config.train)
     if block % tile:
@@ -254,7 +256,7 @@ def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
     key, count = ("train", "context_ranks"), train.ranks_per_block
     if cluster.ranks % count:
         legal = tuple(size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0)
-        yield key, f"{count} does not divide the {cluster.ranks} ranks; it may be {_any_of(legal)}"
+        yield key, f"{count} does not divide {units.count(cluster.ranks, 'ranks')}; it may be {_any_of(legal)}"
     if train.uses_deepspeed:
         yield key, f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
     if train.local_sgd_steps > 1:
@@ -294,7 +296,8 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if ranks % shard_ranks == 0 and 1 < shard_ranks < ranks:
         return
     key = ("train", "strategy") if train.shard_ranks is None else ("train", "shard_ranks")
-    text = f"hsdp needs several replicas of several ranks each, but a replica has {shard_ranks} of the {ranks} ranks"
+    of = f"{shard_ranks} of {units.count(ranks, 'ranks')}"
+    text = f"hsdp needs several replicas of several ranks each, but a replica has {of}"
     legal = tuple(size for size in range(2, ranks // 2 + 1) if ranks % size == 0)
     remedy = "remove it" if train.strategy == AUTO else "set train.strategy: fsdp or ddp"
     yield key, f"{text}; {f'train.shard_ranks may be {_any_of(legal)}' if legal else remedy}"
@@ -347,7 +350,7 @@ def warmup_problem(train: Train, steps: int) -> str | None:
     """Return what is wrong with a warm-up that is as long as the `steps` of the run; None if it is shorter."""
     if (train.warmup_steps or 0) < steps:
         return None
-    text = f"{train.warmup_steps} of the {steps:,} steps of the run, so the learning rate never falls"
+    text = f"{train.warmup_steps} of the {units.count(steps, 'steps')} of the run, so the learning rate never falls"
     return f"{text}; {max(1, steps // 10)} would be a tenth of them"
 
 

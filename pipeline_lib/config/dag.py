@@ -27,6 +27,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.files import canonical_json, json_text, read_json, replace_link, sha256_text, write_json
 from pipeline_lib.core.store import DIGEST_CHARS, Ref, Spec, Store
+from pipeline_lib.core.units import count
 
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
@@ -202,12 +203,13 @@ class Dag:
         """Return one line about a stage instance, for the job list of a dry run."""
         spec, owners = self._spec(digest), self._owners(digest)
         config = owners[0].config
-        where = f"{config.cluster.ranks} {config.cluster.device} ranks"
+        where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
+        sources = count(len(config.data.train), "sources")
         details = {
             "download": ", ".join(parts),
-            "tokenize": f"{len(config.data.train)} sources, up to {config.tokenize.max_tokens} tokens a sample",
-            "shard": f"blocks of {config.shard.block_tokens} tokens in {config.shard.shards} files",
+            "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",
+            "shard": f"blocks of {config.shard.block_tokens} tokens in {count(config.shard.shards, 'files')}",
             "plan": where,
             "train": f"{config.train.method} fine-tuning by {config.train.strategy} on {where}",
             "merge": "model folder in Hugging Face format, checked against the trained model",

@@ -15,6 +15,7 @@ from typing import Any
 from pipeline_lib.core.errors import CONTINUES
 from pipeline_lib.core.events import EventName, read_events
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME
+from pipeline_lib.core.units import count
 
 METRICS_BYTES = 64 * 1024  # some hundred steps
 EVENTS_BYTES = 1024 * 1024  # several thousand events
@@ -129,7 +130,8 @@ class RunRecord:
                 continue
             own = RunRecord([event for event in self.events if event.get("attempt") == number])
             resumed = next(iter(own.named(EventName.RUN_RESUMED)), {}).get("step")
-            place = f"{launched.get('ranks', '?')} ranks by {launched.get('launcher', '?')}"
+            ranks = whole(launched.get("ranks"))
+            place = f"{'? ranks' if ranks is None else count(ranks, 'ranks')} by {launched.get('launcher', '?')}"
             if isinstance(nodes := launched.get("nodes"), list) and nodes:
                 place += f" on {', '.join(map(str, nodes))}"
             job = str(launched.get("job") or "")

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Message, Reason, Text, WrongFile
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.layouts import KeyCounts, Layout, detect, to_content
-from pipeline_lib.data.ledger import Encoded
+from pipeline_lib.data.ledger import Encoded, TooLong
 from pipeline_lib.data.pool import Cause, Guard, Limits, Pool, WorkerLost
 from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of
 from pipeline_lib.data.read_json import Place, RawRow
@@ -159,9 +159,10 @@ class Batch:
             contents.append(content)
             places.append(row.place)
         outcomes = state.encode_rendered(rendered)
+        encoded = _encoded(self, bad_rows, keys, contents, rendered, outcomes, state)
         if state.settings.over_long == "error":
-            _refuse_over_long(state, places, rendered, outcomes)
-        return _encoded(self, bad_rows, keys, contents, rendered, outcomes, state)
+            return replace(encoded, too_long=_too_long(state, places, rendered, outcomes))
+        return encoded
 
     def place_of(self, position: int | None) -> str:
         """Return the place of the row at `position` in the batch, or the range of all rows if it is None."""
@@ -248,23 +249,21 @@ def _forged(row: RawRow, content: Content, token: str) -> Rejected:
     return Rejected(Reason.CONTROL_TOKEN, f"the text holds {token}", row.place, beginning)
 
 
-def _refuse_over_long(
+def _too_long(
     encoder: Encoder,
     places: Sequence[Place],
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
-) -> None:
-    for place, turns, samples in zip(places, rendered, outcomes, strict=True):
-        if Drop.OVER_LONG in samples:
-            unlimited = copy(encoder)
-            unlimited.settings = encoder.settings.model_copy(update={"max_tokens": NO_LIMIT_TOKENS})
-            (whole,) = unlimited.encode_rendered([turns])
-            length = max(len(sample.tokens) for sample in whole if isinstance(sample, Sample))
-            raise DataError(
-                f"{place}: a sample of {length:,} tokens is longer than tokenize.max_tokens "
-                f"({encoder.settings.max_tokens:,}), and tokenize.over_long is error: raise max_tokens, shorten the "
-                "row, or choose drop, truncate or split"
-            )
+) -> TooLong:
+    """Return the rows with samples that are too long, encoded again without a limit to know their length."""
+    rows = [number for number, samples in enumerate(outcomes) if Drop.OVER_LONG in samples]
+    unlimited = copy(encoder)
+    unlimited.settings = encoder.settings.model_copy(update={"max_tokens": NO_LIMIT_TOKENS})
+    found = TooLong()
+    for number, whole in zip(rows, unlimited.encode_rendered([rendered[number] for number in rows]), strict=True):
+        tokens = max(len(sample.tokens) for sample in whole if isinstance(sample, Sample))
+        found += TooLong(1, tokens, str(places[number]))
+    return found
 
 
 def _encoded(

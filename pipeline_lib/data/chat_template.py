@@ -22,6 +22,7 @@ from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import did_you_mean, shortened
+from pipeline_lib.core.units import count
 from pipeline_lib.data.conversations import OPENS_THINKING, Message
 
 # The jinja2 sandbox for chat templates: transformers' dialect, and no access to Python or to files.
@@ -214,7 +215,7 @@ class ChatTemplate:
         config = read_tokenizer_config(folder)
         source, with_tools, where = _sources(folder, config)
         if not source:
-            raise DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
+            raise no_template(folder)
         return cls(source, special_tokens(config), where, with_tools, kwargs)
 
     def render(
@@ -268,6 +269,11 @@ class ChatTemplate:
                 f"{self._where}: the chat template fails on messages of {roles}: {_one_line(error)}"
             ) from error
         return text
+
+
+def no_template(folder: Path) -> DataError:
+    """Return the error for conversations if the model in `folder` has no chat template."""
+    return DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
 
 
 def has_template(folder: Path) -> bool:
@@ -491,7 +497,7 @@ def repetition(conversations: int | None, samples: int | None, tokens: int | Non
     if tokens < 1.05 * once:
         return ""
     return (
-        f"{samples:,} samples of {conversations:,} conversations have {tokens / once:.1f} times the tokens of one "
-        f"sample each ({tokens:,} against {once:,}): the chat template renders an earlier turn otherwise than the "
-        "last, so each answer needs its own"
+        f"{count(samples, 'samples')} of {count(conversations, 'conversations')} have {tokens / once:.1f} times the "
+        f"tokens of one sample each ({tokens:,} against {once:,}): the chat template renders an earlier "
+        "turn otherwise than the last, so each answer needs its own"
     )

@@ -28,6 +28,7 @@ from pipeline_lib.core.files import list_files, require_space, sha256_file, sha2
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress
+from pipeline_lib.core.units import count
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
 from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
@@ -51,7 +52,7 @@ def run(job: Job) -> dict[str, Any]:
             _refuse_unusable_model(job.out, origin)
     names = list_files(job.out)
     size_bytes = sum((job.out / name).stat().st_size for name in names)
-    job.say(f"download: {kind} from {source}: {len(names)} files, {size_bytes / 1e6:.1f} MB")
+    job.say(f"download: {kind} from {source}: {count(len(names), 'files')}, {size_bytes / 1e6:.1f} MB")
     return {"files": len(names), "bytes": size_bytes}
 
 
@@ -91,7 +92,7 @@ def pydoc_rows(job: Job) -> None:
     settings = read_settings(PydocData, _own_settings(job))
     _require_same_python(job)
     rows = write_rows(job.out / "rows.jsonl", settings.max_rows)
-    job.say(f"download: {rows:,} conversations from the documentation of Python {RUNNING_PYTHON['python']}")
+    job.say(f"download: {count(rows, 'conversations')} from the documentation of Python {RUNNING_PYTHON['python']}")
 
 
 def hub_model(job: Job) -> None:

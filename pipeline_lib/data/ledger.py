@@ -13,11 +13,26 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.units import count
 from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
 from pipeline_lib.data.layouts import KeyCounts
 from pipeline_lib.data.read_files import Rejected
 
 # The result of a worker for a batch of rows: a few arrays instead of many samples.
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """The number of rows with a sample longer than allowed, and the place and the tokens of the longest sample."""
+
+    rows: int = 0
+    tokens: int = 0
+    place: str = ""
+
+    def __add__(self, more: "TooLong") -> "TooLong":
+        """Return both, of which the first is named if they are equally long."""
+        longest = max(self, more, key=lambda one: one.tokens)
+        return replace(longest, rows=self.rows + more.rows)
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class Encoded:
     tokens: NDArray[np.int32]  # [sum of lengths]
     supervised: NDArray[np.bool_]  # [sum of lengths]
     how: str  # the tokenizer implementation
+    too_long: TooLong = TooLong()  # counted only if `over_long` is error
 
     def check(self) -> None:
         """Raise IntegrityError unless each turn to be trained on is in a sample or a drop."""
@@ -264,11 +280,7 @@ def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
         listed = ", ".join(keys[:LISTED_KEYS])
         left_out = len(keys) - LISTED_KEYS
         more = f" and {left_out:,} more" if left_out > 0 else ""
-        more += f", and {_number(others, 'value')} of further keys" if others else ""
-        name = files[0].name + (f" and {_number(len(files) - 1, 'file')} like it" if len(files) > 1 else "")
+        more += f", and {count(others, 'values')} of further keys" if others else ""
+        name = files[0].name + (f" and {count(len(files) - 1, 'files')} like it" if len(files) > 1 else "")
         lines.append(f"tokenize: {name}: columns and keys that are not read: {listed}{more}")
     return lines
-
-
-def _number(number: int, unit: str) -> str:
-    return f"{number:,} {unit}{'' if number == 1 else 's'}"

@@ -21,6 +21,7 @@ from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import require_space, write_json
 from pipeline_lib.core.stage import Job
+from pipeline_lib.core.units import count
 from pipeline_lib.data.blocks import COSTS_NAME, INDEX_NAME, BlockIndex, shard_path
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, key_of, mix, permutation
 from pipeline_lib.data.order import Group, epoch_blocks
@@ -220,10 +221,10 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float
     for side, number in (("validation", int(held_out.sum())), ("training", int((~held_out).sum()))):
         if not number:
             raise DataError(
-                f"of {len(held_out)} samples none is in the {side} split with data.validation_fraction {fraction}; "
-                f"{'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add conversations "
-                f"(those with the same first question and system message stay together, and there are {questions} "
-                "different ones)"
+                f"of {count(len(held_out), 'samples')} none is in the {side} split with data.validation_fraction "
+                f"{fraction}; {'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add "
+                "conversations (those with the same first question and system message stay together, and there are "
+                f"{questions} different ones)"
             )
 
 
@@ -276,10 +277,11 @@ def _write_side(
     epoch = ""
     if {group.weight for group in index.groups} != {1.0}:
         parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
-        epoch = f"; the first epoch uses {index.epoch_blocks:,} blocks ({parts})"
+        epoch = f"; the first epoch uses {count(index.epoch_blocks, 'blocks')} ({parts})"
     job.say(
-        f"shard: {side}: {index.documents:,} documents in {index.blocks:,} blocks of {index.block_tokens:,} tokens, "
-        f"{index.packing_efficiency:.1%} full, {len(index.shards)} files{epoch}"
+        f"shard: {side}: {count(index.documents, 'documents')} in {count(index.blocks, 'blocks')} of "
+        f"{index.block_tokens:,} tokens, {index.packing_efficiency:.1%} full, "
+        f"{count(len(index.shards), 'files')}{epoch}"
     )
     return index
 

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from pipeline_lib.config.content import TOKENIZER_FILES
 from pipeline_lib.config.schema import IGNORE, Rows, Tokenize
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.core.files import canonical_json, sha256_file, sha256_text, write_json
-from pipeline_lib.core.stage import Job
+from pipeline_lib.core.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.text import Progress, did_you_mean
 from pipeline_lib.data.batches import (
     Batch,
@@ -45,6 +46,7 @@ from pipeline_lib.data.ledger import (
     Encoded,
     FileLedger,
     SourceLedger,
+    TooLong,
     ledger_json,
     percentiles,
     table,
@@ -54,6 +56,7 @@ from pipeline_lib.data.ledger import (
 from pipeline_lib.data.pool import Guard, Limits, Pool
 from pipeline_lib.data.read_files import CorpusFile, value_of
 from pipeline_lib.data.read_json import RawRow
+from pipeline_lib.model.rope import positions_in
 
 # Writes a one-dimensional .npy file in pieces, so that the array never has to fit into memory.
 
@@ -268,7 +271,7 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[So
                 where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
                 raise _missing_column(where, missing[0], source.number, ours, theirs)
             what = f"{theirs!r}, which data.train[{source.number}].columns names as {ours}"
-            lines.append(f"tokenize: {ledger.name}: none of the {ledger.rows:,} rows that were read has {what}")
+            lines.append(f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has {what}")
     return lines
 
 
@@ -291,7 +294,9 @@ def _refuse_lost_rows(
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
         if ledger.quarantined.total() == ledger.rows:
             details = _rejects_text(ledger, rejects, quarantine_path)
-            raise DataError(f"{ledger.name}: none of the {ledger.rows} rows is a usable conversation: {details}")
+            raise DataError(
+                f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable conversation: {details}"
+            )
     quarantined = total.quarantined.total()
     if quarantined > settings.max_quarantined_fraction * total.rows:
         details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
@@ -302,6 +307,26 @@ def _refuse_lost_rows(
         )
 
 
+def _refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sealed) -> None:
+    """Raise DataError if any of the `rows` are too long; it names the `max_tokens` that holds all of them.
+
+    None is named that is beyond the positions of the model, which `model.rope` may raise.
+    """
+    if not too_long.rows:
+        return
+    config = read_json(model.file("config.json"))
+    positions = positions_in(config.get("text_config", config))
+    shorten = "shorten the rows, or set tokenize.over_long to drop, truncate or split"
+    if too_long.tokens <= positions:
+        remedy = f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less), {shorten}"
+    else:
+        remedy = f"the model takes {positions:,} tokens (without model.rope), so {shorten}"
+    raise DataError(
+        f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of {rows:,}, and "
+        f"tokenize.over_long is error. The longest, {too_long.place}, has {too_long.tokens:,} tokens: {remedy}"
+    )
+
+
 def _refuse_lost_samples(
     ledgers: Sequence[SourceLedger],
     settings: Tokenize,
@@ -310,7 +335,9 @@ def _refuse_lost_samples(
 ) -> None:
     total = total_of(ledgers)
     if not total.kept:
-        raise DataError(f"no sample is left of {total.conversations} conversations:{_advice(total, hints)}")
+        raise DataError(
+            f"no sample is left of {units.count(total.conversations, 'conversations')}:{_advice(total, hints)}"
+        )
     problems = []
     for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
         lost = ledger.dropped.total() + ledger.truncated
@@ -432,6 +459,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
                 books.take(encoded, writer, quarantine)
                 progress.update(books.rows, fraction_read(sources, encoded.source))
             writer.finish(len(sources))
+        _refuse_too_long(books.too_long, books.rows, settings, job.inputs["model"])
         for line in refuse_missing_columns(books.ledgers, sources):
             job.say(line)
         if total_of(books.ledgers).prompts.total():
@@ -460,6 +488,7 @@ class _Books:
         self.quarantine_path = job.run_dir / QUARANTINE_NAME
         self.first_rejects: list[list[str]] = [[] for _ in sources]
         self.rows = 0
+        self.too_long = TooLong()
         self.how: set[str] = set()  # the tokenizer implementations used
         self.thinking_default: str | None = None  # the chat template's default; None if it has no switch
         self._say = job.say
@@ -482,6 +511,7 @@ class _Books:
         file.keys.add(encoded.keys)
         ledger.rows += encoded.rows
         self.rows += encoded.rows
+        self.too_long += encoded.too_long
         self.how.add(encoded.how)
         for entry in encoded.rejected:
             ledger.quarantined[entry.reason.value] += 1

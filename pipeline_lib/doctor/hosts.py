@@ -43,7 +43,8 @@ class HostsExamination:
 
     def _measured(self, allocation: Allocation, group: HostGroup, say: Say) -> Findings:
         place = place_of(self.cluster, group.facts, allocation)
-        say(f"doctor: measures on {len(self.hosts)} hosts{allocation} with {count(place.ranks_per_node, 'ranks')} each")
+        hosts, ranks = count(len(self.hosts), "hosts"), count(place.ranks_per_node, "ranks")
+        say(f"doctor: measures on {hosts}{allocation} with {ranks} each")
         found, inbox, said = Findings(len(self.hosts)), Inbox(), list[str]()
 
         def take(host: str, line: str) -> None:

@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 
 from pipeline_lib.core.errors import BUG, PipelineError
 from pipeline_lib.core.text import redact, shortened
+from pipeline_lib.core.units import count
 from pipeline_lib.launch.environment import LOOPBACK, free_port
 
 # Facts: measured values by section and name; a section that could not be measured has the reason instead.
@@ -436,7 +437,7 @@ def _host_advice(facts: Facts) -> Iterator[str]:
         cores = min(processors["allowed"], processors.get("cgroup_limit", processors["allowed"]))
         if cores < (ranks := facts["run"].get("ranks", 0)):
             yield (
-                f"{ranks} ranks share {cores:g} of the machine's {processors['cores']} cores; ask for more"
+                f"{cores:g} of the machine's {processors['cores']} cores for {count(ranks, 'ranks')}; ask for more"
                 " (cluster.cpus_per_rank, the container's --cpus), or lower cluster.cpu_ranks"
             )
     if (speed := disk.get("write_bytes_per_s", SLOW_DISK_BYTES_PER_S)) < SLOW_DISK_BYTES_PER_S:

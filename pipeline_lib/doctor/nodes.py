@@ -385,7 +385,7 @@ class NodesExamination:
         options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
         found, inbox = Findings(self.nodes), Inbox()
         with token_in([share]) as token:
-            say(f"doctor: asks SLURM for {self.nodes} nodes with {count(ranks, 'ranks')} each")
+            say(f"doctor: asks SLURM for {count(self.nodes, 'nodes')} with {count(ranks, 'ranks')} each")
             with Allocation(options, self._command(share, token), self._environ(), Path.cwd()) as job:
                 for line in job.lines(wait_s, run_s, say):
                     message = inbox.take(line)

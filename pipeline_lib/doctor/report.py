@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline_lib.core.units import count
 from pipeline_lib.doctor.machine import UNMEASURED, Facts, advice
 from pipeline_lib.doctor.nodes import Findings
 
@@ -118,7 +119,7 @@ def _failures(found: Findings) -> Iterator[str]:
         if "versions" not in found.nodes.get(name, {}):
             yield f"{name}: node {number} told nothing of itself in time"
     if (silent := found.asked - len(found.numbers)) > 0:
-        yield f"{silent} of {found.asked} nodes told nothing at all"
+        yield f"{silent} of {count(found.asked, 'nodes')} told nothing at all"
     if found.said and (silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2):
         speaker = "SLURM says:" if found.job else "the hosts say:"
         yield "\n      ".join([speaker, *found.said[:6]])

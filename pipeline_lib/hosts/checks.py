@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline_lib.config.schema import Cluster
+from pipeline_lib.core import units
 from pipeline_lib.core.units import from_gigabytes, gigabytes
 from pipeline_lib.hosts.facts import Facts
 from pipeline_lib.plan.machine import find_gpu
@@ -90,7 +91,7 @@ def _alone(found: Facts, wanted: Wanted) -> Iterator[str]:
                 " path (docs/two-machines.md has the lines for NFS)"
             )
     if len(found.gpus) < wanted.gpus_per_node:
-        count = f"{len(found.gpus)} GPUs" if found.gpus else "no GPUs (nvidia-smi shows none)"
+        count = units.count(len(found.gpus), "GPUs") if found.gpus else "no GPUs (nvidia-smi shows none)"
         yield f"it has {count}, and cluster.gpus_per_node is {wanted.gpus_per_node}"
     if wanted.gpus_per_node and wanted.gpu:
         for name in sorted({gpu.name for gpu in found.gpus if _is_another(wanted.gpu, gpu.name)}):

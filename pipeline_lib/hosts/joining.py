@@ -29,6 +29,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
+from pipeline_lib.core import units
 from pipeline_lib.core.errors import CONTINUES, ConfigError, Interrupted
 from pipeline_lib.core.text import shortened
 from pipeline_lib.hosts.channel import Channel, ChannelClosed
@@ -324,8 +325,9 @@ class Listener:
         """
         start_s = said_s = time.monotonic()
         self._count = count
+        hosts = units.count(count, "hosts")
         how = f"`python -m pipeline_lib join {self._address or socket.gethostname()}:{self.port}`"
-        say(f"waiting for {count} of {count} hosts to join at port {self.port}; run {how} on each")
+        say(f"waiting for {count} of {hosts} to join at port {self.port}; run {how} on each")
         while True:
             self._take_connection()
             with self._lock:
@@ -341,12 +343,12 @@ class Listener:
             if now_s - start_s >= wait_s:
                 names = ": " + ", ".join(f"node {rank} from {place.address}" for rank, place in here) if here else ""
                 raise Interrupted(
-                    f"{len(here)} of {count} hosts joined at port {self.port} within {wait_s:.0f} s{names}; "
+                    f"{len(here)} of {hosts} joined at port {self.port} within {wait_s:.0f} s{names}; "
                     f"run {how} on the others, and {CONTINUES}"
                 )
             if now_s - said_s >= SAY_EVERY_S:
                 said_s = now_s
-                say(f"waiting for {count - len(here)} of {count} hosts to join at port {self.port}; run {how} on each")
+                say(f"waiting for {count - len(here)} of {hosts} to join at port {self.port}; run {how} on each")
 
     def _take_connection(self) -> None:
         try:
@@ -410,7 +412,7 @@ class Listener:
         """Return the rank of a host that claims one, or may have any; or None and why it is refused."""
         free = [rank for rank in range(1, self._count + 1) if rank not in self._places]
         if self._is_over or not free:
-            return None, f"the {self._count} hosts that the first host waits for have joined already"
+            return None, "all hosts that the first host waits for have joined already"
         if claimed is None:
             return free[0], ""
         if claimed in self._places:

@@ -18,6 +18,7 @@ from pipeline_lib.core.errors import DataError, DiskFull, HubError, IntegrityErr
 from pipeline_lib.core.files import is_disk_full
 from pipeline_lib.core.store import MANIFEST_NAME
 from pipeline_lib.core.text import shortened
+from pipeline_lib.core.units import count
 
 # Repositories, their files, and the interface of a hub client. The clients in `huggingface` and `modelscope` are thin
 # layers over the hub's own package, which is imported only when something is looked up or fetched.
@@ -129,8 +130,8 @@ def check_index(repository: Repository, index: Path, name: str, listed: Collecti
             raise DataError(f"{repository}: refused: {name} names {shard!r}, which is no weights file beside it")
     if missing := [shard for shard in shards if shard not in listed]:
         raise IntegrityError(
-            f"{repository}: {name} names {len(missing)} files that the repository does not have, {missing[0]!r} first; "
-            "give another `revision`"
+            f"{repository}: {name} names {count(len(missing), 'files')} that the repository does not have, "
+            f"{missing[0]!r} first; give another `revision`"
         )
 
 

@@ -33,6 +33,7 @@ from pipeline_lib.core.run_folder import (
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
 from pipeline_lib.core.text import how_to_install, reason_of
+from pipeline_lib.core.units import count
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
@@ -324,9 +325,9 @@ def _tell(attempt: Attempt) -> None:
     plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(
-        f"train: {plan.chosen.strategy} on {place.ranks} {place.device} ranks by {place}, "
-        f"{plan.batch.steps} steps, {where} (attempt {attempt.number}; plan in {attempt.plan_dir / 'plan.txt'}, "
-        f"checkpoints in {run_dir / CHECKPOINTS})"
+        f"train: {plan.chosen.strategy} on {count(place.ranks, f'{place.device} ranks')} by {place}, "
+        f"{count(plan.batch.steps, 'steps')}, {where} (attempt {attempt.number}; "
+        f"plan in {attempt.plan_dir / 'plan.txt'}, checkpoints in {run_dir / CHECKPOINTS})"
     )
     EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(
         EventName.RUN_LAUNCHED,

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline_lib.config.checks import OFFLOADS
 from pipeline_lib.config.train import AUTO, Train, in_file
+from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.context import allowed_counts, sharing_counts
@@ -485,16 +486,12 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
         larger = wanted.on(replace(machine, name=gpu.name, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
-            shape = f"{_counted(machine.nodes, 'node')} of {_counted(machine.ranks_per_node, 'GPU')}"
+            shape = f"{units.count(machine.nodes, 'nodes')} of {units.count(machine.ranks_per_node, 'GPUs')}"
             sentences.append(
                 f"the configured {shape}, with {gpu.name} of {gib(gpu.memory_bytes)}{_least_on_host(larger)}"
             )
             break
     return ", or ".join(sentences) or None
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _shapes(wanted: Wanted) -> Iterator[Machine]:

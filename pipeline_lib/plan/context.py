@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from pipeline_lib.config.checks import allows_count, has_few_blocks
 from pipeline_lib.config.train import Train
+from pipeline_lib.core import units
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.steps import is_shared_well
@@ -38,7 +39,7 @@ def not_shared(train: Train, ranks: int, block_tokens: int, batch_blocks: int) -
     """Return the problem of a batch for which `sharing_counts` is empty, in words."""
     micro = train.micro_batch_blocks
     at_once = f"the {ranks} ranks" if micro == 1 else f"{ranks} ranks x {micro} blocks"
-    text = f"its {batch_blocks} blocks of {block_tokens} tokens are fewer than {at_once}"
+    text = f"it has {units.count(batch_blocks, 'blocks')} of {block_tokens} tokens, fewer than {at_once}"
     found = "and no number of ranks that could share each block (train.context_ranks) leaves none of them idle"
     return f"train.global_batch_tokens: {text}, {found}; try {ranks * micro * block_tokens}"
 

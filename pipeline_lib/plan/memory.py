@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.units import GIB, gigabytes
+from pipeline_lib.core.units import GIB, count, gigabytes
 from pipeline_lib.model.geometry import NF4_BYTES, Geometry
 from pipeline_lib.plan.activations import (
     FP32_BYTES,
@@ -156,13 +156,15 @@ class HostNeed:
     def __str__(self) -> str:
         """Return the parts, in words."""
         if not self.is_gpu:
+            hold = "holds" if self.ranks == 1 else "hold"
             return (
-                f"{gigabytes(self.state_bytes)} for what {self.ranks} ranks hold, copies of a checkpoint included, "
-                f"{gigabytes(self.own_bytes)} for what is around them, {gigabytes(self.margin_bytes)} to spare"
+                f"{gigabytes(self.state_bytes)} for what {count(self.ranks, 'ranks')} {hold}, copies of a checkpoint "
+                f"included, {gigabytes(self.own_bytes)} for what is around them, "
+                f"{gigabytes(self.margin_bytes)} to spare"
             )
         parts = [f"{gigabytes(self.state_bytes)} for what is offloaded"] if self.state_bytes else []
         parts.append(f"{gigabytes(self.copied_bytes)} for what is copied of a checkpoint before it is written")
-        parts.append(f"{gigabytes(self.own_bytes)} for {self.ranks} interpreters and what is around them")
+        parts.append(f"{gigabytes(self.own_bytes)} for {count(self.ranks, 'interpreters')} and what is around them")
         return ", ".join(parts)
 
 

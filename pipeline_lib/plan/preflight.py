@@ -19,7 +19,7 @@ from pipeline_lib.config.content import (
 )
 from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import FLAG, load_config, load_configs
-from pipeline_lib.config.schema import Config, FileData, LocalModel
+from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import ConfigError, DataError, PipelineError
@@ -142,21 +142,40 @@ def _known(config: Config, store: Store) -> _Known:
 
 
 def _of_data(config: Config, store: Store) -> Iterator[str]:
-    """Yield what keeps the first row of a local file from being trained on, unless the data are tokenized already."""
-    sources = [(number, one) for number, one in enumerate(config.data.train) if isinstance(one, FileData)]
-    if not sources or is_sealed(config, store, "tokenize"):
+    """Yield why the data cannot be tokenized, by the first rows of local files, unless they are tokenized already."""
+    if is_sealed(config, store, "tokenize"):
         return
-    from pipeline_lib.data.first_rows import first_row_problem  # reads columnar files with Arrow, which takes a moment
+    # Imported here because it reads columnar files with Arrow, which takes a moment.
+    from pipeline_lib.data.first_rows import first_row
 
-    for number, source in sources:
+    formats: set[str | None] = set()
+    for number, source in enumerate(config.data.train):
+        if not isinstance(source, FileData):
+            formats.add(source.format if isinstance(source, HubData) else "messages")
+            continue
         try:
             files = [file for file in data_files(source.path, source.split) if is_data_file(file.name)]
             for file in files[: 1 if source.max_rows else _LOOKED_AT_FILES]:
                 may_be_bad = config.tokenize.max_quarantined_fraction > 0
-                if problem := first_row_problem(file, source, may_be_bad=may_be_bad):
-                    yield f"data.train[{number}].path: {problem}"
+                row = first_row(file, source, may_be_bad=may_be_bad)
+                formats.add(row.format)
+                if row.problem:
+                    yield f"data.train[{number}].path: {row.problem}"
         except (DataError, OSError):  # named where the files are hashed
             continue
+    if formats - {"text", "auto", None}:
+        yield from _no_template(config)
+
+
+def _no_template(config: Config) -> Iterator[str]:
+    """Yield a problem if the model's files are on this machine and have no chat template, which conversations need."""
+    from pipeline_lib.data.chat_template import has_template, no_template
+
+    model = config.model
+    path = model.path if isinstance(model, LocalModel) else model.tokenizer if isinstance(model, TinyModel) else None
+    with suppress(DataError):  # a file that cannot be read is named where the model is looked at
+        if path is not None and Path(path).is_dir() and not has_template(Path(path)):
+            yield f"{model_key(model)}: {no_template(Path(path))}"
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:

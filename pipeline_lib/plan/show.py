@@ -341,9 +341,9 @@ def _disk(plan: PlanDocument) -> list[Row]:
     return [
         (
             "checkpoint",
-            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, every {chosen.save_every_steps} steps, while the "
-            f"training {does}; {gigabytes(known(disk.needed_bytes))} for {chosen.keep_last} kept{best} and one being "
-            "written",
+            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, every {count(chosen.save_every_steps, 'steps')}, "
+            f"while the training {does}; {gigabytes(known(disk.needed_bytes))} for {chosen.keep_last} kept{best} "
+            "and one being written",
         )
     ]
 
@@ -592,7 +592,7 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
         f"{_band(one.tokens_per_s_per_rank)}"
     )
     if one.mfu is not None and setting.machine.peak_flop_s is not None:
-        peak = f"{ranks} ranks of {setting.machine.peak_flop_s:.4g} FLOP/s"
+        peak = f"{count(ranks, 'ranks')} of {setting.machine.peak_flop_s:.4g} FLOP/s"
         of_bf16 = (
             ", of bf16, as attention, head and norms are, so it may exceed 100 %"
             if one.train.precision == "fp8"
@@ -603,7 +603,7 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     formula = f"({FP32_BYTES} + {MOMENTS_BYTES}) x {trained:,}"
     yield f"checkpoint = {formula} = {one.checkpoint_bytes:,} B = {gigabytes(one.checkpoint_bytes)}"
     if one.run_s is not None:
-        steps = f"{setting.steps} steps of {one.step_s.value:.6g} s"
+        steps = f"{count(setting.steps, 'steps')} of {one.step_s.value:.6g} s"
         compiling = f" and {brief(COMPILE_S)} of compilation" if is_compiled(one.train) else ""
         yield f"run = {steps}, with saves and validations{compiling}: {brief(one.run_s.value)}"
 

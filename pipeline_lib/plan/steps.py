@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, Train
+from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.plan.amounts import amounts_of, expected_workload
 from pipeline_lib.plan.workload import Workload
@@ -121,7 +122,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
     if is_shared_well(train, at_once, blocks) or (is_open and any(more_than_one(train, ranks, workload.block_tokens))):
         return None
     places = train.accumulation(blocks, ranks) * at_once
-    shares = f"{ranks} ranks"
+    shares = units.count(ranks, "ranks")
     if train.ranks_per_block > 1:
         shares += f", {train.ranks_per_block} to a block,"
     if train.micro_batch_blocks > 1:
@@ -131,12 +132,12 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
     fitting_ranks = [count for count in fewer if blocks % train.blocks_at_once(count) == 0]
     remedies = [f"set {' or '.join(map(str, sorted(fitting_samples)))}"]
     if fitting_ranks:
-        remedies.append(f"{fitting_ranks[-1]} ranks")
+        remedies.append(units.count(fitting_ranks[-1], "ranks"))
     if blocks < at_once:
         remedies.append(f"{_SHORTER} {workload.block_tokens * blocks // at_once:,}")
     return (
-        f"train.global_batch_samples: {wanted} are {blocks} blocks ({one}), and {shares} would be idle for "
-        f"{1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
+        f"train.global_batch_samples: {wanted} are {units.count(blocks, 'blocks')} ({one}), and {shares} would be idle "
+        f"for {1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
     )
 
 
@@ -153,8 +154,8 @@ def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
     held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
     needed = min(math.ceil(1 / group.per_epoch) for group in groups)
     return DataError(
-        f"no step to train: of the training blocks ({held}), {epochs} epochs use none, because blocks times weight "
-        f"times epochs is less than 1; set train.epochs to {needed} or more, or raise the weights in data.train"
+        f"no step to train: of the training blocks ({held}), train.epochs: {epochs:g} uses none, because blocks times "
+        f"weight times epochs is less than 1; set train.epochs to {needed} or more, or raise the weights in data.train"
     )
 
 
@@ -189,7 +190,7 @@ class Steps:
 
 def _banded(steps: tuple[int, int, int]) -> str:
     low, value, high = steps
-    many = f"{value:,} optimizer step{'' if value == 1 else 's'}"
+    many = units.count(value, "optimizer steps")
     return many if low == high else f"about {many} ({low:,} to {high:,})"
 
 

@@ -98,17 +98,23 @@ def drop_model(target: Path) -> None:
         remove_dir(model)
 
 
-def print_summary(experiment: Experiment, store: Store) -> None:
+def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = True) -> None:
     """Print results, stage durations, links, and the command that starts a chat with the model.
 
-    Raise IntegrityError if the experiment is not finished.
+    Unless `is_linked`, as for another store's experiment, no link is made and the paths are those in `store`. Raise
+    IntegrityError if the experiment is not finished.
     """
     sealed_part(experiment, store, "report")
     console = Console(highlight=False)
     console.print(summary_table(experiment, store))
-    links = link_results(experiment, store)
-    lines = [(name, str(link)) for name, link in links.items()]
-    if model := links.get("model"):
+    report, merged = experiment.ref("report"), experiment.ref("merge")
+    paths = {"report": store.sealed(report) / "report.html", "model": store.sealed(merged)}
+    if is_linked:
+        paths = link_results(experiment, store)
+    elif not store.is_sealed(merged):
+        del paths["model"]
+    lines = [(name, str(path)) for name, path in paths.items()]
+    if model := paths.get("model"):
         lines.append(("chat", f"{_python()} -m pipeline_lib chat {shlex.quote(str(model))}"))
     for name, text in lines:
         console.print(f"{name:6}  {text}", markup=False, soft_wrap=True)

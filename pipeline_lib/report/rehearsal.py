@@ -224,7 +224,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         "plan and measurements": _measured(plan, training, steps, step_s, record),
         "the whole run": Cost.of(config, plan, step_s, around_s, record).rows(store.root),
     }
-    where = f"{count(cluster.nodes, 'nodes')}, {cluster.ranks} {cluster.device} ranks"
+    where = f"{count(cluster.nodes, 'nodes')}, {count(cluster.ranks, f'{cluster.device} ranks')}"
     lines = [f"rehearsal of {dag.experiment.name}: {config.train.method} by {training.strategy} on {where}"]
     for title, rows in parts.items():
         lines += [f"\n{title}"] if title else [""]

@@ -122,8 +122,17 @@ def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Out
     clock that stamps the logs; without it, failed and running stages cannot be distinguished. Raise IntegrityError if a
     rung's decision cannot be read, or a result differs from what was sealed.
     """
-    rungs = last_decisions(dag.decisions())
-    return sorted((_outcome(dag, one, rungs, since_s, logs) for one in dag.experiments), key=lambda one: one.order)
+    return outcomes_of([(dag, one) for one in dag.experiments], since_s, logs)
+
+
+def outcomes_of(
+    opened: Sequence[tuple[Dag, Experiment]], since_s: float = math.inf, logs: Path = LOGS
+) -> list[Outcome]:
+    """Return the same as `outcomes`, of experiments with the sweeps that they belong to."""
+    dags = {id(dag): dag for dag, _ in opened}
+    rungs = {key: last_decisions(dag.decisions()) for key, dag in dags.items()}
+    found = (_outcome(dag, one, rungs[id(dag)], since_s, logs) for dag, one in opened)
+    return sorted(found, key=lambda one: one.order)
 
 
 def outcome_table(found: Sequence[Outcome]) -> str:
@@ -134,7 +143,7 @@ def outcome_table(found: Sequence[Outcome]) -> str:
         rows = [(*row[:2], *row[3:]) for row in rows]
     counts = {state: sum(one.state == state for one in found) for state in _ORDER}
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return "\n".join([*units.columns(rows), f"{len(found)} experiments: {states}"])
+    return "\n".join([*units.columns(rows), f"{units.count(len(found), 'experiments')}: {states}"])
 
 
 def note_begin(logs: Path = LOGS) -> None:

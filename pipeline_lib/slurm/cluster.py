@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.units import count
 from pipeline_lib.slurm.job import has_no_answer, seconds_of
 from pipeline_lib.slurm.site import VARIABLES, Site
 
@@ -184,11 +185,12 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
     where = f"partition {site.partition or own[0].partition}"
     cpus = request.tasks_per_node * request.cpus_per_task
     if request.gpus_per_node > (most := max(group.gpus for group in own)):
-        yield f"cluster.gpus_per_node: {request.gpus_per_node} GPUs, and the nodes of {where} have at most {most}"
+        wanted = count(request.gpus_per_node, "GPUs")
+        yield f"cluster.gpus_per_node: {wanted}, and the nodes of {where} have at most {most}"
     elif cpus > (most := max(group.cpus for group in own)):
         yield (
-            f"cluster.cpus_per_rank: {request.tasks_per_node} ranks x {request.cpus_per_task} are {cpus} CPUs, and the "
-            f"nodes of {where} have at most {most}"
+            f"cluster.cpus_per_rank: {count(request.tasks_per_node, 'ranks')} x {request.cpus_per_task} need "
+            f"{count(cpus, 'CPUs')}, and the nodes of {where} have at most {most}"
         )
     elif request.memory_mb > (most := max(group.memory_mb for group in own)):
         yield (
@@ -199,7 +201,7 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
         large = [one for one in own if one.gpus >= request.gpus_per_node and one.cpus >= cpus]
         nodes = sum(group.nodes for group in large if group.memory_mb >= request.memory_mb)
         if nodes < request.nodes:
-            yield f"cluster.nodes: {request.nodes} nodes of this size, and {where} has {nodes}"
+            yield f"cluster.nodes: {count(request.nodes, 'nodes')} of this size, and {where} has {nodes}"
     limit = limit_of(own)
     if limit is not None and request.runtime_minutes > limit:
         yield f"cluster.runtime_minutes: {request.runtime_minutes} minutes, and {where} allows {limit}"
@@ -240,7 +242,7 @@ def refuse_here(cluster: Cluster, is_job: bool) -> None:
     problem, wanted = why_not_started(cluster.launcher, cluster.nodes, is_job), cluster.gpus_per_node
     if problem is None and wanted and not is_job and (visible := _visible_gpus()) is not None and visible < wanted:
         lower = f"lower it{'' if visible else ' to 0 to train on the CPU'}"
-        problem = f"cluster.gpus_per_node: {wanted} GPUs are configured, and this machine has {visible}; {lower},"
+        problem = f"cluster.gpus_per_node: {count(wanted, 'GPUs')} configured, and this machine has {visible}; {lower},"
         problem += f" or train {_AS_A_JOB}"
     if problem:
         raise ConfigError("the training", [problem])

@@ -15,6 +15,7 @@ from pipeline_lib.core.errors import CONTINUES, ConfigError, DiskFull, Interrupt
 from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.text import reason_of
+from pipeline_lib.core.units import count
 
 # The SLURM job of this process. Snakemake's job step passes on only the job's number from SLURM's variables, so
 # `scontrol` is asked for everything else.
@@ -290,7 +291,7 @@ def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
         elif event.get("job") == run.job and event.get("event") == EventName.RUN_REQUEUE_REFUSED and steps:
             steps.pop()
     if len(steps) >= run.max_requeues:
-        return f"cluster.max_requeues allows {run.max_requeues} times, and that is reached"
+        return f"cluster.max_requeues allows {count(run.max_requeues, 'times')}, and that is reached"
     if steps[1 - VAIN_ATTEMPTS :] == [run.saved_step] * (VAIN_ATTEMPTS - 1):
         return f"{VAIN_ATTEMPTS} attempts in a row ended at step {run.saved_step}, so something else is wrong"
     return None

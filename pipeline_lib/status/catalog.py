@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline_lib.config.compile import PRODUCTS, run_digest
 from pipeline_lib.config.halving import RUNG_LOGS, decision_path, read_decision, read_halving, rung_digests
-from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.slurm.job import QueuedJob
@@ -62,21 +62,10 @@ class Catalog:
     _read: dict[Path, Frozen] = field(default_factory=dict)
     _specs: dict[str, Spec] = field(default_factory=dict)
 
-    def experiments(self, names: Iterable[str] = (), all_of_them: bool = False) -> list[Frozen]:
-        """Return the newest experiment of each name, or `all_of_them`, newest first; with `names`, only those.
-
-        Raises ConfigError if there is no experiment of a name.
-        """
+    def experiments(self, all_of_them: bool = False) -> list[Frozen]:
+        """Return the newest experiment of each name, or `all_of_them`, newest first."""
         found = [experiment for path in self._files() if (experiment := self._open(path)) is not None]
         found.sort(key=lambda experiment: experiment.frozen_at, reverse=True)
-        wanted = set(names)
-        if unknown := sorted(wanted - {experiment.name for experiment in found}):
-            known = ", ".join(sorted({experiment.name for experiment in found})) or "none"
-            raise ConfigError(
-                str(self.folder), [f"{name}: no experiment of that name; known: {known}" for name in unknown]
-            )
-        if wanted:
-            found = [experiment for experiment in found if experiment.name in wanted]
         if all_of_them:
             return found
         newest: dict[str, Frozen] = {}
@@ -191,13 +180,18 @@ class Sweeps:
 
         None if the sweep did not stop it, or if the experiment was frozen again after the sweep.
         """
-        requests = (request for request in self._newest_first if experiment.path.name in request[2])
-        asked_at, path, names = next(requests, (0.0, Path(), {}))
-        if not names or asked_at < experiment.frozen_at:
+        if (path := self.latest_of(experiment)) is None:
             return None
         if path not in self._stopped:
+            names = next(names for _, each, names in self._newest_first if each == path)
             self._stopped[path] = self._stopped_by(path, names)
         return self._stopped[path].get(experiment.parts.get("train", ""))
+
+    def latest_of(self, experiment: Frozen) -> Path | None:
+        """Return the file of the latest sweep of `experiment`; None if there is none, or it was frozen again later."""
+        requests = (request for request in self._newest_first if experiment.path.name in request[2])
+        asked_at, path, _ = next(requests, (0.0, None, {}))
+        return path if asked_at >= experiment.frozen_at else None
 
     def _stopped_by(self, path: Path, names: dict[str, None]) -> dict[str, str]:
         """Return why the sweep at `path` stopped trainings, by whole training, as far as decisions can be read."""

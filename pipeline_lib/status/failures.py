@@ -8,6 +8,7 @@ from textwrap import indent
 from pipeline_lib.core.errors import LogEnd, end_of_log
 from pipeline_lib.core.run_record import tail
 from pipeline_lib.core.text import cut, redact
+from pipeline_lib.core.units import count
 
 LOG_BYTES = 65536
 MOST_FAILURES = 10
@@ -62,16 +63,12 @@ def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str)
         reason = cut(redact(errors[0]), MOST_CHARS) if errors else ""
         return f"error: {reason}\nonce the cause is fixed, {again}" if errors else f"stopped before the end; {again}"
     if not failed:
-        shown, head = failures, f"stopped: {_jobs(len(failures))} interrupted"
+        shown, head = failures, f"stopped: {count(len(failures), 'jobs')} interrupted"
     else:
-        shown, head, again = failed, f"error: {_jobs(len(failed))} failed", f"once the cause is fixed, {again}"
+        shown, head, again = failed, f"error: {count(len(failed), 'jobs')} failed", f"once the cause is fixed, {again}"
     more = len(shown) - MOST_FAILURES
     lines = [line for one in shown[:MOST_FAILURES] for line in one.lines()]
     return "\n".join([head, *lines, *([f"and {more} more"] if more > 0 else []), again])
-
-
-def _jobs(count: int) -> str:
-    return f"{count} job" if count == 1 else f"{count} jobs"
 
 
 def _text_of(log: Path) -> str:

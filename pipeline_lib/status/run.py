@@ -65,7 +65,7 @@ class Numbers:
 
 def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
     """Return the numbers of `run`, read by `read_ends`. Those about speed are known only of a run that is alive."""
-    rewound = whole(run.last_event.get("step")) if run.last_event.get("event") == EventName.RUN_REWOUND else None
+    rewound = whole(run.last_event.get("step")) if _is_rewound(run) else None
     counted = [row for row in run.rows if rewound is None or row["step"] <= rewound]
     rows = [row for row in counted if whole(row.get("attempt")) == run.attempt]
     recent = rows[-(RECENT_STEPS + 1) :] if is_alive else []
@@ -235,13 +235,17 @@ class Traces:
 
     @cached_property
     def log(self) -> Path | None:
-        """The log of the newest attempt; None if it is older than the spec or the run, or ends in success."""
+        """The log of the newest attempt; None if it is older than the spec or the run, or ends in success.
+
+        A log from before a rewind is about a run that is no more.
+        """
         logs = {self.digest: self.folder / LOGS / self.stage / f"{self.digest}.log"}
         logs |= {digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs}
         digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
         written = changed_at(path)
         last_event = changed_at(self.run.folder / EVENTS_NAME) if self.run else None
-        if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - _SLACK_S):
+        slack_s = 0.0 if self.run is not None and _is_rewound(self.run) else _SLACK_S
+        if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - slack_s):
             return None
         done = tuple(line.encode() for line in done_lines(Ref(self.stage, digest)))
         return None if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n")) else path
@@ -281,6 +285,11 @@ def at_rest(traces: Traces) -> AtRest:
     return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
 
 
+def _is_rewound(run: RunRecord) -> bool:
+    """Return whether nothing has happened to the run since it was rewound."""
+    return run.last_event.get("event") == EventName.RUN_REWOUND
+
+
 def _joined(*parts: str) -> str | None:
     return "; ".join(part for part in parts if part) or None
 
@@ -308,6 +317,8 @@ def _end_of_log(traces: Traces) -> AtRest | None:
 def _ends_of(run: RunRecord) -> Iterator[AtRest]:
     """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks, the most telling first."""
     reason = text_of(run.last_event.get("reason"))
+    if _is_rewound(run):
+        return  # the reports of its ranks are from before
     match run.last_event.get("event"):
         case EventName.RUN_INTERRUPTED:
             yield AtRest(INTERRUPTED, reason)
@@ -332,7 +343,7 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
         if last == EventName.RUN_REQUEUE_REFUSED:
             before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason"))
         return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
-    if last == EventName.RUN_REWOUND:
+    if _is_rewound(run):
         return AtRest(INTERRUPTED, f"rewound to step {whole(run.last_event.get('step'))}")
     if last == EventName.RUN_REQUEUED:
         return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")

@@ -20,7 +20,7 @@ from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
-from pipeline_lib.core.units import brief, gib
+from pipeline_lib.core.units import brief, count, gib
 from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
 from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, changed_at, unreadable
 from pipeline_lib.status.run import (
@@ -43,6 +43,7 @@ from pipeline_lib.status.run import (
     planned_steps,
     shown,
 )
+from pipeline_lib.status.selection import Chosen, Selector
 from pipeline_lib.train.metrics import clock
 
 # The state of a store: a `Status` for each experiment, sorted by state in the order of STATES.
@@ -55,7 +56,7 @@ class Status:
     """The state of an experiment: its first stage that is not done, and the progress of its training."""
 
     experiment: str
-    frozen: str
+    frozen: str | None
     stage: str | None
     digest: str | None
     state: str
@@ -76,31 +77,48 @@ class Status:
 
 @dataclass
 class Survey:
-    """A request to look at experiments of `store`. `folder` is where snakemake runs and keeps its logs.
+    """A request to look at the experiments that `texts` name, all of `store` without any, as `Selector.chosen` does.
 
-    `is_slurm_silent` is true if squeue exists but did not answer at the last reading.
+    `folder` is where snakemake runs and keeps its logs. `is_slurm_silent` is true if squeue exists but did not answer
+    at the last reading.
     """
 
     store: Store
     folder: Path = Path()
-    names: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     all_of_them: bool = False
-    catalog: Catalog = field(init=False)
+    selector: Selector = field(init=False)
     is_slurm_silent: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Start with an empty catalog."""
-        self.catalog = Catalog(self.store)
+        """Start with nothing read."""
+        self.selector = Selector(self.store)
+
+    def chosen(self) -> list[Chosen]:
+        """Return the experiments to look at. Raises ConfigError for a text that names none."""
+        return self.selector.chosen(self.texts, self.all_of_them)
 
     def statuses(self) -> list[Status]:
-        """Return the present state of the experiments. Raises ConfigError for a name that does not exist."""
-        experiments = self.catalog.experiments(self.names, self.all_of_them)
-        jobs = queued_jobs() if experiments else []
+        """Return the present state of the experiments. Raises ConfigError for a text that names none."""
+        chosen = self.chosen()
+        jobs = queued_jobs() if chosen else []
         self.is_slurm_silent = jobs is None and shutil.which("squeue") is not None
-        sweeps = Sweeps(self.catalog, self.folder / LOGS, jobs or [])
-        reader = _Reader(self.store, self.folder, self.catalog, jobs, sweeps)
-        statuses = [reader.status(experiment) for experiment in experiments]
+        readers: dict[Path, _Reader] = {}
+        statuses = []
+        for one in chosen:
+            catalog = one.catalog
+            if catalog.folder not in readers:
+                sweeps = Sweeps(catalog, self.folder / LOGS, jobs or [])
+                readers[catalog.folder] = _Reader(catalog.store, self.folder, catalog, jobs, sweeps)
+            has_begun = one.has_begun
+            statuses.append(readers[catalog.folder].status(one.frozen) if has_begun else _not_begun(one.frozen.name))
         return sorted(statuses, key=lambda status: (STATES.index(status.state), status.experiment))
+
+
+def _not_begun(name: str) -> Status:
+    """Return the status of an experiment of a config file with which snakemake has not begun."""
+    reason, advice = "snakemake has not begun with this config", "run snakemake with it"
+    return Status(shown(name), None, None, None, NOT_BEGUN, reason=reason, advice=advice)
 
 
 @dataclass
@@ -316,7 +334,7 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
         lines = [first.reason] if first.reason else []
         lines += [f"warning: {text}" for text in numbers.warnings]
         if numbers.attempt is not None and numbers.attempt > 1:
-            requeues = f", queued again by SLURM {numbers.requeues} times" if numbers.requeues else ""
+            requeues = f", queued again by SLURM {count(numbers.requeues, 'times')}" if numbers.requeues else ""
             lines.append(f"attempt {numbers.attempt}{requeues}")
         logs = [path for path in (first.log, first.slurm_log) if path]
         if logs and first.state != WAITING:
@@ -348,7 +366,7 @@ def show(survey: Survey, stream: TextIO, as_json: bool = False) -> None:
 def watch(survey: Survey, stream: TextIO, every_s: float) -> None:
     """Show the state every `every_s` seconds until Ctrl-C."""
     console = console_on(stream)
-    survey.catalog.experiments(survey.names)  # raises for a wrong name before the screen changes
+    survey.chosen()  # raises for a wrong name before the screen changes
     try:
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
@@ -372,7 +390,7 @@ def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
     """Read the state, and return what to show; `every_s` is the interval while watching."""
     start_s = time.monotonic()
     found = survey.statuses()
-    parts: list[Group | Text] = [render(found, str(survey.catalog.folder), width)]
+    parts: list[Group | Text] = [render(found, str(survey.selector.catalog(survey.store).folder), width)]
     if survey.is_slurm_silent:
         parts.append(Text("\nsqueue does not answer, so it is unknown which jobs are in the queue", "yellow"))
     if every_s is not None:

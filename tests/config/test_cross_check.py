@@ -38,7 +38,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ),
     ({"strategy": "hsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * set train.strategy: fsdp or ddp"),
     ({"strategy": "auto", "shard_ranks": 3}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
-    ({"strategy": "auto", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * has 2 of the 2 ranks; remove it"),
+    ({"strategy": "auto", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * has 2 of 2 ranks; remove it"),
     ({"strategy": "fsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "works only with * hsdp, * fsdp; remove it"),
     ({"strategy": "ddp", "unit_layers": 2}, {}, "train.unit_layers", "has no effect * may be fsdp or hsdp"),
     ({"offload": "optimizer"}, {}, "train.offload", "optimizer does not work with train.strategy: ddp; it may be none"),
@@ -57,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.kept_attention_layers",
         "has no effect with train.activation_checkpointing: none; set that to full, or remove this key",
     ),
-    ({"context_ranks": 3}, FOUR, "train.context_ranks", "3 does not divide the 4 ranks; it may be 1, 2 or 4"),
+    ({"context_ranks": 3}, FOUR, "train.context_ranks", "3 does not divide 4 ranks; it may be 1, 2 or 4"),
     ({"context_ranks": 2, "strategy": "zero2"}, FOUR, "train.context_ranks", "* zero2; * may be ddp, fsdp or hsdp"),
     ({"context_ranks": 2, "local_sgd_steps": 4}, FOUR, "train.context_ranks", "* makes updates alone; remove one *"),
     (
@@ -214,7 +214,7 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
     sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": 2000}}
     [(keys, text)] = cross_check(Config.model_validate_json(json.dumps({**BASE, **given, **sizes})))
     assert keys == ("train", "global_batch_tokens")
-    assert text == "its 3 blocks of 2000 tokens are not a multiple of 2 groups of ranks x 1 blocks; try 8000"
+    assert text == "it has 3 blocks of 2000 tokens, and that is no multiple of 2 groups of ranks x 1 block; try 8000"
 
 
 @pytest.mark.parametrize(

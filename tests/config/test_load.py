@@ -171,8 +171,8 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     "batch not to be shared": (
         "train:\n  global_batch_tokens: 3072",
         [
-            "line 6: train.global_batch_tokens: its 3 blocks of 1024 tokens are not a multiple of 2 ranks x 1 blocks;"
-            " try 4096"
+            "line 6: train.global_batch_tokens: it has 3 blocks of 1024 tokens, and that is no multiple of 2 ranks "
+            "x 1 block; try 4096"
         ],
     ),
     "lora without lora": (

@@ -1,6 +1,8 @@
 """The three stages together: from a config to blocks, twice, and on the real input."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets  # type: ignore[import-untyped]
@@ -103,3 +105,13 @@ def test_the_real_input_arrives_whole(pipeline: Pipeline, qwen_folder: Path) -> 
     assert text.startswith("<|im_start|>user\n")
     assert text.endswith(f"<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n{answer}")
     assert answer.endswith("<|im_end|>") and "<" not in answer.removesuffix("<|im_end|>")
+
+
+def test_one_of_a_thing_is_not_called_several(pipeline: Pipeline, jsonl: Callable[..., Path]) -> None:
+    rows = [{"instruction": f"What is {number}?", "output": "It is."} for number in range(20)]
+    data = [{"source": "file", "path": str(jsonl(rows))}]
+    pipeline.run(pipeline.compile(data=data, shard={"block_tokens": 64, "shards": 1}))
+    said = "\n".join(pipeline.said)
+    assert re.search(r"^shard: validation: .* full, 1 file$", said, re.MULTILINE)
+    assert re.search(r"^download: data from .*: 1 file, ", said, re.MULTILINE)
+    assert not re.search(r"\b1 (files|blocks|documents|rows|samples|conversations)\b", said)

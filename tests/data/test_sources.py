@@ -143,7 +143,7 @@ def test_a_column_that_max_rows_may_have_cut_off_is_said_to_be_missing(tmp_path:
     source = source_of(tmp_path, [PLAIN, THINKS], columns={"system": "rules"}, max_rows=1)
 
     assert refuse_missing_columns([booked(source)], [source]) == [
-        "tokenize: name: none of the 1 rows that were read has 'rules', which data.train[0].columns names as system"
+        "tokenize: name: of 1 row read none has 'rules', which data.train[0].columns names as system"
     ]
 
 

@@ -212,9 +212,9 @@ def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Json
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"messages": [{"role": "user", "content": "a"}]}], r"none of the 1 rows is a usable conversation: 1 no_assi"),
-        ([{"prompt": "a"}] * 3, "none of the 3 rows is a usable conversation: 3 wrong_format"),
-        ([row(1, "x " * 100)], r"no sample is left of 1 conversations:\n  1 over_long: raise tokenize.max_tokens"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], r"of 1 row none is a usable conversation: 1 no_assi"),
+        ([{"prompt": "a"}] * 3, "of 3 rows none is a usable conversation: 3 wrong_format"),
+        ([row(1, "x " * 100)], r"no sample is left of 1 conversation:\n  1 over_long: raise tokenize.max_tokens"),
         (
             [row(1), row(2, "x " * 100)],
             r"1 of 2 samples \(50.00%\) are dropped or cut, .*:\n  1 over_long: .*\n.* left have p1 \d+, .* max \d+ t",
@@ -343,10 +343,33 @@ def test_near_duplicates_are_found_across_sources(pipeline: Pipeline, jsonl: Jso
 
 
 def test_an_over_long_sample_can_be_an_error(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    message = r"rows\.jsonl:2: a sample of (\d+) tokens is longer than .*max_tokens \(64\)"
+    """The longest of all rows is named, in whichever batch it is, and the value that is named holds it."""
+    rows = [row(1), row(2, "x " * 100), *[row(3)] * 600, row(4, "x " * 200), row(5, "x " * 150)]
+    message = (
+        r"^rows longer than tokenize\.max_tokens \(64\): 3 of 604, and tokenize\.over_long is error\. The longest, "
+        r"rows\.jsonl:603, has (\d+) tokens: set tokenize\.max_tokens: \1 \(and shard\.block_tokens to no less\), "
+    )
     with pytest.raises(DataError, match=message) as caught:
-        pipeline.tokenize(jsonl([row(1), row(2, "x " * 100), row(3, "x " * 200)]), tokenize={"over_long": "error"})
-    assert 64 < int(str(caught.value).split("a sample of ")[1].split()[0]) < 400
+        pipeline.tokenize(jsonl(rows), tokenize={"over_long": "error"})
+    needed = int(str(caught.value).split("max_tokens: ")[1].split()[0])
+    settings = {"shard": {"block_tokens": needed}, "train": {"global_batch_tokens": 2 * needed}}
+    one_less = {"over_long": "error", "max_tokens": needed - 1}
+    with pytest.raises(DataError, match=rf": 1 of 604, and .*max_tokens: {needed} "):
+        pipeline.tokenize(jsonl(rows), tokenize=one_less, **settings)
+    made = pipeline.tokenize(jsonl(rows), tokenize={**one_less, "max_tokens": needed}, **settings)
+    assert made.manifest.counts["kept"] == len(rows)
+
+
+def test_no_value_is_named_that_the_model_has_no_positions_for(
+    pipeline: Pipeline, jsonl: Jsonl, tmp_path: Path
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(pipeline.model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    pipeline.model = folder
+    with pytest.raises(DataError, match=r"has \d+ tokens: the model takes 100 tokens \(without model\.rope\), so sho"):
+        pipeline.tokenize(jsonl([row(1), row(2, "x " * 200)]), tokenize={"over_long": "error"})
 
 
 def test_split_samples_are_counted_by_piece(pipeline: Pipeline, jsonl: Jsonl) -> None:
@@ -451,7 +474,7 @@ def test_a_small_source_does_not_vanish_unseen(pipeline: Pipeline, jsonl: Jsonl)
     with pytest.raises(DataError, match=r"\Asmall\.jsonl: 2 of 2 samples \(100\.00%\) are dropped"):
         pipeline.tokenize(large, small)
     jsonl(BAD, "small.jsonl")
-    with pytest.raises(DataError, match=r"\Asmall\.jsonl: none of the 2 rows .*\n  small\.jsonl:1: empty"):
+    with pytest.raises(DataError, match=r"\Asmall\.jsonl: of 2 rows none .*\n  small\.jsonl:1: empty"):
         pipeline.tokenize(large, small, tokenize={"max_quarantined_fraction": 0.5})
 
 

@@ -66,7 +66,7 @@ def test_nothing_is_said_of_a_healthy_machine() -> None:
         ("limits", {"open_files": 1024}, ["1024 files", "ulimit -n 65536"]),
         ("exchange", {"transports": ["NET/Socket/0"]}, ["sockets between GPUs", "NCCL_P2P_DISABLE"]),
         ("exchange", {"transports": ["SHM/direct"]}, ["host memory although the GPUs have NVLink"]),
-        ("processors", {"cgroup_limit": 1.5}, ["2 ranks share 1.5 of the machine's 96 cores"]),
+        ("processors", {"cgroup_limit": 1.5}, ["1.5 of the machine's 96 cores for 2 ranks"]),
         ("disk", {"write_bytes_per_s": 40e6}, ["/data is written at 40 MB/s", "PIPELINE_STORE"]),
         ("torch", {"cuda_works": False, "cuda": "none: a build for the CPU"}, ["2 GPUs, but torch 2.11.0+cu128 is a"]),
         ("torch", {"cuda_works": False}, ["built for CUDA 12.8, cannot use them", "driver 570.86"]),

@@ -49,7 +49,7 @@ def test_equal_hosts_have_no_problem() -> None:
         (replace(OTHER, python="3.11.2"), "Python differs: 3.12.4 on gpu1; 3.11.2 on gpu2"),
         (replace(OTHER, packages={}), "torch differs: 2.11.0+cu130 on gpu1; not installed on gpu2"),
         (replace(OTHER, code="ba9876543210"), "this project's code differs"),
-        (replace(OTHER, gpus=(A100,)), "gpu2: it has 1 GPUs, and cluster.gpus_per_node is 2"),
+        (replace(OTHER, gpus=(A100,)), "gpu2: it has 1 GPU, and cluster.gpus_per_node is 2"),
         (replace(OTHER, gpus=()), "gpu2: it has no GPUs (nvidia-smi shows none)"),
         (
             replace(OTHER, gpus=(replace(A100, name="NVIDIA H200"),) * 2),

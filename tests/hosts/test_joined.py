@@ -53,4 +53,4 @@ def test_who_does_not_know_the_secret_stays_outside(project: HostsProject, pair:
     assert "the secrets differ" in done.stdout
     assert started.wait(90) != 0
     assert f"a client at {pair[1].address} does not have the secret of this training" in project.job_log()
-    assert "0 of 1 hosts joined at port 29400 within 20 s" in project.job_log()
+    assert "0 of 1 host joined at port 29400 within 20 s" in project.job_log()

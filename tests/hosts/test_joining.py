@@ -342,7 +342,7 @@ def test_one_host_too_many_is_told_so() -> None:
         answer = json.loads(late.read())
 
         assert answer["node_rank"] is None
-        assert answer["refused"] == "the 1 hosts that the first host waits for have joined already"
+        assert answer["refused"] == "all hosts that the first host waits for have joined already"
         assert late.read() == b""
         held.close()
 

@@ -196,9 +196,7 @@ def test_a_token_is_sent_to_the_hub_only_and_never_shown(fetcher: Fetcher, monke
 def test_an_index_that_names_what_is_not_there_is_refused_before_the_weights(fetcher: Fetcher) -> None:
     index = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}).encode()
     commit = fetcher.add({**MODEL, "model.safetensors.index.json": index})
-    with pytest.raises(
-        IntegrityError, match=r"names 1 files that the repository does not have, 'model-2\.safetensors'"
-    ):
+    with pytest.raises(IntegrityError, match=r"names 1 file that the repository does not have, 'model-2\.safetensors'"):
         fetcher.fetch(commit)
     assert not any(request.path.endswith("model.safetensors") for request in fetcher.hub.requests)
     assert not (fetcher.root / "out").exists()

@@ -271,7 +271,7 @@ def test_gpus_that_are_not_there_are_told_of_before_anything_is_made(project: Pr
     project.edit("train: {", "cluster: {gpus_per_node: 2}\ntrain: {")
     for trains_nothing in ("-n", "--summary", "--dag"):
         assert "train_stage" in project.snakemake(trains_nothing).stdout
-    output = fails_with(project, "cluster.gpus_per_node: 2 GPUs are configured, and this machine has 0", code=2)
+    output = fails_with(project, "cluster.gpus_per_node: 2 GPUs configured, and this machine has 0", code=2)
     assert "Error in" not in output
     assert not (project.root / "store" / "tokenize").exists()
 

@@ -211,7 +211,7 @@ def test_a_dry_run_of_twenty_shows_all_and_freezes_each(project: Project) -> Non
     project.config.write_text(project.config.read_text() + sweep)
     output = project.snakemake("-n").stdout
     assert executed(output) == sorted(SHARED + 20 * OWN)
-    assert "small-lr=0.001-seed=1: tokenize (1 sources, up to 128 tokens a sample, shared with 19 more)" in output
+    assert "small-lr=0.001-seed=1: tokenize (1 source, up to 128 tokens a sample, shared with 19 more)" in output
     frozen = [json.loads(path.read_text()) for path in (project.store.root / "experiments").glob("*.json")]
     assert sorted(one["config"]["experiment"] for one in frozen) == sorted(
         f"small-lr=0.00{lr}-seed={seed}" for lr in range(1, 6) for seed in range(1, 5)

@@ -188,9 +188,9 @@ def test_samples_of_fewer_blocks_than_ranks_are_shared_too() -> None:
 
 def test_a_batch_that_the_heads_keep_ranks_from_sharing_is_refused() -> None:
     """28 heads and 4 KV heads: 8 ranks cannot share a block, and 4 leave one of two groups idle."""
-    with pytest.raises(DataError, match="its 1 blocks of 4096 tokens are fewer than the 8 ranks, .*; try 32768"):
+    with pytest.raises(DataError, match="it has 1 block of 4096 tokens, fewer than the 8 ranks, .*; try 32768"):
         answer(asked("Qwen2.5-7B", H100S, 4096, 1, method="lora"))
-    with pytest.raises(DataError, match="its 2 blocks of 4096 tokens are fewer than 8 ranks x 2 blocks, .*; try 65536"):
+    with pytest.raises(DataError, match="it has 2 blocks of 4096 tokens, fewer than 8 ranks x 2 blocks, .*; try 65536"):
         answer(asked("Qwen2.5-7B", H100S, 4096, 2, strategy="ddp", method="lora", micro_batch_blocks=2))
     assert chosen(answer(asked("Qwen2.5-7B", H100S, 4096, 2, method="lora"))) == 4
 

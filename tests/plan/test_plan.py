@@ -161,7 +161,7 @@ def test_until_step_shortens_the_run_and_never_lengthens_it() -> None:
 
 def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> None:
     index = index_of(Group(0.01, 3), Group(0.02, 2))
-    refused = r"\(3 of weight 0.01, 2 of weight 0.02\), 24 epochs use none.* set train.epochs to 25 or more"
+    refused = r"\(3 of weight 0.01, 2 of weight 0.02\), train.epochs: 24 uses none.* set train.epochs to 25 or more"
     with pytest.raises(DataError, match=refused):
         plan_batches(Train(global_batch_tokens=640, epochs=24), 1, index, WORKLOAD)
     assert plan_batches(Train(global_batch_tokens=640, epochs=25), 1, index, WORKLOAD).steps == 1

@@ -14,9 +14,10 @@ from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read_content
 from pipeline_lib.config.schema import Config, TinyModel
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest
+from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.machine import Ranks
@@ -160,11 +161,11 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
     ),
     "too few blocks for ranks that 28 heads keep from sharing them": (
         config_of("Qwen/Qwen2.5-7B", strategy="ddp", method="lora", global_batch_tokens=4096),
-        ["train.global_batch_tokens: its 1 blocks of 4096 tokens are fewer than the 8 ranks", "; try 32768"],
+        ["train.global_batch_tokens: it has 1 block of 4096 tokens, fewer than the 8 ranks", "; try 32768"],
     ),
     "too few blocks on GPUs that are not named": (
         config_of("Qwen/Qwen2.5-7B", 4096, {"gpus_per_node": 8}, strategy="ddp", global_batch_tokens=4096),
-        ["train.global_batch_tokens: its 1 blocks of 4096 tokens are fewer than the 8 ranks", "; try 32768"],
+        ["train.global_batch_tokens: it has 1 block of 4096 tokens, fewer than the 8 ranks", "; try 32768"],
     ),
     "an unknown GPU": (
         config_of(cluster={"gpus_per_node": 8, "gpu": "h2000"}),
@@ -437,6 +438,33 @@ def test_the_first_row_of_a_local_file_is_looked_at(
 def test_a_first_row_that_may_be_put_aside_is_no_problem(tmp_path: Path, store: Store) -> None:
     (tmp_path / "rows.jsonl").write_text(FIRST_ROWS["pictures"][0])
     assert problems(data_of(tmp_path / "rows.jsonl", tokenize={"max_quarantined_fraction": 0.5}), store) == []
+
+
+@pytest.mark.parametrize("kind", ["local", "tiny"])
+def test_conversations_need_a_model_with_a_chat_template(tmp_path: Path, store: Store, kind: str) -> None:
+    """`check` says what the tokenize stage would say; texts, and rows that nothing is known of, need no template."""
+    folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    key = {"local": "path", "tiny": "tokenizer"}[kind]
+    model = {"source": kind, key: str(folder)}
+
+    def found(source: dict[str, Any], text: str) -> list[str]:
+        rows.write_text(text)
+        config = {"experiment": "big", "model": model, "data": {"train": [source]}}
+        return problems(Config.model_validate_json(json.dumps(config)), store)
+
+    file, talk, text = {"source": "file", "path": str(rows)}, json.dumps({"messages": TURNS}), '{"text": "some text"}'
+    hub = {"source": "huggingface", "name": "owner/rows"}
+    assert found(file, talk) == []
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(DataError) as refused:
+        ChatTemplate.load(folder)
+    wanted = [f"model.{key}: {refused.value}"]
+    assert found(file, talk) == wanted
+    assert found({"source": "pydoc"}, "") == wanted
+    assert found({**hub, "format": "sharegpt"}, "") == wanted
+    assert found(file, text) == found(hub, "") == found({**hub, "format": "text"}, "") == []
 
 
 def test_a_file_that_cannot_be_read_is_left_to_the_check_of_files(tmp_path: Path, store: Store) -> None:

@@ -72,7 +72,7 @@ def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: 
             8,
             "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and tokenize.max_tokens. 22",
         ),
-        ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 ranks x 4 blocks would be idle for 38%"),
+        ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 rank x 4 blocks would be idle for 38%"),
     ],
 )
 def test_samples_that_blocks_or_ranks_cannot_meet_are_refused_with_what_would_do(

@@ -11,7 +11,7 @@ from pipeline_lib.cli.experiments import config_of
 from pipeline_lib.cli.main import parser
 from pipeline_lib.config.compile import compile_config
 from pipeline_lib.config.content import Content
-from pipeline_lib.config.dag import DEFAULT_CONFIG, link_results
+from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag, link_results
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
@@ -192,6 +192,30 @@ def test_the_summary_ends_with_a_command_that_works_where_the_environment_is_not
     print_summary(finished.experiment, finished.store)
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "chat    .venv/bin/python -m pipeline_lib chat results/demo/model"
+
+
+def test_the_summary_takes_what_compare_takes(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another store the paths there are shown, and no link is made."""
+    monkeypatch.chdir(tmp_path)
+    world.seal_inputs()
+    world.seal_report()
+    world.store.write_specs(world.experiment.specs.values())
+    Dag((world.experiment,), world.store).freeze()
+
+    def said(store: Path, *texts: str) -> str:
+        monkeypatch.setenv("PIPELINE_STORE", str(store))
+        arguments = parser().parse_args(["summary", *texts])
+        arguments.command(arguments)
+        return capsys.readouterr().out
+
+    elsewhere = said(tmp_path / "another", f"{world.store.root}:demo")
+    assert f"report  {world.folder('report')}/report.html" in elsewhere
+    assert f"model   {world.folder('merge')}" in elsewhere
+    assert not (tmp_path / "results").exists()
+    for text in ("demo", "de*", world.experiment.ref("report").digest[:6]):
+        assert "report  results/demo/report.html" in said(world.store.root, text)
 
 
 def test_the_summary_of_another_experiment_is_refused(finished: World) -> None:

@@ -91,7 +91,7 @@ def test_a_partition_that_takes_no_jobs_is_named() -> None:
             replace(REQUEST, gpus_per_node=16),
             "cluster.gpus_per_node: 16 GPUs, .* of partition gpu have at most 8",
         ),
-        (replace(REQUEST, cpus_per_task=9), "cluster.cpus_per_rank: 8 ranks x 9 are 72 CPUs, and .* at most 64"),
+        (replace(REQUEST, cpus_per_task=9), "cluster.cpus_per_rank: 8 ranks x 9 need 72 CPUs, and .* at most 64"),
         (replace(REQUEST, memory_mb=600_000), "cluster.memory_gb: the job needs 600 GB .* at most 500 GB"),
         (replace(REQUEST, nodes=5), "cluster.nodes: 5 nodes of this size, and partition gpu has 4"),
         (

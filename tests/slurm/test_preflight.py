@@ -19,7 +19,7 @@ def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatc
         refuse_here(wanted, is_job=False)
         return
     lower = "lower it to 0 to train on the CPU, or train" if shown == 0 else "lower it, or train"
-    problem = f"2 GPUs are configured, and this machine has {shown}; {lower} as a SLURM job"
+    problem = f"2 GPUs configured, and this machine has {shown}; {lower} as a SLURM job"
     with pytest.raises(ConfigError, match=problem):
         refuse_here(wanted, is_job=False)
 

@@ -65,7 +65,7 @@ def test_a_queue_that_does_not_answer_is_told(desk: Desk, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("c",), "c: no experiment of that name; known: a"),
+        (("c",), "c: no experiment of that name, and no config file; known: a"),
         (("--watch", "a"), "'a' is no number of seconds of at least 0.2; names go before --watch"),
         (("--watch", "0"), "'0' is no number of seconds of at least 0.2"),
         (("--json", "--watch"), "not allowed with"),

@@ -235,6 +235,27 @@ def test_the_ranks_know_better_than_the_words_of_the_log_what_is_a_failure(desk:
     assert desk.status().state == "failed"
 
 
+def test_a_rewound_run_is_not_what_it_stopped_as_before(desk: Desk) -> None:
+    """Neither the log of the stop, however recent, nor the reports of its ranks are about the run as it is now."""
+    demo = desk.ready_to_train(launched=True)
+    desk.save(demo, 3)
+    reported(desk, demo, PipelineError("gave up at step 6"))
+    log = desk.log(demo, "train", "error: rank 0: gave up at step 6\nexit code: 1\n")
+    assert (desk.status().state, desk.status().reason) == ("failed", "rank 0: gave up at step 6")
+    desk.event(demo, "run.rewound", step=3, set_aside=["step-00000006"])
+    stopped_s = (desk.run_dir(demo) / "events.jsonl").stat().st_mtime - 1
+    os.utime(log, (stopped_s, stopped_s))
+
+    status = desk.status()
+
+    assert (status.state, status.reason, status.log) == ("interrupted", "rewound to step 3", None)
+    assert status.advice == "run snakemake again; training resumes from the checkpoint of step 3"
+    desk.log(demo, "train", "error: plan.json: not the bytes that were sealed\nexit code: 66\n")  # of a call since
+    later_s = stopped_s + 2
+    os.utime(log, (later_s, later_s))
+    assert (desk.status().state, desk.status().reason) == ("failed", "plan.json: not the bytes that were sealed")
+
+
 def test_a_long_reason_that_the_launcher_cut_is_found_in_the_log(desk: Desk) -> None:
     demo = desk.ready_to_train()
     whole = "stopped by a signal " * 30
@@ -379,7 +400,7 @@ def test_the_newest_config_of_each_name(desk: Desk) -> None:
         new.stem,
     }
     assert [found.experiment for found in desk.survey("b").statuses()] == ["b"]
-    with pytest.raises(ConfigError, match="c: no experiment of that name; known: a, b"):
+    with pytest.raises(ConfigError, match="c: no experiment of that name, and no config file; known: a, b"):
         desk.survey("b", "c").statuses()
 
 

@@ -219,7 +219,7 @@ def test_a_manifest_that_cannot_be_read_is_no_damage_and_is_not_to_be_deleted(sh
             with pytest.raises(IntegrityError, match=f"{path}: cannot be read") as raised:
                 store(capsys, "verify")
             shown = store(capsys, "ls", "--all")
-        assert "1 problems" in str(raised.value)
+        assert "1 problem" in str(raised.value)
         assert "delete" not in str(raised.value)
         assert (f"unreadable: {path}" in shown) == (folder != checkpoint)
     assert "are whole" in store(capsys, "verify")
@@ -250,7 +250,7 @@ def test_only_what_the_named_experiments_use_is_verified(shop: Shop, capsys: Cap
     flip_the_model(shop, b)
 
     assert "10 sealed directories are whole" in store(capsys, "verify", "a")
-    with pytest.raises(IntegrityError, match="1 problems"):
+    with pytest.raises(IntegrityError, match="1 problem"):
         store(capsys, "verify", "b")
     with pytest.raises(ConfigError, match="store verify: 1 problem"):
         store(capsys, "verify", "c")

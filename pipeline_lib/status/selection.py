@@ -1,0 +1,143 @@
+"""The experiments that a user means by what was typed, for every command that takes several.
+
+A name means the newest config that was frozen under it; `*` and `?` match parts of names. A prefix of a report's
+digest, or of the name of the file that froze the experiment, tells two configs of one name apart. A config file means
+its experiment, or all experiments of its sweep. `STORE:NAME` looks in another store.
+"""
+
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Store
+from pipeline_lib.core.text import did_you_mean
+from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, unreadable
+from pipeline_lib.status.run import LOGS, shown
+
+MIN_DIGEST_CHARS = 4
+SHOWN_NAMES = 8  # per store, in a message
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An experiment that was named, in the store of `catalog`; `dag` is that of its config file, if that was named.
+
+    Unless it `has_begun`, snakemake has not frozen it, and there is no file at the path of `frozen`.
+    """
+
+    catalog: Catalog
+    frozen: Frozen
+    dag: Dag | None = None
+    has_begun: bool = True
+
+    @property
+    def compiled(self) -> Experiment | None:
+        """The experiment as `dag` has it; None without one."""
+        return self.of(self.dag) if self.dag is not None else None
+
+    def of(self, dag: Dag) -> Experiment:
+        """Return this experiment of `dag`, which has it."""
+        key = self.frozen.name, self.frozen.parts[LAST_PART]
+        return next(one for one in dag.experiments if (one.name, one.ref(LAST_PART).digest) == key)
+
+
+@dataclass
+class Selector:
+    """A selector of experiments in `store`, unless a text names another one. A config file is compiled once."""
+
+    store: Store
+    _catalogs: dict[Path, Catalog] = field(default_factory=dict)
+    _dags: dict[str, Dag] = field(default_factory=dict)
+
+    def catalog(self, store: Store) -> Catalog:
+        """Return the catalog of `store`."""
+        return self._catalogs.setdefault(store.root, Catalog(store))
+
+    def chosen(self, texts: Sequence[str], all_of_them: bool = False) -> list[Chosen]:
+        """Return the experiments that `texts` name, in their order, each once; with `all_of_them` older configs too.
+
+        Without `texts`, return all of the store. Raise ConfigError for a text that names none.
+        """
+        catalog = self.catalog(self.store)
+        if not texts:
+            return [Chosen(catalog, frozen) for frozen in catalog.experiments(all_of_them)]
+        found: dict[tuple[Path, str], Chosen] = {}
+        for one in (one for text in texts for one in self._meant_by(text, all_of_them)):
+            found.setdefault((one.catalog.folder.resolve(), one.frozen.path.name), one)
+        return list(found.values())
+
+    def opened(self, one: Chosen) -> tuple[Dag, Experiment]:
+        """Return the experiment, and the sweep of its latest request if that was one.
+
+        Raise IntegrityError or Unreadable if it cannot be read.
+        """
+        if one.dag is not None:
+            return one.dag, one.of(one.dag)
+        if not one.frozen.parts:
+            raise unreadable(one.frozen)
+        path = Sweeps(one.catalog, LOGS, []).latest_of(one.frozen) or one.frozen.path
+        dag = self._dags[str(path)] = self._dags.get(str(path)) or Dag.thaw(path, one.catalog.store)
+        return dag, one.of(dag)
+
+    def _meant_by(self, text: str, all_of_them: bool) -> list[Chosen]:
+        if text.endswith(_SUFFIXES) and Path(text).is_file():
+            return self._of_config(text)
+        folder, colon, name = text.rpartition(":")
+        if colon and not Path(folder).is_dir():
+            raise ConfigError(shown(text), [f"{shown(folder)!r} is not a folder; write STORE:NAME"])
+        catalog = self.catalog(Store(Path(folder)) if colon else self.store)
+        return [Chosen(catalog, frozen) for frozen in _in_catalog(name, catalog, all_of_them)]
+
+    def _of_config(self, text: str) -> list[Chosen]:
+        if text not in self._dags:
+            self._dags[text] = Dag.open(Path(text), self.store)
+        dag, catalog, found = self._dags[text], self.catalog(self.store), []
+        known = {(one.name, one.parts.get(LAST_PART)): one for one in reversed(catalog.experiments(all_of_them=True))}
+        for experiment in dag.experiments:
+            parts = {part: spec.digest for part, spec in experiment.specs.items()}
+            frozen = known.get((experiment.name, parts[LAST_PART]))
+            as_it_would_be = Frozen(experiment.name, catalog.folder / experiment.name, 0.0, parts)
+            found.append(Chosen(catalog, frozen or as_it_would_be, dag, frozen is not None))
+        return found
+
+
+def _in_catalog(text: str, catalog: Catalog, all_of_them: bool) -> list[Frozen]:
+    """Return the frozen experiments that `text` means. Raise ConfigError if there are none, or several by digest."""
+    every = catalog.experiments(all_of_them=True)
+    newest: dict[str, Frozen] = {}
+    for frozen in every:
+        newest.setdefault(frozen.name, frozen)
+    names = [text] if text in newest else []
+    if not names and ("*" in text or "?" in text):
+        names = [known for known in sorted(newest) if newest[known].parts and fnmatchcase(known, text)]
+    found = [one for name in names for one in every if one.name == name and (all_of_them or one is newest[name])]
+    found = found or _by_digest(text, every)
+    if not found:
+        problem, known_names = f"{shown(text)}: no experiment of that name", sorted(newest)
+        if close := did_you_mean(text, known_names):
+            raise ConfigError(str(catalog.folder), [problem + shown(close)])
+        some = ", ".join(map(shown, known_names[:SHOWN_NAMES])) + (", ..." if len(known_names) > SHOWN_NAMES else "")
+        raise ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"])
+    return found
+
+
+def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
+    """Return the experiment whose report or frozen file begins with the digest `text`, or [] if there is none.
+
+    Raise ConfigError if there are several.
+    """
+    if len(text) < MIN_DIGEST_CHARS or set(text) - set(string.hexdigits.lower()):
+        return []
+    named = (frozen for frozen in every if frozen.parts)
+    found = [one for one in named if one.path.stem.startswith(text) or one.parts[LAST_PART].startswith(text)]
+    reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest per report
+    if len(reports) > 1:
+        meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES])
+        raise ConfigError(text, [f"several digests begin with this: {meant}"])
+    return list(reports.values())
