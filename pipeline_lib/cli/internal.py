@@ -184,13 +184,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     job = RankJob(
-        spec,
-        store,
-        read_plan(arguments.plan / PLAN_NAME),
-        arguments.out,
-        arguments.attempt,
-        Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
-        arguments.resume_from,
+        spec=spec,
+        store=store,
+        plan=read_plan(arguments.plan / PLAN_NAME),
+        out=arguments.out,
+        attempt=arguments.attempt,
+        lock=Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
+        resume_from=arguments.resume_from,
     )
     job.lock.end_process_when_lost()
     try:
@@ -211,12 +211,12 @@ def run_node(arguments: argparse.Namespace) -> None:
     from pipeline_lib.launch.stage import Node
 
     node = Node(
-        arguments.launcher,
-        arguments.nodes,
-        arguments.ranks_per_node,
-        arguments.timeout_s,
-        arguments.run_dir,
-        arguments.program,
+        launcher=arguments.launcher,
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node,
+        timeout_s=arguments.timeout_s,
+        run_dir=arguments.run_dir,
+        program=arguments.program,
     )
     sys.exit(node.run(os.environ))
 
