@@ -215,7 +215,7 @@ def plan(arguments: argparse.Namespace) -> None:
 def summary(arguments: argparse.Namespace) -> None:
     """Show the table of a finished experiment; for a sweep, a line for each, or with --experiment the table of one."""
     from pipeline_lib.report.record import print_summary
-    from pipeline_lib.report.sweep import outcome_table, outcomes
+    from pipeline_lib.workflow.outcomes import outcome_table, outcomes
 
     store = Store.from_env(os.environ)
     dag = Dag.open(arguments.config, store)
@@ -236,7 +236,7 @@ def rewind(arguments: argparse.Namespace) -> None:
 
 def rehearse(arguments: argparse.Namespace) -> None:
     """With --out, load the merged model of a rehearsal and write the findings; otherwise show them and clean up."""
-    from pipeline_lib.report.rehearsal import conclude, write_findings
+    from pipeline_lib.workflow.rehearsal import conclude, write_findings
 
     dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
     if arguments.out is None:

@@ -83,7 +83,7 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.reached is None:
         train_once(arguments)
         return
-    from pipeline_lib.report.sweep import reach
+    from pipeline_lib.workflow.rungs import reach
 
     store = Store.around(arguments.spec, os.environ)
     reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train_once(arguments), say)
@@ -91,7 +91,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 def decide(arguments: argparse.Namespace) -> None:
     """Decide which trainings of a frozen sweep continue after a rung."""
-    from pipeline_lib.report.sweep import conclude_rung
+    from pipeline_lib.workflow.rungs import conclude_rung
 
     conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
 
