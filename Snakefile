@@ -27,7 +27,7 @@ include: "workflow/rules/rehearse.smk"
 include: "workflow/rules/ending.smk"
 
 
-from pipeline_lib.report.sweep import BEGUN, LOGS, note_begin
+from pipeline_lib.workflow.outcomes import BEGUN, LOGS, note_begin
 
 
 localrules:

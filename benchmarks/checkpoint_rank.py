@@ -221,7 +221,16 @@ def main() -> None:
         buffers = HostBuffers(world) if world.device.type == "cuda" else None
         lock = Lock(folder / "lock", "benchmark")
         write_json(lock.path, {"token": lock.token})
-        with Saver(folder / "run" / "checkpoints", world, train, spec, events, lock, trained, buffers) as saver:
+        with Saver(
+            folder / "run" / "checkpoints",
+            world=world,
+            train=train,
+            spec=spec,
+            events=events,
+            lock=lock,
+            trained_parameters=trained,
+            buffers=buffers,
+        ) as saver:
             trainer = Trainer(stepper, saver, [batch], told, dist.new_group(backend="gloo"))
             stepper.warm_up(batch)
             say(trainer, {"name": "model", "trained_parameters": trained, "ranks": world.size})

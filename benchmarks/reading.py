@@ -41,7 +41,7 @@ def run() -> None:
     for shards, blocks in BLOCKS.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "blocks"
-            write_blocks(folder, _Blocks(blocks), BLOCK_TOKENS, shards, pad_token=0)
+            write_blocks(folder, _Blocks(blocks), BLOCK_TOKENS, shards)
             opened = [1000 * taken for taken in seconds(partial(BlockReader, folder))]
             epochs = seconds(partial(_read_epoch, BlockReader(folder)))
             rate = blocks / statistics.median(epochs)

@@ -176,7 +176,7 @@ def _write_model(job: Job, config: dict[str, Any], device: str) -> dict[str, Any
 def _write_blocks(job: Job, blocks: int, tokens: int) -> dict[str, Any]:
     random = np.random.default_rng(0)
     for name, count in (("train", blocks), ("validation", VALIDATION_BLOCKS)):
-        write_blocks(job.out / name, [chat_documents(random, tokens) for _ in range(count)], tokens, 4, 0)
+        write_blocks(job.out / name, [chat_documents(random, tokens) for _ in range(count)], tokens, 4)
     return {}
 
 

@@ -32,7 +32,7 @@ LAYERS = (
     ("train", "doctor"),
     ("evaluate", "calibrate", "status"),
     ("report.facts", "upkeep"),
-    ("export",),
+    ("export", "workflow"),
     ("report",),
     ("compare",),
     ("cli",),
@@ -62,7 +62,8 @@ TORCH_FREE = (
     "report.figures",
     "report.page",
     "report.stage",
-    "report.sweep",
+    "workflow.outcomes",
+    "workflow.rungs",
     "compare",
     "upkeep",
 )

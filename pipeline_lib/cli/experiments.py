@@ -217,8 +217,8 @@ def plan(arguments: argparse.Namespace) -> None:
 def summary(arguments: argparse.Namespace) -> None:
     """Show the table of a finished experiment; of several, a line for each, or with --experiment the table of one."""
     from pipeline_lib.report.record import print_summary
-    from pipeline_lib.report.sweep import outcome_table, outcomes_of
     from pipeline_lib.status.selection import Selector
+    from pipeline_lib.workflow.outcomes import outcome_table, outcomes_of
 
     selector, texts = Selector(Store.from_env(os.environ)), [str(text) for text in arguments.experiments]
     if arguments.experiment is not None:
@@ -245,7 +245,7 @@ def rewind(arguments: argparse.Namespace) -> None:
 
 def rehearse(arguments: argparse.Namespace) -> None:
     """With --out, load the merged model of a rehearsal and write the findings; otherwise show them and clean up."""
-    from pipeline_lib.report.rehearsal import conclude, write_findings
+    from pipeline_lib.workflow.rehearsal import conclude, write_findings
 
     dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
     if arguments.out is None:

@@ -83,7 +83,7 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.reached is None:
         train_once(arguments)
         return
-    from pipeline_lib.report.sweep import reach
+    from pipeline_lib.workflow.rungs import reach
 
     store = Store.around(arguments.spec, os.environ)
     reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train_once(arguments), say)
@@ -91,7 +91,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 def decide(arguments: argparse.Namespace) -> None:
     """Decide which trainings of a frozen sweep continue after a rung."""
-    from pipeline_lib.report.sweep import conclude_rung
+    from pipeline_lib.workflow.rungs import conclude_rung
 
     conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
 
@@ -184,13 +184,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     job = RankJob(
-        spec,
-        store,
-        read_plan(arguments.plan / PLAN_NAME),
-        arguments.out,
-        arguments.attempt,
-        Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
-        arguments.resume_from,
+        spec=spec,
+        store=store,
+        plan=read_plan(arguments.plan / PLAN_NAME),
+        out=arguments.out,
+        attempt=arguments.attempt,
+        lock=Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
+        resume_from=arguments.resume_from,
     )
     job.lock.end_process_when_lost()
     try:
@@ -211,12 +211,12 @@ def run_node(arguments: argparse.Namespace) -> None:
     from pipeline_lib.launch.stage import Node
 
     node = Node(
-        arguments.launcher,
-        arguments.nodes,
-        arguments.ranks_per_node,
-        arguments.timeout_s,
-        arguments.run_dir,
-        arguments.program,
+        launcher=arguments.launcher,
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node,
+        timeout_s=arguments.timeout_s,
+        run_dir=arguments.run_dir,
+        program=arguments.program,
     )
     sys.exit(node.run(os.environ))
 

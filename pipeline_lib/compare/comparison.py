@@ -443,7 +443,6 @@ class Measured:
     loss: float | None
     standard_error: float | None
     perplexity: float | None
-    base_loss: float | None
     final_loss: float | None
     steps: int
     supervised_tokens: int | None
@@ -471,7 +470,6 @@ def measured(known: Known) -> Measured:
         loss=scores.tuned.loss,
         standard_error=scores.tuned.standard_error,
         perplexity=scores.tuned.perplexity,
-        base_loss=scores.base.loss,
         final_loss=training.final_loss if known.is_trained else next(reversed(losses), None),
         steps=known.last_step,
         supervised_tokens=training.supervised_tokens or (sum(supervised) if supervised else None),

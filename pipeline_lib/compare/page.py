@@ -34,7 +34,7 @@ from pipeline_lib.report.charts import (
 from pipeline_lib.report.facts import Results
 from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
 from pipeline_lib.report.results import Step
-from pipeline_lib.report.sweep import outcomes
+from pipeline_lib.workflow.outcomes import outcomes
 
 # The figures of a comparison: the distance of each experiment from the best, and all curves on common axes.
 

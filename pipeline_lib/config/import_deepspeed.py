@@ -3,12 +3,12 @@
 transformers fills in whatever is "auto" by the same correspondence, and refuses a JSON that contradicts its arguments.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from pipeline_lib.config.deepspeed_json import may_be_in_json
 from pipeline_lib.config.import_draft import Draft, Given
 from pipeline_lib.config.other_tools import NO_KEY
+from pipeline_lib.config.section import flat
 from pipeline_lib.config.train import AUTO
 
 _ZERO = "zero_optimization"
@@ -83,8 +83,9 @@ def is_deepspeed(document: dict[str, Any]) -> bool:
 def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str = "") -> None:
     """Add the keys of the DeepSpeed JSON `document` to `draft`; `above` is put before their names."""
     scheduler, optimizer = document.get("scheduler"), document.get("optimizer")
-    is_rate_scheduled = isinstance(scheduler, dict) and _is_set(scheduler, "warmup_max_lr")
-    for name, value in _leaves(document, ""):
+    schedule = scheduler.get("params") if isinstance(scheduler, dict) else None
+    is_rate_scheduled = isinstance(schedule, dict) and schedule.get("warmup_max_lr", AUTO) != AUTO
+    for name, value in flat(document):
         given = Given(file, above + name, value)
         if name == "optimizer.params.betas":
             _add_betas(draft, given)
@@ -129,19 +130,6 @@ def _add_betas(draft: Draft, given: Given) -> None:
     else:
         for number, beta in enumerate(betas, start=1):
             draft.add(f"adam_beta{number}", Given(given.file, f"{given.name}[{number - 1}]", beta))
-
-
-def _is_set(section: dict[str, Any], key: str) -> bool:
-    params = section.get("params")
-    return isinstance(params, dict) and params.get(key, AUTO) != AUTO
-
-
-def _leaves(value: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            yield from _leaves(inner, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", inner
 
 
 def account_for_placement(draft: Draft) -> None:

@@ -39,6 +39,15 @@ def fields_of(section: type[Section], above: str = "") -> Iterator[tuple[str, Fi
             yield from fields_of(sections[0], f"{above}{name}.")
 
 
+def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting with its dotted key as in a YAML `sweep` (`train.lr`); a list is one value."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
 def settings_of(section: Section, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The keys of `section` that differ from their defaults: what a spec holds and hashes."""
     return section.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))

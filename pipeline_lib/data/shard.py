@@ -103,14 +103,13 @@ def write_blocks(
     bins: Sequence[Sequence[Document]],
     block_tokens: int,
     shards: int,
-    pad_token: int,
     groups: Sequence[Group] = (),
 ) -> BlockIndex:
     """Write each bin of documents as a block, spread evenly over `shards` files, and write and return the index.
 
     There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`. `bins` is read
     lazily, so that a sequence that creates its items on demand needs the memory of one shard. Padding positions hold
-    `pad_token`. Without `groups`, all blocks are one group of weight 1.
+    0. Without `groups`, all blocks are one group of weight 1.
     """
     folder.mkdir(parents=True)
     groups = list(groups) or [Group(1.0, len(bins))]
@@ -120,7 +119,7 @@ def write_blocks(
     counts: Counter[str] = Counter()
     largest_token, costs = 0, []
     for number, (first, end) in enumerate(pairwise(bounds)):
-        arrays = _fill([bins[position] for position in range(first, end)], block_tokens, pad_token)
+        arrays = _fill([bins[position] for position in range(first, end)], block_tokens)
         save_file(arrays, shard_path(folder, number))
         # The length of the document at each of the starts; 0 where padding begins.
         starts, offsets = arrays["starts"].astype(np.int64), arrays["block_offsets"]
@@ -148,8 +147,8 @@ def write_blocks(
     return index
 
 
-def _fill(bins: Sequence[Sequence[Document]], block_tokens: int, pad_token: int) -> dict[str, NDArray[Any]]:
-    tokens = np.full((len(bins), block_tokens), pad_token, dtype=np.int32)
+def _fill(bins: Sequence[Sequence[Document]], block_tokens: int) -> dict[str, NDArray[Any]]:
+    tokens = np.zeros((len(bins), block_tokens), dtype=np.int32)
     supervised = np.zeros((len(bins), block_tokens), dtype=np.uint8)
     starts: list[int] = []
     block_offsets = [0]
@@ -273,7 +272,7 @@ def _write_side(
             documents.append(numbers[group.documents])
             sizes.append(np.diff(group.offsets))
     bins = _PackedDocuments(samples, Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes))))
-    index = write_blocks(job.out / side, bins, layout.block_tokens, shards, pad_token=0, groups=groups)
+    index = write_blocks(job.out / side, bins, layout.block_tokens, shards, groups=groups)
     epoch = ""
     if {group.weight for group in index.groups} != {1.0}:
         parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)

@@ -43,9 +43,9 @@ def _page(parts: list[Table | str], lines: list[str], wrong: list[str], title: s
     return "\n".join([text, *lines, *end])
 
 
-def rows_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def rows_of(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield names and displayed values of a section, including its nested sections."""
-    for name, value in flat(section, prefix):
+    for name, value in flat(section):
         yield (name, str(value)) if name.endswith(UNMEASURED) else _with_unit(name, value)
 
 

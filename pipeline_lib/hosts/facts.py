@@ -22,7 +22,6 @@ COMPARED_PACKAGES = (
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 _NOT_BETWEEN_HOSTS = ("lo", "docker", "virbr", "br-", "veth", "cni", "flannel")
-_GPU_FIELDS = "name,memory.total,driver_version"
 _CALL_S = 20.0
 
 
@@ -31,7 +30,6 @@ class Gpu:
     """A GPU as `nvidia-smi` reports it."""
 
     name: str
-    memory_mib: int
     driver: str
 
 
@@ -127,7 +125,7 @@ def _packages() -> dict[str, str]:
 
 def _gpus() -> list[Gpu]:
     """Return the GPUs of this host in the driver's order; none without a driver."""
-    command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -135,8 +133,8 @@ def _gpus() -> list[Gpu]:
     found = []
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 3:
-            found.append(Gpu(parts[0], int(parts[1]) if parts[1].isdecimal() else 0, parts[2]))
+        if len(parts) == 2:
+            found.append(Gpu(*parts))
     return found
 
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from pipeline_lib.config.schema import Cluster, Config, Evaluate
@@ -121,11 +122,12 @@ def gpus_to_hold(geometry: Geometry, gpu_bytes: int, number_bytes: int = HALF_BY
 def plan_answers(geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: int, host_bytes: int | None) -> Answers:
     """Return how a model answers on a node with `gpus` GPUs with `gpu_bytes` each, and `host_bytes` of host memory."""
     asked, tokens = settings.generations + len(settings.prompts), settings.max_new_tokens
+    bounded = partial(Answers, asked=asked, asked_tokens=tokens)
     if not asked:
-        return Answers("none", 0, 0, tokens, 0, tokens)
+        return bounded("none", gpus=0, answers=0, new_tokens=tokens)
     needed = gpus_to_hold(geometry, gpu_bytes) if gpus else 0
     if 0 < needed <= gpus:
-        return Answers("gpu", needed, asked, tokens, asked, tokens)
+        return bounded("gpu", gpus=needed, answers=asked, new_tokens=tokens)
     size = gigabytes(HALF_BYTES * geometry.parameters)
     no_gpus = f"the whole model, {size} in bf16, has no room on {count(gpus, 'GPUs')} of {gib(gpu_bytes)}"
     if not gpus:
@@ -133,13 +135,14 @@ def plan_answers(geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: i
     on_cpus = CPU_BYTES * geometry.parameters
     if on_cpus > (_ASSUMED_HOST_BYTES if host_bytes is None else host_bytes):
         why = f"{no_gpus}, and on CPUs it would take {gigabytes(on_cpus)} of host memory"
-        return Answers("none", 0, 0, tokens, asked, tokens, why)
+        return bounded("none", gpus=0, answers=0, new_tokens=tokens, why=why)
     most = int(_MOST_READ / geometry.parameters)
     if asked * tokens <= most:
-        return Answers("cpu", 0, asked, tokens, asked, tokens)
+        return bounded("cpu", gpus=0, answers=asked, new_tokens=tokens)
     new_tokens = min(tokens, max(_LEAST_TOKENS, most))
     why = f"{no_gpus}, and CPUs read all weights for each token"
-    return Answers("cpu", 0, min(asked, max(1, most // new_tokens)), new_tokens, asked, tokens, why)
+    answers = min(asked, max(1, most // new_tokens))
+    return bounded("cpu", gpus=0, answers=answers, new_tokens=new_tokens, why=why)
 
 
 def answers_of(geometry: Geometry, settings: Evaluate, cluster: Cluster, machine: Machine | None) -> Answers:

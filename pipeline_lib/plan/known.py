@@ -214,7 +214,7 @@ def repetition_of(config: Config, store: Store) -> str:
 
 
 def repetition_in(tokenized: Manifest) -> str:
-    """Return the same for a sealed tokenize stage; empty also if older code did not count it."""
+    """Return the same for a sealed tokenize stage."""
     counts = tokenized.counts
     return repetition(*(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens")))
 

@@ -56,8 +56,6 @@ def render(facts: Facts, curves: Curves) -> str:
         "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
         "losses": _loss_rows(facts),
         "unread": _unread_rows(facts),
-        # Older ledgers do not count unread values.
-        "is_unread_counted": all(file.unread is not None for source in ledger.sources for file in source.files),
         "ranks": _rank_rows(facts),
         "rank_warnings": list(facts.rank_use.warnings().values()),
         "ways": _way_rows(facts.plan),
@@ -158,7 +156,7 @@ def _unread_rows(facts: Facts) -> list[dict[str, str]]:
     """Return the unread columns and keys by file, those with the largest counts first."""
     rows = []
     for file in (file for source in facts.ledger.sources for file in source.files):
-        keys = sorted((file.unread or {}).items(), key=lambda item: -item[1])
+        keys = sorted(file.unread.items(), key=lambda item: -item[1])
         named = [f"{name} {units.count(number)}" for name, number in keys]
         others = [f"further keys {units.count(file.unread_others)}"] if file.unread_others else []
         if named:

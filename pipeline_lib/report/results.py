@@ -20,7 +20,7 @@ class SourceFile(Lenient):
     """A file of a source: the number of unread values by column or key, and of further keys together."""
 
     name: str = "unnamed"
-    unread: dict[str, int] | None = None
+    unread: dict[str, int] = {}
     unread_others: int = 0
 
 
@@ -46,7 +46,7 @@ class Source(Lenient):
 
 
 class Prompts(Lenient):
-    """Counts of the trained prompts by their switch for thinking, from the tokenize stage; empty in older ledgers."""
+    """Counts of the trained prompts by their switch for thinking, from the tokenize stage."""
 
     prompts: dict[str, int] = {}
     thinking_default: Text = None

@@ -5,13 +5,13 @@ from functools import reduce
 from typing import Any
 
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.section import flat
 from pipeline_lib.core.files import canonical_json, write_json, write_text
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.chat_template import how_to_call
 from pipeline_lib.report.facts import Facts, read_facts
 from pipeline_lib.report.figures import curves_csv, curves_of
 from pipeline_lib.report.page import render
-from pipeline_lib.tracking.trackers import flat
 
 # The numbers that experiments are compared by. DVC shows every value of a metrics or params file as a column of
 # `dvc exp show`, so both have few; all other settings that are not defaults share one column.

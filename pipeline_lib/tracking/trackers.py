@@ -4,12 +4,12 @@ import importlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.section import flat, read_settings
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import redact
@@ -31,15 +31,6 @@ def settings_of_run(plan: PlanDocument, plan_dir: Path) -> dict[str, Any]:
     made = plan.model_dump(include={"cluster", "batch", "chosen"}, exclude_unset=True)
     settings: dict[str, Any] = _redacted({**config, "plan": made})
     return settings
-
-
-def flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting with its dotted key as in a YAML `sweep` (`train.lr`); a list is one value."""
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def numbers_in(values: Mapping[str, Any], above: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ not the moments, and not the statistics that later steps are compared with.
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -43,16 +43,14 @@ class Judgement:
 class Window:
     """The summary of earlier steps that judging needs. Checkpoints store what `to_json` returns."""
 
-    def __init__(self, guards: Guards, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Begin after the steps in `rows`."""
+    def __init__(self, guards: Guards) -> None:
+        """Begin before the first step."""
         self.guards = guards
         self.accepted: deque[float] = deque(maxlen=guards.window_steps)  # losses of the last accepted steps
         self.sizes: deque[int] = deque(maxlen=guards.window_steps)  # their supervised tokens
         self.skipped: deque[int] = deque(maxlen=guards.max_skips + 1)  # counted as skipped, since the last rollback
         self.refused_in_a_row = 0
         self.has_rolled_back = False
-        for row in rows:
-            self.add(row)
 
     @staticmethod
     def from_json(guards: Guards, known: Mapping[str, Any]) -> "Window":

@@ -24,7 +24,7 @@ from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import LOADING
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
-from pipeline_lib.train.metrics import Rows, read_rows
+from pipeline_lib.train.metrics import Rows
 from pipeline_lib.train.step import Stepper, StepResult
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss, refuse_differing_replicas
 
@@ -206,7 +206,7 @@ class Loop:
         scalars = self.load(path)
         self.updates = int(scalars["updates"])
         self.rows.undo_after(scalars["step"])
-        before = self.course_at(path, scalars)[0]  # steps that were refused since stay refused
+        before = Window.from_json(self.train.guards, scalars["window"])  # steps that were refused since stay refused
         self.window.accepted, self.window.sizes = before.accepted, before.sizes
         self.events.emit(EventName.RUN_ROLLED_BACK, step=step, to_step=scalars["step"], checkpoint=path.name)
 
@@ -281,20 +281,13 @@ class Loop:
         """Continue from the verified checkpoint `path`."""
         scalars = self.load(path)
         self.step, self.updates = int(scalars["step"]), int(scalars["updates"])
-        self.window, self.validations = self.course_at(path, scalars)
+        self.window = Window.from_json(self.train.guards, scalars["window"])
+        self.validations = Validations.from_json(scalars["validations"])
         if self.stepper.world.is_first:
             self.rows.restore(path)
         self.saved_step = self.step
         checkpoint.restore_random_state(path, self.stepper.world)
         self.events.emit(EventName.RUN_RESUMED, step=self.step, checkpoint=path.name)
-
-    def course_at(self, path: Path, scalars: dict[str, Any]) -> tuple[Window, Validations]:
-        """Return the state of guards and validation at the checkpoint `path`, from its rows if it stores none."""
-        if "window" not in scalars:  # an earlier version of the code left it
-            rows = read_rows(path)
-            return Window(self.train.guards, rows), Validations.of(rows)
-        window = Window.from_json(self.train.guards, scalars["window"])
-        return window, Validations.from_json(scalars["validations"])
 
     def load(self, path: Path) -> dict[str, Any]:
         """Load weights, moments and the strategy's own state from `path`; return its scalars."""

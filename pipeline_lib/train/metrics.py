@@ -14,7 +14,6 @@ from typing import Any
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.events import EventName, Observer, end_cut_line
 from pipeline_lib.core.files import disk_full_named, link_or_copy, read_jsonl, sha256_file, write_jsonl
-from pipeline_lib.core.run_folder import METRICS_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import FileEntry, describe_file, read_manifest
 from pipeline_lib.core.units import gib
@@ -254,14 +253,9 @@ class Rows:
         return tuple(self._folder / copy / name for copy in COPIES)
 
 
-def read_rows(checkpoint: Path) -> list[Row]:
-    """Return all rows of a verified checkpoint."""
-    return [row for path in _files_of(checkpoint) for row in read_jsonl(path)]
-
-
 def _files_of(checkpoint: Path) -> list[Path]:
-    """Return the row files by step, the last one not full; earlier versions of the code wrote a single file."""
-    return sorted([*checkpoint.glob(METRICS_NAME), *(checkpoint / ROWS_FOLDER).glob("*.jsonl")])
+    """Return the row files by step, the last one not full."""
+    return sorted((checkpoint / ROWS_FOLDER).glob("*.jsonl"))
 
 
 def _file_name(first_step: int) -> str:

@@ -226,12 +226,8 @@ class Native(Strategy):
     def _scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def tensors(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Tensor]:
-        """Return the state in fp32 by checkpoint name: the tensors in use, but dequantized copies of 8-bit moments."""
-        return _in_fp32(self._stored(kinds))
-
     def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let `change` modify the values of `tensors()` in place: all at once, or a few at a time with 8-bit moments.
+        """Let `change` modify the fp32 state, by checkpoint name: all at once, or a few at a time with 8-bit moments.
 
         All dequantized values together would take as much memory as moments in fp32. Every rank makes the same calls of
         `change`.
@@ -283,12 +279,8 @@ class Native(Strategy):
             self.loss_scale.load(state[LOSS_SCALE])
 
 
-def _in_fp32(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()}
-
-
 def _rewrite(stored: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = _in_fp32(stored)
+    tensors = {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()}
     change(tensors)
     for name, tensor in stored.items():
         if is_8bit(tensor):

@@ -143,9 +143,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
         wrapped.train()
         meter = Meter.of(world, geometry, train)
-        count, buffers = sizes["trainable_parameters"], HostBuffers(world) if world.device.type == "cuda" else None
         with (
-            Saver(job.run_dir / CHECKPOINTS, world, train, job.spec, events, job.lock, count, buffers) as saver,
+            _saver(job, world, train, events, sizes["trainable_parameters"]) as saver,
             instruments(batches.of_step, last_step, meter, events) as measuring,
         ):
             loop = Loop(
@@ -166,6 +165,19 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit(EventName.RUN_END, step=loop.step)
+
+
+def _saver(job: RankJob, world: World, train: Train, events: EventLog, trained_parameters: int) -> Saver:
+    return Saver(
+        job.run_dir / CHECKPOINTS,
+        world=world,
+        train=train,
+        spec=job.spec,
+        events=events,
+        lock=job.lock,
+        trained_parameters=trained_parameters,
+        buffers=HostBuffers(world) if world.device.type == "cuda" else None,
+    )
 
 
 def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:

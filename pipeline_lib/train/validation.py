@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,14 +76,6 @@ class Validations:
     best_step: int = 0
     best_loss: float = math.inf
     without_gain: int = 0  # validations since the best one
-
-    @staticmethod
-    def of(rows: Iterable[Mapping[str, Any]]) -> "Validations":
-        """Return the history after the steps in `rows`."""
-        course = Validations()
-        for row in rows:
-            course.add(row)
-        return course
 
     @staticmethod
     def from_json(known: Mapping[str, Any]) -> "Validations":

@@ -289,15 +289,15 @@ def _made(entry: "os.DirEntry[str]", pointers: Mapping[Path, float]) -> Made:
     except IntegrityError as error:
         is_damaged = os.path.lexists(path / MANIFEST_NAME)
         state, reason = (DAMAGED, str(error)) if is_damaged else (UNFINISHED, None)
-        return Made(ref, path, state, size_below(path)[0], used_at, None, reason)
+        return Made(ref, path, state, size_below(path)[0], used_at, reason=reason)
     except Unreadable as error:
-        return Made(ref, path, UNREADABLE, size_below(path)[0], used_at, None, str(error))
+        return Made(ref, path, UNREADABLE, size_below(path)[0], used_at, reason=str(error))
     state, reason = SEALED, None
     if (manifest.stage, manifest.digest) != (ref.stage, ref.digest):
         state = DAMAGED
         reason = f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again"
     recorded = sum(file.bytes for file in manifest.files.values() if file.bytes > 0)
-    return Made(ref, path, state, recorded, used_at, manifest, reason)
+    return Made(ref, path, state, recorded, used_at, manifest=manifest, reason=reason)
 
 
 def _run_folder(path: Path) -> RunFolder:
@@ -310,7 +310,17 @@ def _run_folder(path: Path) -> RunFolder:
         checkpoints, reason = (), str(error)
     aside = sorted(entry.path for entry in _entries(path / SET_ASIDE))
     set_aside = tuple(Leftover(Path(one), path.name, *size_below(one)) for one in aside)
-    return RunFolder(path.name, path, total, saved, newest, wanted_by, checkpoints, reason, set_aside)
+    return RunFolder(
+        path.name,
+        path,
+        bytes=total,
+        checkpoint_bytes=saved,
+        used_at=newest,
+        wanted_by=wanted_by,
+        checkpoints=checkpoints,
+        reason=reason,
+        set_aside=set_aside,
+    )
 
 
 # Stores that lie side by side: each has its own directories, and all share their runs and locks.

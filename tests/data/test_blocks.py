@@ -47,7 +47,7 @@ def test_what_is_written_is_read(
 ) -> None:
     folder = tmp_path_factory.mktemp("blocks") / "train"
     bins = make_bins(lengths)
-    written = write_blocks(folder, bins, block_tokens=32, shards=shards, pad_token=0)
+    written = write_blocks(folder, bins, block_tokens=32, shards=shards)
     reader = BlockReader(folder)
     assert reader.index == written and len(reader) == len(bins) and reader.block_tokens == 32
     assert len(written.shards) == min(shards, len(bins)) and max(written.shards) - min(written.shards) <= 1
@@ -68,17 +68,17 @@ def test_what_is_written_is_read(
 
 
 def test_padding_belongs_to_no_document_and_is_not_supervised(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1, pad_token=99)
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1)
     reader = BlockReader(tmp_path / "train")
     assert reader[0].documents.tolist() == [0, 0, 0, 1, 1, -1, -1, -1]
-    assert reader[0].tokens.tolist() == [1, 2, 3, 4, 5, 99, 99, 99]
+    assert reader[0].tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
     assert not reader[0].supervised[5:].any()
     assert reader[1].documents.tolist() == [0] * 8
     assert reader.index.packing_efficiency == 13 / 16
 
 
 def test_shards_are_plain_safetensors_of_the_promised_types(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3, 2], [8], [1]]), block_tokens=8, shards=2, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8], [1]]), block_tokens=8, shards=2)
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == [
         "costs.npy",
         "index.json",
@@ -98,14 +98,14 @@ def test_shards_are_plain_safetensors_of_the_promised_types(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [-1, 2])
 def test_a_block_that_does_not_exist_is_an_index_error(tmp_path: Path, number: int) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3], [4]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3], [4]]), block_tokens=8, shards=1)
     with pytest.raises(IndexError):
         BlockReader(tmp_path / "train")[number]
 
 
 def test_groups_are_recorded_in_the_order_of_their_blocks(tmp_path: Path) -> None:
     groups = [Group(0.5, 3), Group(2.0, 1)]
-    written = write_blocks(tmp_path / "train", make_bins([[3], [4], [5], [6]]), 8, 2, 0, groups)
+    written = write_blocks(tmp_path / "train", make_bins([[3], [4], [5], [6]]), 8, 2, groups)
     assert json.loads((tmp_path / "train" / "index.json").read_text())["groups"] == [
         {"weight": 0.5, "blocks": 3},
         {"weight": 2.0, "blocks": 1},
@@ -117,7 +117,7 @@ def test_groups_are_recorded_in_the_order_of_their_blocks(tmp_path: Path) -> Non
 def test_a_file_is_no_larger_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_stage, "SHARD_BYTES", 3 * 8 * shard_stage.PACKED_BYTES_PER_POSITION)
     bins = make_bins([[number % 8 + 1] for number in range(10)])
-    index = write_blocks(tmp_path / "train", bins, block_tokens=8, shards=1, pad_token=0)
+    index = write_blocks(tmp_path / "train", bins, block_tokens=8, shards=1)
     assert sum(index.shards) == 10 and max(index.shards) == 3
     reader = BlockReader(tmp_path / "train")
     assert [len(next(documents_of(reader[number])).tokens) for number in range(10)] == [*range(1, 9), 1, 2]
@@ -137,7 +137,7 @@ def open_files_limited(more: int) -> Iterator[None]:
 
 def test_any_number_of_shards_can_be_read_with_few_open_files(tmp_path: Path) -> None:
     bins = make_bins([[8]] * 300)
-    write_blocks(tmp_path / "train", bins, block_tokens=8, shards=300, pad_token=0)
+    write_blocks(tmp_path / "train", bins, block_tokens=8, shards=300)
     with open_files_limited(20):
         reader = BlockReader(tmp_path / "train")
         assert [int(reader[number].tokens[0]) for number in range(300)] == [1 + 8 * number for number in range(300)]
@@ -145,7 +145,7 @@ def test_any_number_of_shards_can_be_read_with_few_open_files(tmp_path: Path) ->
 
 def test_opening_reads_no_shard_and_reading_only_one(tmp_path: Path) -> None:
     folder = tmp_path / "train"
-    write_blocks(folder, make_bins([[8]] * 4), block_tokens=8, shards=4, pad_token=0)
+    write_blocks(folder, make_bins([[8]] * 4), block_tokens=8, shards=4)
     for path in set(folder.glob("shard-*")) - {folder / "shard-00002.safetensors"}:
         path.unlink()
     assert BlockReader(folder)[2].tokens.tolist() == list(range(17, 25))
@@ -167,7 +167,7 @@ def edit_index(folder: Path, **changes: Any) -> None:
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused_at_open(tmp_path: Path, changes: dict[str, Any]) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3, 2], [8], [1]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8], [1]]), block_tokens=8, shards=1)
     edit_index(tmp_path / "train", **changes)
     with pytest.raises(IntegrityError, match=r"index\.json: shards and groups do not make up its \d blocks"):
         BlockReader(tmp_path / "train")
@@ -177,7 +177,7 @@ def test_an_index_that_contradicts_itself_is_refused_at_open(tmp_path: Path, cha
     "changes", [{"groups": None}, {"groups": [{"weight": 1.0}]}, {"groups": "one"}, {"shards": "two"}, {"extra": 1}]
 )
 def test_an_index_of_another_kind_is_refused_at_open(tmp_path: Path, changes: dict[str, Any]) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3]]), block_tokens=8, shards=1)
     edit_index(tmp_path / "train", **changes)
     for folder in (tmp_path / "train", tmp_path):  # the second has no index at all
         with pytest.raises(IntegrityError, match=r"index\.json: cannot read .* run snakemake again"):
@@ -185,7 +185,7 @@ def test_an_index_of_another_kind_is_refused_at_open(tmp_path: Path, changes: di
 
 
 def test_costs_of_other_blocks_are_refused_at_open(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3], [4]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3], [4]]), block_tokens=8, shards=1)
     path = tmp_path / "train" / "costs.npy"
     np.save(path, np.ones(3, dtype=np.int64))
     with pytest.raises(IntegrityError, match=r"costs\.npy: holds int64\[3\], expected int64\[2\]"):
@@ -217,7 +217,7 @@ GOOD: dict[str, Any] = {"starts": [0, 3, 5, 0, 8], "block_offsets": [0, 3, 5]}
     ],
 )
 def test_a_shard_that_does_not_fit_its_index_is_refused(tmp_path: Path, name: str, values: Any, message: str) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1)
     path = tmp_path / "train" / "shard-00000.safetensors"
     arrays = load_file(path)
     assert {key: arrays[key].tolist() for key in GOOD} == GOOD
@@ -230,7 +230,7 @@ def test_a_shard_that_does_not_fit_its_index_is_refused(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
 def test_a_shard_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1)
     path = tmp_path / "train" / "shard-00000.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(IntegrityError, match=r"shard-00000\.safetensors: cannot read"):
@@ -241,7 +241,7 @@ def test_a_shard_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
 
 
 def test_a_shard_that_cannot_be_read_is_not_to_be_deleted(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1, pad_token=0)
+    write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1)
     path = tmp_path / "train" / "shard-00000.safetensors"
     with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):
         BlockReader(tmp_path / "train")[1]

@@ -143,7 +143,7 @@ def test_an_agent_starts_no_other_program(tmp_path: Path, program: Any) -> None:
 
 def test_without_a_config_all_gpus_that_each_host_has_take_part(tmp_path: Path) -> None:
     here = facts_of_this_host([], "", "")
-    of_gpus = [Facts(**{**vars(here), "gpus": (Gpu("H100", 81559, "570.1"),) * count}) for count in (8, 4)]
+    of_gpus = [Facts(**{**vars(here), "gpus": (Gpu("H100", "570.1"),) * count}) for count in (8, 4)]
     without = Facts(**{**vars(here), "gpus": ()})
 
     found = place_of(None, dict(zip("ab", of_gpus, strict=True)), HERE)

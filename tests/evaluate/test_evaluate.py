@@ -42,7 +42,7 @@ def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     model = load_base(tmp_path / "model", torch.float32)
     bins = make_documents(11, seed=3)
-    write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1, 0)
+    write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1)
     (losses,) = score(tmp_path / "model", [[BlockReader(tmp_path / "blocks")[block] for block in range(11)]], print)
     nats: list[float] = []
     tokens: list[int] = []
@@ -61,8 +61,8 @@ def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
 
 
 def test_unigram_loss_by_hand(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", [[document([9, 1, 1, 1, 2], 1)]], 8, 1, 0)
-    write_blocks(tmp_path / "held", [[document([9, 1, 2], 1)]], 8, 1, 0)
+    write_blocks(tmp_path / "train", [[document([9, 1, 1, 1, 2], 1)]], 8, 1)
+    write_blocks(tmp_path / "held", [[document([9, 1, 2], 1)]], 8, 1)
     # Counts of tokens 0, 1, 2 are 0, 3, 1; one is added to each.
     expected = -(math.log(4 / 7) + math.log(2 / 7)) / 2
     found = unigram_loss(BlockReader(tmp_path / "train"), BlockReader(tmp_path / "held"))
@@ -129,7 +129,7 @@ def job(tmp_path: Path, tiny: Path) -> Job:
     for name in ("model", "merge"):
         shutil.copytree(tiny, tmp_path / name)
     for name in ("train", "validation"):
-        write_blocks(tmp_path / "shard" / name, make_documents(4, seed=3), BLOCK_TOKENS, 1, 0)
+        write_blocks(tmp_path / "shard" / name, make_documents(4, seed=3), BLOCK_TOKENS, 1)
     inputs = {
         name: Sealed(tmp_path / name, Manifest(stage="any", digest="0", spec={}, files={}))
         for name in ("model", "merge", "shard")
@@ -200,7 +200,7 @@ def test_with_little_host_memory_the_model_is_read_more_often_and_that_is_said(
     """Hidden states of 32 numbers in fp32; half of the memory is for three groups of blocks, and there are eight."""
     write_model(tmp_path / "model")
     blocks = len(make_documents(32, seed=3))
-    write_blocks(tmp_path / "blocks", make_documents(32, seed=3), BLOCK_TOKENS, 1, 0)
+    write_blocks(tmp_path / "blocks", make_documents(32, seed=3), BLOCK_TOKENS, 1)
     held = [BlockReader(tmp_path / "blocks")[block] for block in range(blocks)]
     monkeypatch.setattr("pipeline_lib.evaluate.stage.BATCH_TOKENS", 4 * BLOCK_TOKENS)
     said: list[str] = []

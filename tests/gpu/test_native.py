@@ -16,7 +16,7 @@ from pipeline_lib.train.state import own_part
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import digest_of, load_weights, losses, train, train_until_killed
-from tests.train.native import by_hand, same
+from tests.train.native import by_hand, same, state_of
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -77,7 +77,7 @@ def devices_by_hand(environ: Mapping[str, str], arena: Arena) -> set[str]:
     """Where weights and moments lie."""
     with by_hand(environ, arena, device="cuda", strategy="fsdp", offload="optimizer+params") as hand:
         hand.step(0)
-        return {tensor.to_local().device.type for tensor in hand.strategy.tensors().values()}
+        return {tensor.to_local().device.type for tensor in state_of(hand.strategy).values()}
 
 
 def test_what_is_offloaded_lies_on_the_host(arena: Arena) -> None:

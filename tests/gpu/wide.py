@@ -37,7 +37,7 @@ def wide_arena(folder: Path, blocks: int = 32) -> Arena:
     )
     Qwen3ForCausalLM(config).save_pretrained(store.sealed(model))
     for part, count in (("train", blocks), ("validation", 2)):
-        write_blocks(store.sealed(shard) / part, _documents(count), WIDE_BLOCK_TOKENS, 1, 0)
+        write_blocks(store.sealed(shard) / part, _documents(count), WIDE_BLOCK_TOKENS, 1)
     return Arena(store, model, shard, blocks)
 
 

@@ -13,7 +13,7 @@ from pipeline_lib.hosts.listing import Host, hosts_of
 from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.slurm.site import Site
 
-A100 = Gpu("NVIDIA A100-SXM4-80GB", 81_920, "570.124.06")
+A100 = Gpu("NVIDIA A100-SXM4-80GB", "570.124.06")
 ON_GPUS = Wanted(gpus_per_node=2, gpu="a100 80gb", memory_gb=64)
 GOOD = Facts(
     machine="one",

@@ -43,7 +43,7 @@ def plain_model(tmp_path: Path) -> PreTrainedModel:
 
 
 def packed(tmp_path: Path, bins: list[list[Document]], block_tokens: int = BLOCK_TOKENS) -> list[Block]:
-    write_blocks(tmp_path / "blocks", bins, block_tokens, 1, 0)
+    write_blocks(tmp_path / "blocks", bins, block_tokens, 1)
     reader = BlockReader(tmp_path / "blocks")
     return [reader[number] for number in range(len(bins))]
 

@@ -114,7 +114,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Batch:
-    write_blocks(tmp_path / "blocks", make_documents(3, seed=9), BLOCK_TOKENS, 1, 0)
+    write_blocks(tmp_path / "blocks", make_documents(3, seed=9), BLOCK_TOKENS, 1)
     reader = BlockReader(tmp_path / "blocks")
     return make_batch([reader[0], empty_block(BLOCK_TOKENS), reader[1], reader[2]])
 

@@ -34,7 +34,7 @@ def blocks_of(folder: Path, *groups: tuple[float, int, int]) -> BlockReader:
     for _, blocks, documents in groups:
         tokens = np.arange(BLOCK // documents, dtype=np.int32)
         bins += [[Document(tokens, tokens >= len(tokens) / 2)] * documents] * blocks
-    write_blocks(folder, bins, BLOCK, 3, 0, [Group(weight, blocks) for weight, blocks, _ in groups])
+    write_blocks(folder, bins, BLOCK, 3, [Group(weight, blocks) for weight, blocks, _ in groups])
     return BlockReader(folder)
 
 

@@ -261,16 +261,6 @@ def test_what_was_not_read_of_the_rows_is_listed(world: World) -> None:
     page = page_of(world)
     assert "field-notes-2026-spring.jsonl" in page.text
     assert "conversations[].id 2,360, id 1,180, <b> 3, further keys 7" in page.text
-    assert "before columns that are not read were counted" not in page.text
-
-
-def test_a_ledger_from_before_keys_were_counted_says_so(world: World) -> None:
-    for source in world.files["tokenize"]["ledger.json"]["sources"]:
-        for file in source["files"]:
-            del file["unread"], file["unread_others"]
-    text = page_of(world).text
-    assert "These tokens were made by an older version, which did not count columns that are not read." in text
-    assert "Not read" not in text
 
 
 def test_clipped_text_says_how_much_is_missing() -> None:

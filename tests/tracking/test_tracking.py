@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.config.section import flat
 from pipeline_lib.core.files import write_json
 from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.tracking.run import Fed, follow, numbers
-from pipeline_lib.tracking.trackers import flat, settings_of_run
+from pipeline_lib.tracking.trackers import settings_of_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -100,8 +100,8 @@ def make_arena(root: Path) -> Arena:
     model, shard = Ref("download", "model"), Ref("shard", "blocks")
     write_model(store.sealed(model))
     blocks = 44  # the last step of an epoch is short: 44 = 5 x 8 + 4
-    write_blocks(store.sealed(shard) / "train", make_documents(blocks, 1), BLOCK_TOKENS, 3, 0)
-    write_blocks(store.sealed(shard) / "validation", make_documents(3, 2), BLOCK_TOKENS, 1, 0)
+    write_blocks(store.sealed(shard) / "train", make_documents(blocks, 1), BLOCK_TOKENS, 3)
+    write_blocks(store.sealed(shard) / "validation", make_documents(3, 2), BLOCK_TOKENS, 1)
     return Arena(store, model, shard, blocks)
 
 

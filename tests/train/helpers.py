@@ -165,3 +165,8 @@ def losses(out: Path) -> list[float]:
 def rows(out: Path) -> list[dict[str, Any]]:
     """The metrics of each step."""
     return read_jsonl(out / "metrics.jsonl")
+
+
+def read_rows(checkpoint: Path) -> list[dict[str, Any]]:
+    """The rows of all steps in a checkpoint."""
+    return [row for path in sorted((checkpoint / "metrics").iterdir()) for row in read_jsonl(path)]

@@ -17,9 +17,16 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
+from pipeline_lib.train.optimizer import is_8bit, values_of
 from pipeline_lib.train.state import STATE_KINDS
 from pipeline_lib.train.strategies import STRATEGIES
 from tests.train.conftest import Arena
+
+
+def state_of(native: Native, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Any]:
+    """What this rank holds of the state in fp32, by checkpoint name: the tensors in use, copies of 8-bit moments."""
+    stored = native._stored(kinds)
+    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()}
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,11 @@ class Hand:
 
     def weights(self) -> dict[str, Tensor]:
         """What this rank holds of the weights."""
-        return {name: tensor.clone() for name, tensor in self.strategy.tensors(("weights",)).items()}
+        return {name: tensor.clone() for name, tensor in state_of(self.strategy, ("weights",)).items()}
 
     def state(self) -> dict[str, Tensor]:
         """What this rank holds of all."""
-        return {name: tensor.clone() for name, tensor in self.strategy.tensors(STATE_KINDS).items()}
+        return {name: tensor.clone() for name, tensor in state_of(self.strategy).items()}
 
 
 @contextmanager

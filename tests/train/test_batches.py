@@ -20,7 +20,7 @@ Rows = Counter[bytes]
 def reader(tmp_path: Path) -> BlockReader:
     """Ten blocks that an epoch uses half of, and six that it uses twice."""
     groups = [Group(0.5, 10), Group(2.0, 6)]
-    write_blocks(tmp_path / "train", make_documents(16, 3), BLOCK_TOKENS, 3, 0, groups)
+    write_blocks(tmp_path / "train", make_documents(16, 3), BLOCK_TOKENS, 3, groups)
     return BlockReader(tmp_path / "train")
 
 
@@ -52,7 +52,7 @@ def test_the_blocks_are_used_as_they_are_weighted(reader: BlockReader) -> None:
 
 
 def test_a_seldom_used_block_is_trained_on_in_its_turn(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", make_documents(1, 3), BLOCK_TOKENS, 1, 0, [Group(0.25, 1)])
+    write_blocks(tmp_path / "train", make_documents(1, 3), BLOCK_TOKENS, 1, [Group(0.25, 1)])
     (one,) = batches_of(BlockReader(tmp_path / "train"), 1, 1)
     assert [one.total_steps(Train(epochs=epochs)) for epochs in range(1, 9)] == [0, 0, 0, 1, 1, 1, 1, 2]
     assert [one.epoch_of(step) for step in range(2)] == [3, 7]

@@ -31,11 +31,12 @@ from pipeline_lib.core.store import Ref, Spec
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import SaveFailed, Saver, Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.metrics import SavedRows, read_rows
+from pipeline_lib.train.metrics import SavedRows
 from tests.locks import hold, take_over
 from tests.processes import free_port, lines_of, wait_for
 from tests.ranks import rank_environment, run_ranks
 from tests.train.conftest import small_disk
+from tests.train.helpers import read_rows
 
 SPEC = Spec("train", 3, {"lr": 1e-4, "epochs": 2}, {"model": Ref("download", "m"), "shard": Ref("shard", "s")})
 

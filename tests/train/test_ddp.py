@@ -12,7 +12,7 @@ from pipeline_lib.train.strategy import FIRST, balanced
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result, digest_of, losses, train, train_until_killed
-from tests.train.native import by_hand, same
+from tests.train.native import by_hand, same, state_of
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def snapshot_by_hand(environ: Mapping[str, str], arena: Arena, strategy: str) ->
         hand.step(0)
         written = hand.strategy.snapshot()
         local = {name: tensor.to_local() if strategy == "hsdp" else tensor for name, tensor in written.items()}
-        return {name: tensor.nbytes for name, tensor in local.items()}, list(hand.strategy.tensors())
+        return {name: tensor.nbytes for name, tensor in local.items()}, list(state_of(hand.strategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])

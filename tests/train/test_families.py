@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         torch.manual_seed(0)
         multimodal({**SIZES, "vocab_size": VOCAB}, has_experts).save_pretrained(root / str(has_experts))
         add_other_parts(root / str(has_experts), torch.float32)
-    write_blocks(root / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1, 0)
+    write_blocks(root / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1)
     runs: dict[Any, Run] = {}
     for name, placement in PLACEMENTS.items():
         model, full = root / str(name == "experts"), Train.model_validate({**SETTINGS, **placement})

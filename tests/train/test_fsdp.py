@@ -16,7 +16,7 @@ from pipeline_lib.train.native import Fsdp
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result, losses, train, train_until_killed
-from tests.train.native import by_hand
+from tests.train.native import by_hand, state_of
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def bytes_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, 
     """Bytes of weights and moments that this rank holds."""
     with by_hand(environ, arena, **settings) as hand:
         hand.step(0)
-        return sum(tensor.to_local().nbytes for tensor in hand.strategy.tensors().values())
+        return sum(tensor.to_local().nbytes for tensor in state_of(hand.strategy).values())
 
 
 def test_a_rank_holds_its_part_of_the_state(arena: Arena) -> None:

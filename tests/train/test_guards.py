@@ -24,13 +24,11 @@ TOKENS = 6400  # supervised, of an ordinary step
 
 def window_after(losses: list[float | None], **settings: Any) -> Window:
     """The window after one step for each of `losses`; None is a step that was skipped."""
-    made = [
-        {"step": step, "loss": loss, "supervised_tokens": TOKENS}
-        if loss is not None
-        else {"step": step, "loss": None, "supervised_tokens": TOKENS, "verdict": "skip"}
-        for step, loss in enumerate(losses, 1)
-    ]
-    return Window(Guards(**settings), made)
+    window = Window(Guards(**settings))
+    for step, loss in enumerate(losses, 1):
+        refused = {} if loss is not None else {"verdict": "skip"}
+        window.add({"step": step, "loss": loss, "supervised_tokens": TOKENS, **refused})
+    return window
 
 
 def verdict(

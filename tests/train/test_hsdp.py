@@ -18,7 +18,7 @@ from pipeline_lib.train.validation import refuse_differing_replicas
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result, digest_of, losses, train, train_until_killed
-from tests.train.native import by_hand
+from tests.train.native import by_hand, state_of
 
 
 def test_a_resumed_run_is_bitwise_one_that_was_not_stopped_and_has_the_curve_of_ddp(
@@ -83,7 +83,7 @@ def compared_by_hand(environ: Mapping[str, str], arena: Arena, strategy: str, od
             loss_sum(hand.wrapped, read_batch(hand.reader, [0]))
         gathered = any(not isinstance(parameter, DTensor) for parameter in hand.wrapped.parameters())
         if hand.world.rank == odd_rank:
-            shard = next(iter(hand.strategy.tensors(("weights",)).values())).to_local()
+            shard = next(iter(state_of(hand.strategy, ("weights",)).values())).to_local()
             shard.view(torch.int32).view(-1)[:1] ^= 1
         group = dist.group.WORLD
         assert group is not None

@@ -31,7 +31,7 @@ from pipeline_lib.train.optimizer import (
 from pipeline_lib.train.strategy import grouped
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
-from tests.train.native import by_hand, same
+from tests.train.native import by_hand, same, state_of
 
 EIGHT = Train(precision="fp32", optimizer="adamw_8bit", weight_decay=0.1)
 LORA_PLUS: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "lr_ratio": 16.0}}
@@ -107,7 +107,7 @@ def updated(environ: Mapping[str, str], sharded: bool) -> bool:
                     native.optimizer.step()
                 native.drop_gradients()
             taken = {f"step.{n}": native.optimizer.state[p]["step"].clone() for n, p in native.parameters.items()}
-            states.append(local({n: t.clone() for n, t in native.tensors().items()}) | taken)
+            states.append(local({n: t.clone() for n, t in state_of(native).items()}) | taken)
     steps = [float(states[0][f"step.{name}.weight"]) for name in ("used.0", "unused")]
     return same(*states) and steps == [3.0, 0.0]
 
@@ -133,7 +133,7 @@ def trained(native: Native, module: nn.Module, steps: range) -> dict[str, Tensor
         torch.manual_seed(step)
         native.backward((module(torch.randn(8, 256)) * torch.randn(8, 128)).sum())
         native.update(1e-2, float(native.grad_norm()))
-    return {name: tensor.clone() for name, tensor in native.tensors().items()}
+    return {name: tensor.clone() for name, tensor in state_of(native).items()}
 
 
 def made(world: World, sharded: bool, train: Train = EIGHT) -> tuple[Native, nn.Module]:
@@ -163,7 +163,7 @@ def continued_equals_whole(environ: Mapping[str, str], sharded: bool) -> tuple[b
         continued = trained(other, other_module, range(5, 9))
         exact = trained(*made(world, sharded, Train(precision="fp32", weight_decay=0.1)), range(9))
         weight = "weights.weight"
-        moved = exact[weight] - made(world, sharded)[0].tensors()[weight]
+        moved = exact[weight] - state_of(made(world, sharded)[0])[weight]
         error = (whole[weight] - exact[weight]).norm() / moved.norm()
         has_codes = is_8bit(native.optimizer.state[native.parameters["weight"]]["exp_avg"])
         return has_codes, same(local(continued), local(whole)), float(error) < 0.05

@@ -58,8 +58,8 @@ def one_document_a_block(count: int, seed: int) -> list[list[Document]]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
     write_model(folder / "model")
-    write_blocks(folder / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1, 0)
-    write_blocks(folder / "unpacked", one_document_a_block(BLOCKS, 2), BLOCK_TOKENS, 1, 0)
+    write_blocks(folder / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1)
+    write_blocks(folder / "unpacked", one_document_a_block(BLOCKS, 2), BLOCK_TOKENS, 1)
     return folder
 
 

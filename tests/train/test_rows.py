@@ -9,17 +9,15 @@ import pytest
 
 from pipeline_lib.config.train import Guards
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.events import read_events
-from pipeline_lib.core.files import read_json, write_json, write_jsonl
-from pipeline_lib.core.store import Manifest, describe_file, read_manifest, verify, write_manifest
+from pipeline_lib.core.store import Manifest, verify, write_manifest
 from pipeline_lib.train import metrics as rows_module
 from pipeline_lib.train.guards import Window
-from pipeline_lib.train.metrics import ROWS_OF_A_FILE, Row, Rows, read_rows
+from pipeline_lib.train.metrics import ROWS_OF_A_FILE, Row, Rows
 from pipeline_lib.train.rank import RankJob
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
-from tests.train.helpers import assert_same_result, losses, rows, train, train_until_killed
+from tests.train.helpers import losses, read_rows, rows, train, train_until_killed
 from tests.train.poison import INF_GRADIENT, NAN_LOSS, Course, Poison, train_poisoned
 
 SHORT = 4  # rows of a file, where a few steps are to fill some
@@ -168,43 +166,14 @@ def test_going_back_marks_rows_of_full_files(arena: Arena, tmp_path: Path) -> No
     assert marked == {7: "undone", 8: "undone", 9: "undone", 10: "skip", 11: "roll_back"}
 
 
-def as_it_was_saved_before(checkpoint: Path) -> None:
-    """Make of a checkpoint one that earlier versions of the code left: rows in one file, nothing else of the past."""
-    manifest = read_manifest(checkpoint)
-    write_jsonl(checkpoint / "metrics.jsonl", read_rows(checkpoint))
-    state = read_json(checkpoint / "state.json")
-    write_json(checkpoint / "state.json", {key: state[key] for key in state if key not in ("window", "validations")})
-    for path in (checkpoint / "metrics").iterdir():
-        path.unlink()
-    (checkpoint / "metrics").rmdir()
-    files = {name: entry for name, entry in manifest.files.items() if not name.startswith("metrics/")}
-    files |= {name: describe_file(checkpoint / name) for name in ("state.json", "metrics.jsonl")}
-    write_manifest(checkpoint, manifest.model_copy(update={"files": files}))
-    verify(checkpoint)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_continued_from_bit_for_bit(
-    arena: Arena, whole: Callable[..., Path], tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"save_every_steps": 4, "epochs": 2, "validate_every_steps": 2, "keep_best": True}
-    job = arena.job(2, tmp_path / "killed", **settings)
-    run_ranks(with_short_files, 2, job, 11)
-    as_it_was_saved_before(job.run_dir / "checkpoints" / "step-00000008")
-    run_ranks(with_short_files, 2, arena.job(2, tmp_path / "resumed", **settings))
-    events = read_events(job.run_dir / "events.jsonl")
-    assert [event["step"] for event in events if event["event"] == "run.resumed"] == [8]
-    assert_same_result(tmp_path / "resumed", whole(2, **settings))
-    found, expected = (
-        [row.get("validation_loss") for row in rows(out)] for out in (tmp_path / "resumed", whole(2, **settings))
-    )
-    assert found == expected
-
-
 def test_what_guards_and_validation_know_is_the_same_from_a_checkpoint_as_from_all_rows() -> None:
     found = [{**row(step), **({"validation_loss": 2.0 / step} if step % 5 == 0 else {})} for step in range(1, 300)]
     found[250] |= {"verdict": "skip"}
     found[298] |= {"verdict": "overflow"}
-    window, course = Window(Guards(), found), Validations.of(found)
+    window, course = Window(Guards()), Validations()
+    for each in found:
+        window.add(each)
+        course.add(each)
     assert vars(Window.from_json(Guards(), json.loads(json.dumps(window.to_json())))) == vars(window)
     assert Validations.from_json(json.loads(json.dumps(course.to_json()))) == course
     assert Validations.from_json(json.loads(json.dumps(Validations().to_json()))) == Validations()

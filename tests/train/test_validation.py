@@ -123,9 +123,9 @@ def test_training_stops_when_nothing_is_gained_and_stays_stopped(arena: Arena, t
 
 
 def test_a_validation_that_is_not_finite_is_no_gain() -> None:
-    course = Validations.of(
-        {"step": step, "validation_loss": loss} for step, loss in [(1, 3.0), (2, None), (3, 2.0), (4, 2.0), (5, None)]
-    )
+    course = Validations()
+    for step, loss in [(1, 3.0), (2, None), (3, 2.0), (4, 2.0), (5, None)]:
+        course.add({"step": step, "validation_loss": loss})
     assert (course.best_step, course.best_loss, course.without_gain, course.last_step) == (3, 2.0, 2, 5)
 
 

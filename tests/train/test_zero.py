@@ -40,7 +40,7 @@ class Folder:
         """Write them to `root`."""
         self.root, self.json = root, root / "pieces.json"
         write_model(root / "model")
-        write_blocks(root / "blocks", make_documents(24, 1), BLOCK_TOKENS, 1, 0)
+        write_blocks(root / "blocks", make_documents(24, 1), BLOCK_TOKENS, 1)
         write_json(self.json, PIECES)
 
     def run(self, strategy: str, count: int, **more: Any) -> Run:

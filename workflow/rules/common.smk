@@ -23,7 +23,7 @@ from pipeline_lib.plan.preflight import (
     refuse_wrong,
 )
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
-from pipeline_lib.report.sweep import LOGS
+from pipeline_lib.workflow.outcomes import LOGS
 from pipeline_lib.slurm.cluster import (
     OF_STAGE,
     OF_TRAINING,

@@ -1,5 +1,5 @@
 # Two real steps of the real run on the real nodes, through save, stop, resume, merge and load: small before large.
-from pipeline_lib.report.rehearsal import needed_for_findings, needed_for_report
+from pipeline_lib.workflow.rehearsal import needed_for_findings, needed_for_report
 
 
 rule rehearsal_stage:

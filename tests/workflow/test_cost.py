@@ -9,7 +9,7 @@ import pytest
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.plan.document import PlanDocument
-from pipeline_lib.report.rehearsal import Cost
+from pipeline_lib.workflow.rehearsal import Cost
 
 SAVED: list[dict[str, Any]] = [
     {"event": "checkpoint.saved", "bytes": 2_000_000_000, "duration_s": 10.0},

@@ -22,7 +22,7 @@ from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, round
 from pipeline_lib.plan.document import Figure, PlanDocument, read_plan
 from pipeline_lib.report.facts import FIGURES, Compared, comparison, read_one, read_rows, unjudged
 from pipeline_lib.report.results import Parity, Step, Training
-from pipeline_lib.report.sweep import remove_passing
+from pipeline_lib.upkeep.temporary import remove_passing
 
 if TYPE_CHECKING:
     from pipeline_lib.evaluate.answers import Loaded

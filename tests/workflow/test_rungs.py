@@ -24,7 +24,8 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.launch.outcome import Reporting, explain
-from pipeline_lib.report.sweep import conclude_rung, outcome_table, outcomes, reach
+from pipeline_lib.workflow.outcomes import outcome_table, outcomes
+from pipeline_lib.workflow.rungs import conclude_rung, reach
 from tests.status.stubs import CONFIG
 
 WHOLE = Spec("train", 1, {"seed": 3})

@@ -1,0 +1,136 @@
+"""The outcomes of a sweep's experiments: one line each, the best first."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
+from pipeline_lib.core import units
+from pipeline_lib.core.run_folder import SUMMARY_NAME
+from pipeline_lib.core.stage import Say, open_sealed
+from pipeline_lib.core.store import Spec
+from pipeline_lib.report.facts import Read, read_one
+from pipeline_lib.report.results import Evaluation, Training
+
+LOGS = Path("logs")
+BEGUN = "begun"  # a file beside the logs, stamped by the same clock, which may be a file server's
+_DONE, _STOPPED, _FAILED, _OPEN = "done", "stopped", "failed", "not done"
+_ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one experiment ended; losses are in nats per supervised token.
+
+    `log` is the log of the stage that the experiment did not complete. In a sweep with halving, `rung` is the last step
+    where it was compared, and `rung_loss` its held-out loss there.
+    """
+
+    name: str
+    state: str
+    stage: str | None = None
+    log: Path | None = None
+    final_loss: float | None = None
+    eval_loss: float | None = None
+    rung: int | None = None
+    rung_loss: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of its table row."""
+        state = f"{self.state}: {self.stage}" if self.stage else self.state
+        rung = "" if self.rung is None else f"{units.real(self.rung_loss)} at step {self.rung}"
+        where = str(self.log) if self.log else ""
+        return self.name, state, rung, units.real(self.final_loss), units.real(self.eval_loss), where
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the experiment is finished."""
+        return self.state == _DONE
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The sort key: experiments that got further first, then those with the lower loss."""
+        rung_loss, loss = (math.inf if loss is None else loss for loss in (self.rung_loss, self.eval_loss))
+        by_rung = (-(self.rung or 0), rung_loss) if self.state == _STOPPED else ()
+        return _ORDER.index(self.state), *by_rung, loss, self.name
+
+
+def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
+    """Return the outcome of each experiment: done by held-out loss, then stopped at a rung, failed, and not done.
+
+    An experiment failed at its first unsealed stage if that stage wrote a log at or after `since_s`, a time of the
+    clock that stamps the logs; without it, failed and running stages cannot be distinguished. Raise IntegrityError if a
+    rung's decision cannot be read, or a result differs from what was sealed.
+    """
+    return outcomes_of([(dag, one) for one in dag.experiments], since_s, logs)
+
+
+def outcomes_of(
+    opened: Sequence[tuple[Dag, Experiment]], since_s: float = math.inf, logs: Path = LOGS
+) -> list[Outcome]:
+    """Return the same as `outcomes`, of experiments with the sweeps that they belong to."""
+    dags = {id(dag): dag for dag, _ in opened}
+    rungs = {key: last_decisions(dag.decisions()) for key, dag in dags.items()}
+    found = (_outcome(dag, one, rungs[id(dag)], since_s, logs) for dag, one in opened)
+    return sorted(found, key=lambda one: one.order)
+
+
+def outcome_table(found: Sequence[Outcome]) -> str:
+    """Return a table of the outcomes, and the number of experiments in each state."""
+    head = ("experiment", "state", "at a rung", "final loss", "held-out loss", "log")
+    rows = [head, *(one.cells for one in found)]
+    if all(one.rung is None for one in found):
+        rows = [(*row[:2], *row[3:]) for row in rows]
+    counts = {state: sum(one.state == state for one in found) for state in _ORDER}
+    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return "\n".join([*units.columns(rows), f"{units.count(len(found), 'experiments')}: {states}"])
+
+
+def note_begin(logs: Path = LOGS) -> None:
+    """Record the time when snakemake begins, for `tell_outcomes`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / BEGUN).touch()
+
+
+def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
+    """Link finished results; for a sweep, also show the outcome of each experiment since `note_begin`."""
+    dag.link_results()
+    if len(dag.experiments) > 1:
+        begun = logs / BEGUN
+        since_s = begun.stat().st_mtime if begun.exists() else math.inf
+        say(outcome_table(outcomes(dag, since_s, logs)))
+
+
+def _outcome(
+    dag: Dag, experiment: Experiment, rungs: Mapping[str, tuple[Rung, Competitor]], since_s: float, logs: Path
+) -> Outcome:
+    name, store, training = experiment.name, dag.store, experiment.ref("train").digest
+    rung, judged = rungs.get(training, (None, None))
+    step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
+    if store.is_sealed(experiment.ref("report")):
+        final_loss = _sealed(Training, dag, experiment.specs["train"], SUMMARY_NAME).final_loss
+        scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json").eval
+        return Outcome(name, _DONE, None, None, final_loss, scores.tuned.loss, step, loss)
+    if rung and judged and not judged.goes_on:
+        if judged.failure is None:
+            return Outcome(name, _STOPPED, rung=step, rung_loss=loss)
+        log = logs / RUNG_LOGS / f"{rung.trainings[training].digest}.log"
+        return Outcome(name, _FAILED, "train", log if log.exists() else None, rung=step)
+    lost = next(spec for spec in experiment.specs.values() if not store.is_sealed(spec.ref))
+    log = logs / lost.stage / f"{lost.digest}.log"
+    if lost.stage == "train" and (to_rung := dag.next_to_rung(training)):
+        log = logs / RUNG_LOGS / f"{to_rung.digest}.log"
+    if not log.exists():
+        return Outcome(name, _OPEN, lost.stage, rung=step, rung_loss=loss)
+    state = _FAILED if log.stat().st_mtime >= since_s else _OPEN
+    return Outcome(name, state, lost.stage, log, rung=step, rung_loss=loss)
+
+
+def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
+    """Return a verified result; an empty `kind` if its directory was deleted."""
+    return read_one(kind, open_sealed(spec.ref, dag.store).file(name)) if dag.store.is_sealed(spec.ref) else kind()
