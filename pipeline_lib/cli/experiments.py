@@ -169,7 +169,8 @@ def check(arguments: argparse.Namespace) -> None:
     """
     from pipeline_lib.config.checks import warnings_of
     from pipeline_lib.plan.known import learn_architecture
-    from pipeline_lib.plan.preflight import lengths_of_runs, little_memory, long_evaluations, refuse_impossible
+    from pipeline_lib.plan.preflight import refuse_impossible
+    from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
 
     store, source = Store.from_env(os.environ), str(arguments.config)
 
@@ -206,7 +207,7 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.spec is not None:
         run_one_stage(arguments)
         return
-    from pipeline_lib.plan.preflight import show_plan
+    from pipeline_lib.plan.command import show_plan
 
     config, what_if = arguments.config, list(arguments.what_if)
     if config is None and what_if and "=" not in what_if[-1] and what_if[-1].endswith((".yaml", ".yml")):

@@ -1,15 +1,20 @@
 """A question about a run and its answer: the content of plan.json, in numbers and in words."""
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
-from pipeline_lib.config.schema import Cluster, Evaluate, Tracking
+from pipeline_lib.config.compile import held_keys
+from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Tracking
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train
-from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.errors import DataError, PipelineError
+from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
 from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.choose import (
     Choice,
     Wanted,
@@ -20,16 +25,16 @@ from pipeline_lib.plan.choose import (
     leanest_choice,
     what_would_fit,
 )
-from pipeline_lib.plan.cluster import Measured, machine_of
+from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.document import FITS, NOT_CHECKED, TIGHT, TOO_LARGE
-from pipeline_lib.plan.known import Blocks
+from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
 from pipeline_lib.plan.memory import Memory, checkpoint_bytes, host_need, predict_all
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.stages import Run, needs_of
+from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.words import Change, advice, describe, near_miss_in_words, verdicts, why_chosen, why_not_others
@@ -85,6 +90,36 @@ class Question:
         """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
         training = self.blocks.training if self.blocks else None
         return plan_batches(train, self.cluster.ranks, training, self.workload)
+
+
+def question_of(config: Config, store: Store) -> Question:
+    """Return the input of the plan. Raise DataError for an unknown model, ConfigError for a wrong cluster.json."""
+    geometry, blocks = geometry_of(config, store), blocks_of(config, store)
+    return Question(
+        experiment=config.experiment,
+        geometry=geometry,
+        train=config.train,
+        cluster=config.cluster,
+        tracking=config.tracking,
+        workload=blocks.workload if blocks else expected_workload(config, geometry.vocab),
+        blocks=blocks,
+        held=held_keys(config.train),
+        measured=measured_of(config),
+        has_deepspeed=find_spec("deepspeed") is not None,
+        repetition=repetition_of(config, store),
+        evaluate=config.evaluate,
+        data_bytes=_data_bytes(config),
+        has_near_duplicates=config.tokenize.near_duplicates is not None,
+    )
+
+
+def _data_bytes(config: Config) -> int | None:
+    """Return the size of the data, None if it is not all in local files that exist."""
+    if not all(isinstance(one, FileData) for one in config.data.train):
+        return None
+    with suppress(PipelineError, OSError):  # missing files are named where they are hashed
+        return local_data_bytes(config)
+    return None
 
 
 @dataclass(frozen=True)

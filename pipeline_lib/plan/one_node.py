@@ -7,9 +7,8 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import rounded
-from pipeline_lib.plan.answer import Question, answer
+from pipeline_lib.plan.answer import Question, answer, question_of
 from pipeline_lib.plan.predict import Prediction
-from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.words import describe
 
 _WORTH_SAYING = 1.05  # the least speedup worth more than the errors of a prediction

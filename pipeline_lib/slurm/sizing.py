@@ -17,10 +17,9 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
 from pipeline_lib.plan.amounts import expected_workload
-from pipeline_lib.plan.answer import Question, answer
+from pipeline_lib.plan.answer import Question, answer, question_of
 from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.plan.memory import host_need_of_plan
-from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.stages import (
     FILE_BYTES_S,
     Need,

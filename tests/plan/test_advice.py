@@ -9,8 +9,7 @@ import pytest
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.store import Store
-from pipeline_lib.plan.answer import Answer, answer
-from pipeline_lib.plan.preflight import question_of
+from pipeline_lib.plan.answer import Answer, answer, question_of
 from pipeline_lib.plan.words import Change, advice
 
 Sections = dict[str, dict[str, Any]]

@@ -14,9 +14,8 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.demo import conversations
 from pipeline_lib.plan.amounts import amounts_of, expected_workload
-from pipeline_lib.plan.answer import answer
+from pipeline_lib.plan.answer import answer, question_of
 from pipeline_lib.plan.known import vocabulary_of, workload_of
-from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.workload import Workload
 from tests.stages import run_stages
 

@@ -15,7 +15,7 @@ from pipeline_lib.cli.main import main
 from pipeline_lib.core.errors import ConfigError, HubError
 from pipeline_lib.core.store import Store
 from pipeline_lib.hub.snapshot import Revisions
-from pipeline_lib.plan.preflight import show_plan
+from pipeline_lib.plan.command import show_plan
 
 ROOT = Path(__file__).parents[2]
 BIG = """\

@@ -20,8 +20,9 @@ from pipeline_lib.data.download import run as download
 from pipeline_lib.data.shard import run as shard
 from pipeline_lib.data.tokenize import run as tokenize
 from pipeline_lib.model.families import read_geometry
+from pipeline_lib.plan.answer import question_of
 from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
-from pipeline_lib.plan.preflight import lengths_of_runs, question_of
+from pipeline_lib.plan.warnings import lengths_of_runs
 
 SMALL = """\
 experiment: small

@@ -20,8 +20,8 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.order import Group
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.plan.preflight import lengths_of_runs
 from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, plan_batches, step_warnings
+from pipeline_lib.plan.warnings import lengths_of_runs
 from pipeline_lib.plan.workload import Workload, workload_from
 from tests.stages import run_stages
 

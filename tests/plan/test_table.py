@@ -18,7 +18,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import brief, gib, gpu_hours, rounded
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.answer import Answer, answer, lacking
+from pipeline_lib.plan.answer import Answer, answer, lacking, question_of
 from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.document import PART_NAMES, Figure, PlanDocument
 from pipeline_lib.plan.evaluation import evaluation_warnings
@@ -26,7 +26,6 @@ from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.predict import Prediction
-from pipeline_lib.plan.preflight import question_of
 from pipeline_lib.plan.show import WIDTH, banded, explain, render, render_what_if
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import Steps

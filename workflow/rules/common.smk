@@ -15,14 +15,9 @@ from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.launch.allocation import refuse_now
 from pipeline_lib.plan.known import learn_architecture
-from pipeline_lib.plan.preflight import (
-    lengths_of_runs,
-    little_memory,
-    long_evaluations,
-    refuse_too_large,
-    refuse_wrong,
-)
+from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
+from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
 from pipeline_lib.workflow.outcomes import LOGS
 from pipeline_lib.slurm.cluster import (
     OF_STAGE,

@@ -1,0 +1,105 @@
+"""The command `plan`: the plan of a config, of what-if questions, and what the later stages would refuse."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline_lib.config.checks import warnings_of
+from pipeline_lib.config.dag import RESULTS
+from pipeline_lib.config.load import FLAG, load_config, load_configs
+from pipeline_lib.config.schema import Config
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.files import write_json
+from pipeline_lib.core.run_folder import PLAN_NAME
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.store import Store
+from pipeline_lib.core.text import cut
+from pipeline_lib.plan.answer import Answer, answer, question_of, run_of
+from pipeline_lib.plan.known import (
+    is_sealed,
+    learn_architecture,
+)
+from pipeline_lib.plan.preflight import PLANNED_ONLY, too_little_disk
+from pipeline_lib.plan.show import explain, render, render_what_if
+from pipeline_lib.plan.stages import later_problems
+from pipeline_lib.plan.steps import estimated_steps
+from pipeline_lib.plan.warnings import expected_misfits, long_evaluations
+
+# A network is needed only for a hub model that is in no table, and only once: for its config.json.
+
+DOCUMENTS = "workload.document_tokens"
+
+
+def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Store, say: Say) -> None:
+    """Show the plan of the config at `path`, and write it to RESULTS/NAME/plan.json unless a report is there.
+
+    With `is_detailed` all figures and formulas follow. For a sweep, this is the plan of the first experiment. With
+    `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed; beside those of the config, DOCUMENTS
+    is the mean length of a document, weighted by tokens. A what-if plan is not written, nor is one that cannot be run.
+    Raise ConfigError after the plan if the run is impossible, and DataError if the model's sizes are not known here.
+    """
+    configs = load_configs(path)
+    config = configs[0]
+    learn_architecture(config, store, say)
+    found = _answer(path, config, store)
+    if what_if:
+        told = [text for text in what_if if text.partition("=")[0] == DOCUMENTS]
+        now, config = found, load_config(path, [text for text in what_if if text not in told])
+        learn_architecture(config, store, say)
+        found = _answer(path, config, store, _document_tokens(told[-1], config) if told else None)
+        say(render_what_if(now.content, found.content, what_if, is_detailed))
+    else:
+        say(render(found.content, is_detailed))
+    if not is_detailed:
+        say("\nall figures and formulas: --details")
+    if len(configs) > 1:
+        say(f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
+    shown = configs if not what_if else [config]
+    for text in (*warnings_of(shown), *expected_misfits(shown, store), *long_evaluations(shown, store)):
+        say(f"\nwarning: {text}")
+    if not is_sealed(config, store, "train"):
+        question = question_of(config, store)
+        run, untrained = run_of(question), () if question.geometry.is_trained else (PLANNED_ONLY,)
+        for problem in (*untrained, *too_little_disk(run, config, store), *later_problems(run)):
+            say(f"\nthe training would be refused: {problem}")
+    if not what_if and found.refusal is None:
+        kept = RESULTS / config.experiment / PLAN_NAME
+        # With a report, the folder's plan is the one that the finished run was made from.
+        if (kept.parent / "report.html").exists():
+            say(f"\nnot written to {kept}: this run has finished, and its plan is kept")
+        else:
+            write_json(kept, found.content)
+            say(f"\nwrote {kept}")
+    if is_detailed and found.wanted is not None and found.choice is not None:
+        say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
+    if found.refusal is not None:
+        raise ConfigError(str(path), [found.refusal])
+
+
+def _document_tokens(what_if: str, config: Config) -> float:
+    """Return the value of DOCUMENTS=VALUE. Raise ConfigError if it is not a length that blocks have room for."""
+    text, most = what_if.partition("=")[2], config.shard.block_tokens
+    try:
+        tokens = float(text)
+    except ValueError:
+        tokens = math.nan
+    if not 1 <= tokens <= most:
+        problem = f"{cut(text, 20)!r} is not a number from 1 to {most:,}, which is shard.block_tokens"
+        raise ConfigError(f"{FLAG} {what_if}", [problem])
+    return tokens
+
+
+def _answer(path: Path, config: Config, store: Store, document_tokens: float | None = None) -> Answer:
+    try:
+        question = question_of(config, store)
+        if document_tokens is not None:
+            question = replace(question, workload=question.workload.with_documents(document_tokens))
+        if question.blocks is None:
+            estimated = estimated_steps(config, question.batch(config.train), question.geometry.vocab)
+            question = replace(question, estimated=estimated)
+        if problems := list(question.geometry.problems(config.train, config.shard.block_tokens)):
+            raise ConfigError(str(path), problems)
+        return answer(question)
+    except ConfigError as error:
+        raise ConfigError(str(path), error.problems) from error
