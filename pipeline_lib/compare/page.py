@@ -151,7 +151,7 @@ def versus_figure(comparison: Comparison, styles: Sequence[LineStyle]) -> Chart 
     tips = (
         ("", "@name"),
         ("above the best", f"@middle{digits}"),
-        ("95 %", f"@low{digits} to @high{digits}"),
+        ("95%", f"@low{digits} to @high{digits}"),
         ("", "@is"),
     )
     add_hover(plot, points, tips)

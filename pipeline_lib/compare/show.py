@@ -94,7 +94,7 @@ def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
         return f"{text}; whether the difference is noise is unknown: {versus.why}."
     if not versus.difference:
         return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
-    gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95 % interval {_ends(versus)}{basis(versus)}"
+    gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95% interval {_ends(versus)}{basis(versus)}"
     if versus.is_worse:
         return f"{best} is better than {other} by more than chance: its held-out loss is {gap}."
     return f"The difference between {best} and {other} is noise: the held-out loss of {best} is {gap}."
@@ -114,7 +114,7 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
         nearest = min((one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0)
         text = (
             f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next is "
-            f"{units.real(nearest.difference, UNIT, 4)} above it, 95 % interval {_ends(nearest)}{basis(nearest)}."
+            f"{units.real(nearest.difference, UNIT, 4)} above it, 95% interval {_ends(nearest)}{basis(nearest)}."
         )
     else:
         text = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
@@ -173,7 +173,7 @@ def footnotes(comparison: Comparison) -> list[str]:
         together = f" They hold together for all {ranking.pairs} pairs (Bonferroni)." if ranking.pairs > 1 else ""
         documents = f", by document on the {ranking.shared:,} that all were scored on" if ranking.shared else ""
         found.append(
-            f"Intervals are of 95 %{documents}. They cover the choice of held-out documents, not the choice "
+            f"Intervals are of 95%{documents}. They cover the choice of held-out documents, not the choice "
             f"of the seed.{together}"
         )
     names_by_note: dict[str, list[str]] = {}
@@ -220,7 +220,7 @@ def cost_cells(numbers: Measured) -> dict[str, str]:
 
 
 def _losses(comparison: Comparison) -> Table:
-    columns = ("held-out loss", "above the best, 95 %", "against it", "state")
+    columns = ("held-out loss", "above the best, 95%", "against it", "state")
     table = plain_table("experiment", columns, left=("against it", "state"))
     for place in comparison.order:
         numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)

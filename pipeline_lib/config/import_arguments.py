@@ -86,7 +86,7 @@ def _tokens(draft: Draft) -> None:
         why = (
             "longer samples are truncated there, so over_long is truncate, not our default drop. There the question"
             " may be shortened, too; here the end is lost, and a sample whose question alone fills it is dropped."
-            " More than tokenize.max_dropped_fraction (5 %) cut or dropped stops the stage"
+            " More than tokenize.max_dropped_fraction (5%) cut or dropped stops the stage"
         )
     draft.changed("cutoff_len", values, why)
     if draft.truth("mask_history"):

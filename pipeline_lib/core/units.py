@@ -160,13 +160,13 @@ def small(value: float | None, unit: str = "") -> str:
 
 
 def percent(value: float | None) -> str:
-    """Format a fraction as a percentage: `97.3 %`."""
-    return NONE if value is None else f"{100 * value:.1f} %"
+    """Format a fraction as a percentage: `97.3%`."""
+    return NONE if value is None else f"{100 * value:.1f}%"
 
 
 def signed(value: float | None) -> str:
-    """Format a relative deviation as a signed percentage: `+14.0 %`."""
-    return NONE if value is None else f"{100 * value:+.1f} %"
+    """Format a relative deviation as a signed percentage: `+14.0%`."""
+    return NONE if value is None else f"{100 * value:+.1f}%"
 
 
 def amount(value: float | None, kind: str) -> str:

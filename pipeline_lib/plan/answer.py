@@ -283,7 +283,7 @@ def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
     """Yield what the plan takes for granted: what is neither given nor measured."""
     if workload.is_assumed:
         fractions = (
-            f"{100 * workload.supervised_fraction:.0f} % supervised in blocks {100 * workload.real_fraction:.0f} % full"
+            f"{100 * workload.supervised_fraction:.0f}% supervised in blocks {100 * workload.real_fraction:.0f}% full"
         )
         told = workload.document_band is None  # as a what-if question may
         source = "by the first rows, " if workload.is_estimated else ""

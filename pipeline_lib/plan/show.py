@@ -144,7 +144,7 @@ def _fit(plan: PlanDocument) -> str:
     text = f"{gib(needed)} a {'GPU' if plan.cluster.is_gpu else 'rank'}"
     if device_bytes:
         free = 1 - needed / device_bytes
-        left = f"{100 * free:.0f} % free" if free >= 0 else f"{gib(needed - device_bytes)} too much"
+        left = f"{100 * free:.0f}% free" if free >= 0 else f"{gib(needed - device_bytes)} too much"
         text = f"{_of(gib(needed), gib(device_bytes))} a GPU ({left})"
     host, assumed = rounded(known(plan.summary.host_needed_bytes) / GIGA, "GB"), machine.assumed_host_memory_bytes
     if limit := machine.host_memory_bytes or assumed:
@@ -302,7 +302,7 @@ def _speed(plan: PlanDocument) -> str:
     if found.mfu.value is not None:
         # Others count all of the attention's products, or fp8 against its own peak, which is twice that of bf16.
         of_peak = " of bf16's peak" if (plan.train or {}).get("precision") == "fp8" else ""
-        speed += f"; causal MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f} %')}{of_peak}"
+        speed += f"; causal MFU {banded(found.mfu, lambda fraction: f'{fraction * 100:.1f}%')}{of_peak}"
     return speed
 
 
@@ -594,9 +594,7 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     if one.mfu is not None and setting.machine.peak_flop_s is not None:
         peak = f"{count(ranks, 'ranks')} of {setting.machine.peak_flop_s:.4g} FLOP/s"
         of_bf16 = (
-            ", of bf16, as attention, head and norms are, so it may exceed 100 %"
-            if one.train.precision == "fp8"
-            else ""
+            ", of bf16, as attention, head and norms are, so it may exceed 100%" if one.train.precision == "fp8" else ""
         )
         yield f"causal MFU = FLOPs of the step / (step x {peak}) = {one.mfu.value:.2%}{of_bf16}"
     trained = setting.geometry.trained_parameters(one.train)

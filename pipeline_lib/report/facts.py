@@ -200,7 +200,7 @@ def unjudged(one: Compared) -> str:
 
 
 def beyond(one: Compared) -> str:
-    """Return text like `14.0 % above` for a figure that is outside its band."""
+    """Return text like `14.0% above` for a figure that is outside its band."""
     side = "above" if one.beyond_fraction > 0 else "below"
     return f"{units.percent(abs(one.beyond_fraction))} {side}"
 

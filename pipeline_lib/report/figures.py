@@ -480,10 +480,10 @@ def scores_figure(scores: Scores) -> Chart | None:
     plot.segment("low", "name", "high", "name", color=RED, line_width=3, source=source)
     label = {"text": "label", "text_baseline": "middle", "text_font_size": FONT_SIZE, "text_color": TEXT}
     plot.text(x="high", y="name", source=source, **label)
-    tips = (("", "@name"), ("loss", "@loss{0.0000} nats/token"), ("95 %", "@low{0.0000} to @high{0.0000}"))
+    tips = (("", "@name"), ("loss", "@loss{0.0000} nats/token"), ("95%", "@low{0.0000} to @high{0.0000}"))
     add_hover(plot, bars, tips)
     is_known = any(one.standard_error for one in estimates.values() if one)
-    return Chart(plot, ((RED, "interval of 95 %"),) if is_known else ())
+    return Chart(plot, ((RED, "interval of 95%"),) if is_known else ())
 
 
 def _fates(source: Source) -> dict[tuple[str, str], int]:

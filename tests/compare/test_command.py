@@ -49,7 +49,7 @@ def test_two_are_told_with_their_interval_and_what_it_rests_on(three: Store) -> 
     assert (
         "demo-lr=0.003 is better than demo-lr=0.01 by more than chance: its held-out loss is 0.1617 nats/token" in said
     )
-    assert re.search(r"lower, 95 % interval 0\.15\d\d to 0\.17\d\d, on the same 287 held-out documents\.", said)
+    assert re.search(r"lower, 95% interval 0\.15\d\d to 0\.17\d\d, on the same 287 held-out documents\.", said)
     assert "demo-lr=0.01 and demo-lr=0.003 first differ at step 1." in said
 
 

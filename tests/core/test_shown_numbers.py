@@ -41,7 +41,7 @@ def test_counts_and_reals() -> None:
     assert units.rounded(2061.11) == "2,061"
     assert units.rounded(11.067) == "11.1"
     assert units.small(3.14159e-7) == "3.14e-07"
-    assert units.percent(0.97345) == "97.3 %"
+    assert units.percent(0.97345) == "97.3%"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_counts_and_reals() -> None:
         (185, "s", "3 min 05 s"),
         (1.5 * 2**30, "memory", "1.5 GiB"),
         (1.5e9, "bytes", "1.50 GB"),
-        (0.4321, "fraction", "43.2 %"),
+        (0.4321, "fraction", "43.2%"),
         (8931.2, "tokens/s", "8.93 k tokens/s"),
         (1.2345, "GPU hours", "1.23"),
     ],
@@ -75,8 +75,8 @@ def test_rates_have_the_unit_that_their_name_ends_in(value: float | None, name: 
 
 
 def test_deviations_have_a_sign() -> None:
-    assert units.signed(0.14) == "+14.0 %"
-    assert units.signed(-0.005) == "-0.5 %"
+    assert units.signed(0.14) == "+14.0%"
+    assert units.signed(-0.005) == "-0.5%"
 
 
 @pytest.mark.parametrize(

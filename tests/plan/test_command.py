@@ -98,7 +98,7 @@ def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(plan: Plan, tmp
     assert (kept["schema"], kept["experiment"], kept["workload"]["is_assumed"]) == (3, "big", True)
     assert kept["chosen"]["strategy"] != "auto"
     assert "plan of big" in done.stdout
-    assert "ASSUMED  documents of 1,024 tokens, 50 % supervised in blocks 98 % full" in done.stdout
+    assert "ASSUMED  documents of 1,024 tokens, 50% supervised in blocks 98% full" in done.stdout
     assert "all figures and formulas: --details" in done.stdout
     assert "wrote results/big/plan.json" in done.stdout
     assert not (tmp_path / "store").exists()

@@ -89,7 +89,7 @@ def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool
 @pytest.mark.parametrize(
     ("case", "verdict", "said"),
     [
-        ("8B on 8 H200", "fits", r"FITS +[\d.]+ of 139.8 GiB a GPU \(\d+ % free\); host \d+ of 1,800 GB"),
+        ("8B on 8 H200", "fits", r"FITS +[\d.]+ of 139.8 GiB a GPU \(\d+% free\); host \d+ of 1,800 GB"),
         (
             "too large",
             "too large",
@@ -134,13 +134,13 @@ def test_what_lacks_only_the_margin_is_tight() -> None:
     }
     parts = {name: {**found.content[name], **values} for name, values in changed.items()}
     lines = render({**found.content, **parts}).splitlines()
-    assert re.match(r"TIGHT +97.0 of 100.0 GiB a GPU \(3 % free\); ", lines[2])
+    assert re.match(r"TIGHT +97.0 of 100.0 GiB a GPU \(3% free\); ", lines[2])
 
 
 def test_what_is_given_or_measured_is_not_called_assumed(tmp_path: Path) -> None:
     given = planned_case("8B on 8 H200").content["summary"]["assumed"]
     assert given == [
-        "documents of 1,024 tokens, 50 % supervised in blocks 98 % full",
+        "documents of 1,024 tokens, 50% supervised in blocks 98% full",
         "speeds are typical of H200",
     ]
     name, block_tokens, cluster, train = CASES["8B on 8 H200"]
@@ -561,7 +561,7 @@ def test_where_nothing_fits_the_fastest_that_lacks_little_is_told_too() -> None:
 def test_mfu_says_how_it_counts(precision: str, of: str) -> None:
     found = planned("Qwen/Qwen3-8B", 4096, H200, strategy="auto", precision=precision, global_batch_tokens=2**19)
     text = " ".join(render(found.content, is_detailed=True).split())
-    assert re.search(rf"; causal MFU [\d.]+ % \([\d.]+ to [\d.]+\){of} memory ", text)
+    assert re.search(rf"; causal MFU [\d.]+% \([\d.]+% to [\d.]+%\){of} memory ", text)
     assert found.choice is not None and found.wanted is not None
     said = explain(found.choice.chosen, found.wanted.setting)
-    assert ("may exceed 100 %" in said) == (precision == "fp8")
+    assert ("may exceed 100%" in said) == (precision == "fp8")

@@ -205,10 +205,10 @@ def test_the_verdict_counts_and_names_what_left_its_band() -> None:
     less = Compared("peak_memory_bytes", "peak of the allocator", "memory", 10.0, 8.0, 12.0, 6.0)
     assert verdict([kept]) == "1 of 1 figure is within its band."
     assert verdict([kept, long, less]) == (
-        "1 of 3 figures are within their bands. Outside: time of a step, 14.0 % above the band; "
-        "peak of the allocator, 25.0 % below the band."
+        "1 of 3 figures are within their bands. Outside: time of a step, 14.0% above the band; "
+        "peak of the allocator, 25.0% below the band."
     )
-    assert beyond(long) == "14.0 % above"
+    assert beyond(long) == "14.0% above"
 
 
 def test_a_band_that_holds_nearly_anything_is_not_judged() -> None:

@@ -236,7 +236,7 @@ def test_what_each_rank_used_is_listed_and_warned_of(world: World, ranks: int) -
     assert "Peak memory 70.0 GiB" in text
     assert f"Warning: GPU utilization stays under 80% on rank {ranks - 1} (50%)" in text
     assert f"Warning: peak memory differs between ranks: 50.0 GiB on rank {ranks - 1}, 70.0 GiB on rank 0." in text
-    assert "1 50.0 % 50.0 GiB" in text if ranks == 2 else "The first 64 of 100 ranks" in text
+    assert "1 50.0% 50.0 GiB" in text if ranks == 2 else "The first 64 of 100 ranks" in text
 
 
 def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(world: World) -> None:
@@ -275,9 +275,9 @@ def test_the_plan_is_held_against_what_came_of_it(finished: World) -> None:
         "12 of 12 ways to train fit, and this is the simplest one within 2% of the fastest",
         "The other strategies fsdp, micro-batch 8 x accumulation 2",
         "What would help 3% of the tokens are padding",
-        "7 of 8 figures are within their bands. Outside: update of a step, 78.3 % above the band.",
-        "time of a step 400 ms 340 ms to 460 ms 410 ms +2.5 % yes",
-        "update of a step 10 ms 8.5 ms to 11.5 ms 20.5 ms +105.0 % no, 78.3 % above",
+        "7 of 8 figures are within their bands. Outside: update of a step, 78.3% above the band.",
+        "time of a step 400 ms 340 ms to 460 ms 410 ms +2.5% yes",
+        "update of a step 10 ms 8.5 ms to 11.5 ms 20.5 ms +105.0% no, 78.3% above",
         "medians over 112 of 118 steps: the first 3 of every attempt",
         "Memory is not compared on CPUs",
         "The step is bound by computing.",
@@ -298,7 +298,7 @@ def test_answers_that_were_left_out_are_explained(world: World) -> None:
 def test_a_band_that_says_nothing_has_no_verdict(world: World) -> None:
     world.files["train"]["plan.json"]["prediction"]["step_s"] |= {"low": 0.1, "high": 7.0}
     shown = text_of(world)
-    assert "time of a step 400 ms 100 ms to 7.00 s 410 ms +2.5 % not judged" in shown
+    assert "time of a step 400 ms 100 ms to 7.00 s 410 ms +2.5% not judged" in shown
     assert "6 of 7 figures are within their bands, 1 not judged." in shown
     assert "Bands wider than a factor of 4 are not judged" in shown
 
@@ -307,7 +307,7 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
     gpu_run(world.files)
     shown = " ".join(page_of(world, with_figures=True).text.split())
     for said in (
-        "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6 % no, 13.9 % above",
+        "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6% no, 13.9% above",
         "a GPU here has 80.0 GiB",
         "the GPU has 80.0 GiB",
         "fsdp, chosen micro-batch 2 x accumulation 2, selective activation checkpointing, no reshard after forward, "
