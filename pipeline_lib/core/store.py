@@ -194,7 +194,6 @@ def _make_mark(mark: Path) -> None:
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
-READABLE = (1, SCHEMA)  # schema 1 had no `machine` and no `job`
 HASHED_AT_ONCE = 8  # files; hashlib releases the GIL
 
 
@@ -271,9 +270,8 @@ def read_manifest(root: Path) -> Manifest:
     except (IsADirectoryError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: damaged ({error}); {_remedy(root)}") from error
     schema = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(schema, int) and schema not in READABLE:
-        known = " and ".join(map(str, READABLE))
-        raise IntegrityError(f"{path}: schema {schema}, this code reads {known}; {_remedy(root)}")
+    if isinstance(schema, int) and schema != SCHEMA:
+        raise IntegrityError(f"{path}: schema {schema}, this code reads {SCHEMA}; {_remedy(root)}")
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:

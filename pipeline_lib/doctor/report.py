@@ -15,15 +15,17 @@ from pipeline_lib.core.units import count
 from pipeline_lib.doctor.machine import UNMEASURED, Facts, advice
 from pipeline_lib.doctor.nodes import Findings
 
+WIDTH = 110
+
 # Report on one machine: a table of all facts, then what is wrong.
 
 
-def report(facts: Facts, wrong: list[str], width: int = 110) -> str:
+def report(facts: Facts, wrong: list[str]) -> str:
     """Return the report as text for a terminal."""
     table = Table("part", "what", "value", title="what this machine has", title_justify="left")
     for name, section in facts.items():
         _add_section(table, name, list(rows_of(section)))
-    return _page([table], [], wrong, "what is wrong, and what to set:", width)
+    return _page([table], [], wrong, "what is wrong, and what to set:")
 
 
 def _add_section(table: Table, name: str, rows: list[tuple[str, str]]) -> None:
@@ -33,9 +35,9 @@ def _add_section(table: Table, name: str, rows: list[tuple[str, str]]) -> None:
         table.add_section()
 
 
-def _page(parts: list[Table | str], lines: list[str], wrong: list[str], title: str, width: int) -> str:
-    """Return `parts` as a terminal of `width` shows them, then `lines`, then `wrong` below its `title`."""
-    console = Console(file=StringIO(), width=width)
+def _page(parts: list[Table | str], lines: list[str], wrong: list[str], title: str) -> str:
+    """Return `parts` as a terminal of WIDTH columns shows them, then `lines`, then `wrong` below its `title`."""
+    console = Console(file=StringIO(), width=WIDTH)
     for part in parts:
         console.print(part)
     text = str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
@@ -272,7 +274,7 @@ def to_set(found: Findings) -> list[str]:
 MOST_COLUMNS = 12  # of a matrix, to fit a terminal
 
 
-def nodes_report(found: Findings, wrong: list[str], comparison: str | None = None, width: int = 110) -> str:
+def nodes_report(found: Findings, wrong: list[str], comparison: str | None = None) -> str:
     """Return the report as text for a terminal; `comparison` says whether one node would be faster."""
     parts: list[Table | str] = [_facts(found)]
     lines = []
@@ -294,7 +296,7 @@ def nodes_report(found: Findings, wrong: list[str], comparison: str | None = Non
     if settings := to_set(found):
         lines += ["what to set:", *(f"  - {line}" for line in settings)]
     lines += [comparison] if comparison else []
-    return _page(parts, lines, wrong, "what is wrong, and what to do:", width)
+    return _page(parts, lines, wrong, "what is wrong, and what to do:")
 
 
 def _facts(found: Findings) -> Table:

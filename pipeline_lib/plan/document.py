@@ -1,6 +1,6 @@
 """The content of plan.json as typed values, and its one reader.
 
-Values are optional: plans of schema 2 have no prediction, and a value that a plan does not have is not known.
+Values are optional: without a known machine there is no prediction, and a value that a plan does not have is not known.
 """
 
 from pathlib import Path
@@ -113,9 +113,9 @@ class Chosen(Part, extra="allow"):
     reshard: bool | str | None = None
     compile: bool | str | None = None
     save_async: bool | str | None = None
-    offload_activations: bool | str = "auto"  # plans of older code have none, and `auto` counts as off
-    kept_attention_layers: int | str = "auto"  # likewise, and it counts as all
-    context_ranks: int = 1  # likewise
+    offload_activations: bool | str = "auto"
+    kept_attention_layers: int | str = "auto"
+    context_ranks: int = 1
     save_every_steps: Count = None
     keep_last: Count = None
     timeout_s: Count = None
@@ -251,8 +251,7 @@ def bound_in_words(bound: str | None) -> str:
 class Prediction(Part):
     """The prediction for one way to train.
 
-    Values are of one optimizer step, except those of the run and the checkpoint. `words` describe the way, its strategy
-    first; plans of older code have none.
+    Values are of one optimizer step, except those of the run and the checkpoint. `words` begin with the strategy.
     """
 
     changes: Placement = Placement()
@@ -354,7 +353,7 @@ class PlanDocument(Part):
 
     @property
     def has_prediction(self) -> bool:
-        """Whether times are predicted; plans of schema 2 have no predicted times."""
+        """Whether times are predicted; without a known machine they are not."""
         return self.prediction.step_s.value is not None
 
 

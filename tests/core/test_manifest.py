@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.store import MANIFEST_NAME, SCHEMA, InputEntry, Manifest, describe_files, verify, write_manifest
 
 
@@ -109,7 +108,7 @@ def test_a_manifest_of_another_schema_is_refused_even_if_it_has_other_keys(seale
     edit_manifest(sealed, "schema_version", SCHEMA + 1)
     edit_manifest(sealed, "invented_later", True)
 
-    with pytest.raises(IntegrityError, match=f"schema {SCHEMA + 1}, this code reads 1 and {SCHEMA}"):
+    with pytest.raises(IntegrityError, match=f"schema {SCHEMA + 1}, this code reads {SCHEMA}"):
         verify(sealed)
 
 
@@ -136,14 +135,6 @@ def test_the_schema_version_changes_only_with_the_fields() -> None:
 def edit_manifest(root: Path, key: str, value: object) -> None:
     path = root / MANIFEST_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-
-
-def test_a_manifest_of_the_first_schema_is_read(sealed: Path) -> None:
-    content = read_json(sealed / MANIFEST_NAME)
-    for key in ("machine", "job"):
-        del content[key]
-    write_json(sealed / MANIFEST_NAME, {**content, "schema_version": 1})
-    assert verify(sealed).machine == ""
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_an_edited_manifest_of_the_model_is_named(model: Path) -> None:
         ("{", "damaged"),
         ("[" * 100_000, "damaged"),
         ('{"stage": 3}', r"damaged \(stage"),
-        ('{"schema_version": 9}', "schema 9, this code reads 1"),
+        ('{"schema_version": 9}', "schema 9, this code reads 2"),
         ("null", "damaged"),
         ('{"stage": "merge", "digest": "0", "spec": {}, "files": {}, "duration_s": 1e999}', r"damaged \(duration_s"),
     ],

@@ -49,10 +49,9 @@ def plan(steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def old_plan(steps: int) -> dict[str, Any]:
-    """What schema 2 held: no machine, no times, no words."""
-    new = ("machine", "workload", "prediction", "others", "words")
-    return {key: value for key, value in plan(steps).items() if key not in new} | {"schema": 2}
+def plan_without_times(steps: int) -> dict[str, Any]:
+    """A plan for a machine that is not known."""
+    return plan(steps) | {"machine": None, "prediction": None, "others": {}, "words": None}
 
 
 def gpu_plan(steps: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.charts import Chart
 from pipeline_lib.report.facts import _without_nulls
 from pipeline_lib.report.figures import memory_figure, phases_figure, timeline_figure
-from tests.report.fake_plans import GIB, gpu_plan, old_plan, plan
+from tests.report.fake_plans import GIB, gpu_plan, plan, plan_without_times
 
 
 def read(content: dict[str, Any]) -> PlanDocument:
@@ -58,7 +58,7 @@ def test_cpus_have_neither_a_limit_nor_a_reserve() -> None:
     chart = memory_figure(read(made))
     assert totals(chart)["ddp, chosen"] == pytest.approx(20_480_000 / 2**20)
     assert limits(chart) == []
-    assert totals(memory_figure(read(old_plan(10)))) == totals(memory_figure(read(plan(10))))
+    assert totals(memory_figure(read(plan_without_times(10)))) == totals(memory_figure(read(plan(10))))
 
 
 def test_the_bars_of_a_step_end_where_the_step_does() -> None:
@@ -85,7 +85,7 @@ def test_the_time_line_holds_every_segment_in_its_lane() -> None:
     ]
 
 
-def test_an_old_plan_has_no_times_to_draw() -> None:
-    assert phases_figure(read(old_plan(10)), {"step_s": 1.0, "forward_s": 0.4}) is None
-    assert timeline_figure(read(old_plan(10))) is None
+def test_a_plan_without_times_has_none_to_draw() -> None:
+    assert phases_figure(read(plan_without_times(10)), {"step_s": 1.0, "forward_s": 0.4}) is None
+    assert timeline_figure(read(plan_without_times(10))) is None
     assert memory_figure(PlanDocument()) is None

@@ -18,7 +18,7 @@ from pipeline_lib.report.charts import clip
 from pipeline_lib.report.figures import curves_of
 from pipeline_lib.report.page import render
 from tests.plan.test_context_choice import asked
-from tests.report.fake_plans import gpu_run, old_plan
+from tests.report.fake_plans import gpu_run, plan_without_times
 from tests.report.fakes import STEPS, World, facts_of, hostile_files, index, ledger, metrics, scores
 
 FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
@@ -345,8 +345,8 @@ def test_ways_of_a_plan_of_before_it_described_each_are_named_without_settings(w
     assert "fsdp n/a 460 ms" in shown
 
 
-def test_a_plan_of_before_there_were_predictions_is_shown_without(world: World) -> None:
-    world.files["train"]["plan.json"] = old_plan(STEPS)
+def test_a_plan_without_predicted_times_is_shown_without(world: World) -> None:
+    world.files["train"]["plan.json"] = plan_without_times(STEPS)
     shown = text_of(world)
     assert "Plan An optimizer step takes 32 blocks" in shown
     assert "19.5 MiB, 16.0 MiB of it model state" in shown
