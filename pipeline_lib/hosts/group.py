@@ -131,6 +131,9 @@ class HostGroup:
             return problems
         ports, reached = self._try_all(candidates, token)
         self.port = ports[self.links[0].host]
+        if len(candidates) == 1 and not any(candidates.values()):  # a host alone, without a network
+            self.addresses, self.interfaces = dict.fromkeys(candidates, "127.0.0.1"), dict.fromkeys(candidates, "lo")
+            return []
         for host, its in candidates.items():
             others = [other for other in self.hosts if other != host]
             common = [address for address in its if all(address in reached[other].get(host, ()) for other in others)]

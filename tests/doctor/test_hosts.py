@@ -214,6 +214,19 @@ def test_the_tasks_run_under_an_agent_of_this_machine(tmp_path: Path) -> None:
     assert list(store.root.glob(".hosts-*")) == []
 
 
+@needs_machines
+@pytest.mark.slow
+def test_a_host_alone_needs_no_network(tmp_path: Path) -> None:
+    code = (
+        "import os; from pathlib import Path; from tests.doctor.test_hosts import *; "
+        f"store = Store(Path({str(tmp_path)!r}) / 'store'); "
+        "host = HostsExamination([Host('localhost')], Cluster(cpu_ranks=2), store, Site(), os.environ); "
+        "print(host.findings(lambda _: None).numbers)"
+    )
+    offline = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-c", code]
+    assert subprocess.run(offline, cwd=ROOT, check=True, text=True, capture_output=True).stdout == "{0: 'localhost'}\n"
+
+
 # On two machines, with a cable of LINK_MBIT between them.
 
 
