@@ -1,16 +1,34 @@
 """What the first rows of a local data file show before anything runs: layout, pictures, preference data, damage."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from pipeline_lib.config.schema import FileData
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow, Content, WrongFile
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.read_files import CorpusFile, rejected, value_of
+
+T = TypeVar("T")
+MOST_BYTES = 1 << 25  # of text, of which a file's first rows are read
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What changes with the content of a file; the experiments of a sweep share what was read of one."""
+
+    size: int
+    mtime_ns: int
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return the stamp of the file at `path`. Raise OSError."""
+    status = path.stat()
+    return Stamp(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -27,13 +45,12 @@ def first_row(path: Path, source: FileData, *, may_be_bad: bool) -> FirstRow:
     If the row `may_be_bad`, the stage would put it aside and go on, so it is a problem only if the stage would stop in
     any case.
     """
-    status = path.stat()
     reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
-    return _first_row(path, (status.st_size, status.st_mtime_ns), reading, may_be_bad)
+    return _first_row(path, stamp_of(path), reading, may_be_bad)
 
 
 @lru_cache(maxsize=1024)
-def _first_row(path: Path, _stamp: tuple[int, int], reading: str, may_be_bad: bool) -> FirstRow:
+def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> FirstRow:
     """Return the first row, cached by the file's size and time: the experiments of a sweep share their files."""
     source = FileData.model_validate_json(reading)
     row_format = None if source.format == "auto" else source.format
@@ -54,19 +71,37 @@ def _first_row(path: Path, _stamp: tuple[int, int], reading: str, may_be_bad: bo
     return FirstRow(row_format)
 
 
-def first_contents(path: Path, source: FileData, most: int) -> tuple[list[Content], float]:
-    """Return the content of the first `most` rows of the file at `path`, and how many times as many rows it has.
+def first_rows(path: Path, source: FileData, most: int, of: Callable[[Content], T]) -> tuple[list[T], float]:
+    """Return `of` the content of the first rows of the file at `path`, and how many times as many rows it has.
 
-    Rows that cannot be used are left out: the tokenize stage tells what is wrong with them.
+    They are `most` at most, and of MOST_BYTES about. Rows that cannot be used are left out: the tokenize stage tells
+    what is wrong with them.
     """
-    file, contents, rows, layout = CorpusFile(path), list[Content](), 0, None
+    file, found, layout, read, share = CorpusFile(path), list[T](), None, 0, 1.0
     with suppress(DataError, WrongFile, OSError):
-        for row in islice(file, most):
-            rows += 1
+        for row in file:
+            offset = row.place.byte_offset
+            if read == most or (offset or 0) > MOST_BYTES:
+                share = file.fraction_read if offset is None else offset / _text_bytes(path)
+                break
+            read += 1
             with suppress(BadRow):
                 value = value_of(row)
                 if layout is None:
                     row_format = detect(value, source.columns) if source.format == "auto" else source.format
                     layout = Layout(row_format, source.columns, source.roles)
-                contents.append(to_content(value, layout))
-    return contents, 1.0 if rows < most or not file.fraction_read else 1 / file.fraction_read
+                found.append(of(to_content(value, layout)))
+    return found, 1 / min(1.0, share) if share else 1.0
+
+
+def _text_bytes(path: Path) -> int:
+    """Return the size of a file's text: gzip writes it at the end, modulo 2^32."""
+    size = path.stat().st_size
+    if path.suffix.lower() != ".gz":
+        return max(1, size)
+    with path.open("rb") as file:
+        file.seek(max(0, size - 4))
+        text = int.from_bytes(file.read(4), "little")
+    while text < size:  # text does not grow when it is compressed
+        text += 1 << 32
+    return text

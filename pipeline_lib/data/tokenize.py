@@ -320,7 +320,7 @@ def _refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Se
     if too_long.tokens <= positions:
         remedy = f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less), {shorten}"
     else:
-        remedy = f"the model takes {positions:,} tokens (without model.rope), so {shorten}"
+        remedy = f"{shorten}; max_tokens beyond the {positions:,} positions of the model needs model.rope"
     raise DataError(
         f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of {rows:,}, and "
         f"tokenize.over_long is error. The longest, {too_long.place}, has {too_long.tokens:,} tokens: {remedy}"

@@ -1,7 +1,9 @@
 """The amount of training data before there are blocks, estimated from the first rows of local files."""
 
+import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,15 +12,14 @@ from typing import Any
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Config, FileData, Tokenize
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.chat_template import thinking_of, without_thinking
 from pipeline_lib.data.conversations import Content, Text
-from pipeline_lib.data.first_rows import first_contents
-from pipeline_lib.data.read_files import ROWS_PER_UPDATE
+from pipeline_lib.data.first_rows import Stamp, first_rows, stamp_of
 from pipeline_lib.plan.workload import Workload
 
-_READ_ROWS = (
-    1024  # of a source's files together, or some of each; the others are extrapolated by the sizes of the files
-)
-_READ_FILES = 20  # of a source
+_READ_ROWS = 1024  # of the files of a source together
+_READ_ROWS_OF_FILE = 64  # of each at least
+_READ_FILES = 20  # of a source; the others are extrapolated by their sizes
 _SMALL_VOCABULARY = 16_384  # as the demo's, which cuts words into more tokens
 _MESSAGE_TOKENS = 5  # that the chat template adds to a message: its role, its start and its end
 _THOUGHT_TOKENS = 4  # and to an answer: an empty thinking block
@@ -82,11 +83,12 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
     `vocabulary` is the size of the model's, None if it is not known.
     """
     assumed, amounts = Workload.assumed(config), amounts_of(config, vocabulary)
-    if amounts is None or not amounts[1].samples:
+    if amounts is None:
         return assumed
-    expected, lengths = amounts[1], [amount.document_tokens for amount in amounts]
+    expected, lengths = amounts[1], [amount.document_tokens for amount in amounts if amount.samples]
     positions = assumed.real_fraction * assumed.block_tokens
-    held_out = expected.tokens * config.data.validation_fraction / (1 - config.data.validation_fraction)
+    sources = _of_sources(config, vocabulary) or []
+    held_out = config.data.validation_fraction * sum(own[1].tokens for _, own in sources)  # weights are of the training
     return replace(
         assumed,
         is_estimated=True,
@@ -101,71 +103,94 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
 def amounts_of(config: Config, vocabulary: int | None) -> list[Amount] | None:
     """Return what an epoch trains on, with the fewest, the expected and the most tokens of the texts.
 
-    None if some of the data is not in files that can be read here.
+    None if some of the data is not in files that can be read here, or if no sample is expected.
     """
+    sources, found = _of_sources(config, vocabulary), [Amount()] * len(_RATIOS)
+    for weight, own in sources or []:
+        used = weight * (1 - config.data.validation_fraction)
+        found = [amount + one * used for amount, one in zip(found, own, strict=True)]
+    return found if found[1].samples else None
+
+
+def _of_sources(config: Config, vocabulary: int | None) -> list[tuple[float, tuple[Amount, ...]]] | None:
+    """Return the weight of each source, and what is in it; None if some is not in files that can be read here."""
     ratios = _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
-    found = [Amount()] * len(ratios)
+    found = []
     for source in config.data.train:
-        own = _of_source(source, config.tokenize, ratios) if isinstance(source, FileData) else None
+        if not isinstance(source, FileData):
+            return None
+        try:
+            files = tuple((path, stamp_of(path)) for path in data_files(source.path, source.split))
+        except (DataError, OSError):  # named where the files are hashed
+            return None
+        own = _of_source(source.model_dump_json(), config.tokenize.model_dump_json(), ratios, files)
         if own is None:
             return None
-        found = [amount + one * (1 - config.data.validation_fraction) for amount, one in zip(found, own, strict=True)]
+        found.append((source.weight, own))
     return found
 
 
-def _of_source(source: FileData, tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[Amount] | None:
-    """Return what is in a source times its weight, for each of `ratios`; None if nothing can be read."""
-    try:
-        files = [(path, path.stat()) for path in data_files(source.path, source.split)]
-    except (DataError, OSError):  # named where the files are hashed
+@lru_cache(maxsize=256)
+def _of_source(
+    source_json: str, tokenize_json: str, ratios: tuple[_Ratio, ...], files: tuple[tuple[Path, Stamp], ...]
+) -> tuple[Amount, ...] | None:
+    """Return what is in `files` of a source, for each of `ratios`; None if nothing can be read.
+
+    Cached: the experiments of a sweep share their files. Where `max_rows` are read, they are the first.
+    """
+    source, tokenize = FileData.model_validate_json(source_json), Tokenize.model_validate_json(tokenize_json)
+    each = max(_READ_ROWS_OF_FILE, _READ_ROWS // max(1, len(files)))
+    left = float(source.max_rows or math.inf)
+    found, all_bytes, read_bytes = (Amount(),) * len(ratios), 0, 0
+    for number, (path, stamp) in enumerate(files):
+        all_bytes += stamp.size
+        if number >= _READ_FILES or left <= 0:
+            continue
+        rows, times = first_rows(path, source, each, _Row.of)
+        used = min(1.0, left / max(1.0, len(rows) * times))
+        left -= len(rows) * times
+        for row in rows:
+            own = row.amounts(tokenize, ratios)
+            found = tuple(amount + one * (times * used) for amount, one in zip(found, own, strict=True))
+        read_bytes += stamp.size if rows else 0
+    if not read_bytes:
         return None
-    each = max(1, _READ_ROWS // ROWS_PER_UPDATE // max(1, len(files))) * ROWS_PER_UPDATE
-    count, found = 0.0, [Amount()] * len(ratios)
-    all_bytes, read_bytes = 0, 0
-    reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
-    for number, (path, status) in enumerate(files):
-        all_bytes += status.st_size
-        if number < _READ_FILES:
-            rows, scale = _rows_of_file(path, (status.st_size, status.st_mtime_ns), reading, each)
-            count += len(rows) * scale
-            for row in rows:
-                own = row.amounts(tokenize, ratios)
-                found = [amount + one * scale for amount, one in zip(found, own, strict=True)]
-            read_bytes += status.st_size if rows else 0
-    if not count:
-        return None
-    all_files = all_bytes / max(1, read_bytes)
-    used = min(1.0, source.max_rows / (count * all_files)) if source.max_rows else 1.0
-    return [amount * (all_files * used * source.weight) for amount in found]
+    others = all_bytes / read_bytes
+    if source.max_rows:  # the files that were not read have some of the rows that are left, or none
+        rows_read = source.max_rows - left
+        others = min(others, max(1.0, source.max_rows / max(1.0, rows_read)))
+    return tuple(amount * others for amount in found)
 
 
 @dataclass(frozen=True)
 class _Length:
-    """The length of texts: characters of Chinese, Japanese and Korean, and bytes of UTF-8 of the rest."""
+    """The length of a text: characters of Chinese, Japanese and Korean, and bytes of UTF-8 of the rest."""
 
     rest_bytes: int = 0
     cjk: int = 0
-
-    def __add__(self, other: "_Length") -> "_Length":
-        return _Length(self.rest_bytes + other.rest_bytes, self.cjk + other.cjk)
 
     def tokens(self, ratio: _Ratio) -> float:
         return self.rest_bytes * ratio.of_byte + self.cjk * ratio.of_cjk
 
     @classmethod
-    def of(cls, value: Any) -> "_Length":
-        """Return the length of all texts in `value`."""
-        if isinstance(value, str):
-            runs = _CJK.findall(value)
-            cjk, cjk_bytes = sum(map(len, runs)), sum(len(run.encode(errors="replace")) for run in runs)
-            return cls(len(value.encode(errors="replace")) - cjk_bytes, cjk)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return sum(map(cls.of, parts), cls())
+    def of(cls, text: str) -> "_Length":
+        runs = _CJK.findall(text)
+        cjk, cjk_bytes = sum(map(len, runs)), sum(len(run.encode(errors="replace")) for run in runs)
+        return cls(len(text.encode(errors="replace")) - cjk_bytes, cjk)
+
+    @classmethod
+    def of_json(cls, value: Any) -> "_Length":
+        return cls.of(json.dumps(value, ensure_ascii=False, default=str)) if value else cls()
 
 
 @dataclass(frozen=True)
 class _Message:
+    """The text of a message with its calls, the thinking before it, and whether it is trained on."""
+
+    role: str
     text: _Length
+    calls: _Length
+    thinking: _Length
     is_trained: bool
 
 
@@ -174,64 +199,72 @@ class _Row:
     """The texts of a row: a raw text alone, or messages and tools."""
 
     raw: _Length
+    tools: _Length
     messages: tuple[_Message, ...]
 
     @classmethod
     def of(cls, content: Content) -> "_Row":
         if isinstance(content, Text):
-            return cls(_Length.of(content.text), ())
-        texts = [_Length.of([text for key, text in message.items() if key != "role"]) for message in content.messages]
-        messages = (_Message(text, number in content.supervised) for number, text in enumerate(texts))
-        return cls(_Length.of(content.tools), tuple(messages))
+            return cls(_Length.of(content.text), _Length(), ())
+        messages = tuple(
+            _Message(
+                message["role"],
+                _Length.of(without_thinking(message)["content"]),
+                _Length.of_json(message.get("tool_calls")),
+                _Length.of(thinking_of(message) if message["role"] == "assistant" else ""),
+                number in content.supervised,
+            )
+            for number, message in enumerate(content.messages)
+        )
+        return cls(_Length(), _Length.of_json(content.tools), messages)
 
     def amounts(self, tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[Amount]:
         """Return what the tokenize stage makes of the row, for each of `ratios`.
 
         A sample counts as dropped if even the fewest tokens are too many: the stage fails if more than a few are.
-        Answers of one conversation share a sample under some chat templates: so it is with the fewest tokens only.
+        Answers of one conversation share a sample under some chat templates: so it is with the fewest tokens, if that
+        sample is not too long.
         """
-        found = []
-        for number, ratio in enumerate(ratios):
-            are_shared = number == 0
-            samples = zip(*(self._samples(one, tokenize, are_shared) for one in (ratio, ratios[0])), strict=True)
-            found.append(sum((self._kept(sample, fewest, tokenize) for sample, fewest in samples), Amount()))
+        each = [list(self._samples(ratio, tokenize)) for ratio in ratios]
+        fewest = each[0]
+        found = [
+            sum((self._kept(*pair, tokenize) for pair in zip(samples, fewest, strict=True)), Amount())
+            for samples in each
+        ]
+        if len(fewest) > 1 and fewest[-1].tokens <= tokenize.max_tokens:
+            found[0] = replace(fewest[-1], supervised=sum(sample.supervised for sample in fewest))
         return found
 
-    def _samples(self, ratio: _Ratio, tokenize: Tokenize, are_shared: bool) -> list[Amount]:
-        """Return each sample as long as it is."""
-        tokens, supervised = self.raw.tokens(ratio), 0.0
+    def _samples(self, ratio: _Ratio, tokenize: Tokenize) -> Iterator[Amount]:
+        """Yield each sample as long as it is: a raw text, or a conversation up to each answer that is trained on."""
         if not self.messages:
-            return [Amount(1, tokens, tokens, tokens * tokens)]
-        found = []
-        for message in self.messages:
-            tokens += message.text.tokens(ratio) + _MESSAGE_TOKENS
-            if message.is_trained:
-                trained = message.text.tokens(ratio) + _END_TOKENS
-                supervised = supervised + trained if are_shared else trained
-                full = tokens + _THOUGHT_TOKENS
-                found.append(Amount(1, full, supervised, full * full))
-        return found[-1:] if are_shared or tokenize.train_on == "last_assistant" else found
+            yield _sample(self.raw.tokens(ratio), self.raw.tokens(ratio))
+            return
+        tokens = (self.tools if self.tools != _Length() else _Length.of(" ".join(tokenize.tools))).tokens(ratio)
+        if tokenize.system and self.messages[0].role != "system":
+            tokens += _Length.of(tokenize.system).tokens(ratio) + _MESSAGE_TOKENS
+        last = max(number for number, message in enumerate(self.messages) if message.role == "assistant")
+        for number, message in enumerate(self.messages):
+            written = message.text.tokens(ratio) + message.calls.tokens(ratio)
+            thought = 0.0 if tokenize.thinking == "strip" else message.thinking.tokens(ratio)
+            tokens += written + _MESSAGE_TOKENS
+            if message.is_trained and (tokenize.train_on != "last_assistant" or number == last):
+                trained = written + _END_TOKENS + (thought if tokenize.thinking == "keep" else 0.0)
+                yield _sample(tokens + thought + _THOUGHT_TOKENS, trained)
 
     def _kept(self, sample: Amount, fewest: Amount, tokenize: Tokenize) -> Amount:
-        """Return what is left of a sample; of a conversation that is split, what ends within the limit."""
+        """Return what is left of a sample."""
         most = tokenize.max_tokens
         if sample.tokens <= most:
             return sample
         if tokenize.over_long == "split" and not self.messages:
             pieces = math.ceil(sample.tokens / most)
             return replace(sample, samples=pieces, squares=sample.squares / pieces)
-        if tokenize.over_long == "truncate":
-            supervised = sample.supervised - (sample.tokens - most)
-        else:
-            supervised = sample.supervised if fewest.tokens <= most else 0.0
-        return Amount(1, most, supervised, most * most) if supervised > 0 else Amount()
+        cut = max(0.0, fewest.tokens - most)
+        if cut and (tokenize.over_long != "truncate" or fewest.supervised <= cut):
+            return Amount()  # also if truncation would leave only the prompt
+        return Amount(1, most, max(0.0, sample.supervised - (sample.tokens - most)), most * most)
 
 
-@lru_cache(maxsize=1024)
-def _rows_of_file(path: Path, _stamp: tuple[int, int], reading: str, most: int) -> tuple[list[_Row], float]:
-    """Return a file's first rows, `most` at most, and how many times as many rows it has.
-
-    Cached by the file's size and time: the experiments of a sweep share their files.
-    """
-    contents, scale = first_contents(path, FileData.model_validate_json(reading), most)
-    return [_Row.of(content) for content in contents], scale
+def _sample(tokens: float, supervised: float) -> Amount:
+    return Amount(1, tokens, supervised, tokens * tokens)

@@ -52,7 +52,7 @@ _NEXT = 2  # changes among what to do next; all of them stand under `what would 
 
 @dataclass(frozen=True)
 class Question:
-    """All that a plan is computed from. `blocks` is None while there are none; then `workload` is assumed.
+    """All that a plan is computed from. `blocks` is None while there are none; `workload` is estimated or assumed then.
 
     `held` are keys that `strategy: auto` keeps, `measured` is what a cluster.json says. `repetition` says what it
     costs that conversations become several samples; it is empty if that costs nothing or is not known yet.

@@ -24,6 +24,7 @@ from pipeline_lib.core.run_folder import CHECKPOINTS
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.core.units import gigabytes
+from pipeline_lib.data.first_rows import first_row
 from pipeline_lib.model.families import PLANNED, SUPPORTED
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
@@ -43,7 +44,7 @@ from pipeline_lib.plan.stages import Run, later_problems, stored_bytes
 
 # Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
 #
-# They cost milliseconds, load nothing heavy, and pass over what is not known yet; the plan stage checks again.
+# They load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 
 
 PLANNED_ONLY = f"models of type {' and '.join(PLANNED)} are planned here, and only {', '.join(SUPPORTED)} are trained"
@@ -132,9 +133,6 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
     """Yield why the data cannot be tokenized, by the first rows of local files, unless they are tokenized already."""
     if is_sealed(config, store, "tokenize"):
         return
-    # Imported here because it reads columnar files with Arrow, which takes a moment.
-    from pipeline_lib.data.first_rows import first_row
-
     formats: set[str | None] = set()
     for number, source in enumerate(config.data.train):
         if not isinstance(source, FileData):

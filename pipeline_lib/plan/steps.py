@@ -159,7 +159,7 @@ def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
     )
 
 
-# Steps before there are blocks: the number of rows and the length of their texts, from the first rows of each file.
+# Steps before there are blocks, by the amounts of amounts.py.
 
 _UNFILLED = 0.5  # of a sample's length, which a block has no room for if all are about as long
 _KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and the number of rows is extrapolated
@@ -171,13 +171,14 @@ class Steps:
 
     epoch: tuple[int, int, int] | None
     run: tuple[int, int, int]
+    is_estimated: bool = False
 
     def in_words(self) -> str:
         """Return both in words, and what an estimate is based on."""
-        words, is_exact = _banded(self.run), self.epoch is None or self.epoch[0] == self.epoch[2]
+        words = _banded(self.run)
         if self.epoch is not None and self.epoch != self.run:
-            words += f", {'' if is_exact else 'about '}{self.epoch[1]:,} an epoch"
-        return words if is_exact else f"{words}, estimated from the first rows of the files"
+            words += f", {'about ' if self.is_estimated else ''}{self.epoch[1]:,} an epoch"
+        return f"{words}, estimated from the first rows of the files" if self.is_estimated else words
 
     @classmethod
     def of(cls, batch: BatchPlan) -> "Steps | None":
@@ -195,7 +196,7 @@ def _banded(steps: tuple[int, int, int]) -> str:
 
 
 def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) -> Steps | None:
-    """Return the steps by the first rows of the config's files; None if some of its data is not in files here.
+    """Return the steps by the first rows of the config's files; None if `amounts_of` expects nothing.
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
@@ -208,14 +209,13 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
             bounds.append(amount.samples * kept_rows / config.train.global_batch_samples)
         else:
             bounds.append(amount.tokens * min(1.0, kept_rows) / batch.tokens_per_step)
-    low, value, high = bounds
     if config.train.global_batch_samples is None:
-        high /= 1 - _UNFILLED * amounts[1].tokens_per_sample / batch.block_tokens
-    epoch = max(1, math.floor(low)), max(1, round(value)), max(1, math.ceil(high))
+        bounds[2] /= 1 - _UNFILLED * amounts[1].tokens_per_sample / batch.block_tokens
+    epoch = max(1, math.floor(min(bounds))), max(1, round(bounds[1])), max(1, math.ceil(max(bounds)))
     if batch.steps is not None:  # train.max_steps
-        return Steps(epoch, (batch.steps,) * 3)
+        return Steps(epoch, (batch.steps,) * 3, is_estimated=True)
     low, value, high = (math.ceil(steps * config.train.epochs) for steps in epoch)
-    return Steps(epoch, (low, value, high))
+    return Steps(epoch, (low, value, high), is_estimated=True)
 
 
 _LONGER_THAN_MEAN = 2.5  # times: so long are samples that a limit must not drop

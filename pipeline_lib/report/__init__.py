@@ -1,1 +1,1 @@
-"""The experiment report, the record for DVC, and the results of sweeps and rehearsals."""
+"""The experiment report, and the record for DVC."""

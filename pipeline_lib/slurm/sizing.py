@@ -16,7 +16,6 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
-from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import Question, answer, question_of
 from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.plan.memory import host_need_of_plan
@@ -32,6 +31,7 @@ from pipeline_lib.plan.stages import (
     tokenize_need,
     verifying_s,
 )
+from pipeline_lib.plan.workload import Workload
 from pipeline_lib.slurm.cluster import Group, Request, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.site import Site
 
@@ -216,7 +216,8 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[G
         f"partition with more time ({where_set('partition' if run.gpus else 'cpu_partition')})"
     )
     if run.workload.is_assumed:
-        warn(f"{problem}; the amount of held-out data is only estimated from the first rows so far")
+        held_out = "estimated from the first rows" if run.workload.is_estimated else "not counted"
+        warn(f"{problem}; the held-out data is {held_out} so far")
     else:
         yield problem
 
@@ -237,7 +238,7 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
 
 def _run_of(config: Config, store: Store) -> Run:
     """Return what is known of the experiment for its stages."""
-    geometry, machine, workload = None, None, expected_workload(config, None)
+    geometry, machine, workload = None, None, Workload.assumed(config)
     with suppress(PipelineError):
         question = question_of(config, store)
         machine, geometry, workload = question.machine, question.geometry, question.workload

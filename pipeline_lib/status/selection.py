@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag
-from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, unreadable
@@ -54,6 +54,7 @@ class Selector:
     store: Store
     _catalogs: dict[Path, Catalog] = field(default_factory=dict)
     _dags: dict[str, Dag] = field(default_factory=dict)
+    _sweeps: dict[Path, Sweeps] = field(default_factory=dict)
 
     def catalog(self, store: Store) -> Catalog:
         """Return the catalog of `store`."""
@@ -81,9 +82,18 @@ class Selector:
             return one.dag, one.of(one.dag)
         if not one.frozen.parts:
             raise unreadable(one.frozen)
-        path = Sweeps(one.catalog, LOGS, []).latest_of(one.frozen) or one.frozen.path
-        dag = self._dags[str(path)] = self._dags.get(str(path)) or Dag.thaw(path, one.catalog.store)
+        if one.catalog.folder not in self._sweeps:
+            self._sweeps[one.catalog.folder] = Sweeps(one.catalog, LOGS, [])
+        path = self._sweeps[one.catalog.folder].latest_of(one.frozen) or one.frozen.path
+        try:
+            dag = self._thawed(path, one.catalog.store)
+        except IntegrityError:  # another experiment of the sweep was removed, or is damaged
+            dag = self._thawed(one.frozen.path, one.catalog.store)
         return dag, one.of(dag)
+
+    def _thawed(self, path: Path, store: Store) -> Dag:
+        dag = self._dags[str(path)] = self._dags.get(str(path)) or Dag.thaw(path, store)
+        return dag
 
     def _meant_by(self, text: str, all_of_them: bool) -> list[Chosen]:
         if text.endswith(_SUFFIXES) and Path(text).is_file():

@@ -99,7 +99,7 @@ def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_fo
     project.edit("train: {precision: fp32", "cluster: {gpus_per_node: 1, gpu: a10}\ntrain: {precision: bf16")
     output = fails_with(project, "train.strategy: ddp needs ", target="-n", code=2)
     assert "Error in" not in output
-    assert ": plan (1 cuda ranks)" in project.snakemake("-n", "plan").stdout
+    assert ": plan (1 cuda rank)" in project.snakemake("-n", "plan").stdout
 
 
 @pytest.mark.slow

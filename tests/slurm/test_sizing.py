@@ -344,7 +344,9 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     )
     assert warned == []
     assert list(too_long_evaluation(large, store, site, [SMALL, fast], warned.append)) == []
-    assert re.match("evaluate: takes about .* estimated from the first rows", warned.pop())  # no reason to refuse it
+    assert re.match(
+        "evaluate: takes about .* is estimated from the first rows so far", warned.pop()
+    )  # no reason to refuse it
 
     def with_blocks(config: Config, store: Store) -> Question:
         question = question_of(config, store)

@@ -11,6 +11,7 @@ from pipeline_lib.cli.main import parser
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import Reached, decide, decision_path, write_record
 from pipeline_lib.core.errors import ConfigError, IntegrityError
+from pipeline_lib.status.selection import Selector
 from tests.status.stubs import CONFIG, Desk
 
 
@@ -94,3 +95,13 @@ def test_summary_has_a_line_for_each_of_several_and_knows_who_was_stopped_by_a_s
         rows("other")
     with pytest.raises(ConfigError, match="it chooses from one config file, and 2 were given"):
         rows("a.yaml", "b.yaml", "--experiment", "x")
+
+
+def test_an_experiment_is_found_whose_sweep_has_lost_another(desk: Desk) -> None:
+    """As `store gc --keep-experiments` leaves it."""
+    dag = desk.sweep()
+    selector = Selector(desk.store)
+    kept, lost = (selector.chosen([one.name])[0] for one in dag.experiments)
+    lost.frozen.path.unlink()
+    opened, experiment = selector.opened(kept)
+    assert (experiment.name, len(opened.experiments)) == (kept.frozen.name, 1)
