@@ -378,7 +378,7 @@ def test_check_says_what_it_can_where_the_hub_is_out_of_reach(
     local = BIG.replace("{source: huggingface, name: owner/rows}", "{source: file, path: rows.jsonl}")
     done = plan(config=local.replace("strategy: auto", "strategy: auto, method: lora"), command="check")
     assert done.returncode == 69, done.stderr
-    assert "config.yaml: 1 optimizer step\n" in done.stdout
+    assert "config.yaml: 1 optimizer step, estimated from the first rows of the files\n" in done.stdout
     assert "no route to the hub. Beside that, config/config.yaml has no problems that can be seen" in done.stderr
 
 
