@@ -10,7 +10,7 @@ from typing import TypeVar
 from pipeline_lib.config.schema import FileData
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import BadRow, Content, WrongFile
-from pipeline_lib.data.layouts import Layout, detect, to_content
+from pipeline_lib.data.layouts import layout_of, to_content
 from pipeline_lib.data.read_files import CorpusFile, rejected, value_of
 
 T = TypeVar("T")
@@ -60,8 +60,9 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
         row = next(iter(file))
         try:
             value = value_of(row)
-            row_format = row_format or detect(value, source.columns)
-            to_content(value, Layout(row_format, source.columns, source.roles))
+            layout = layout_of(value, source)
+            row_format = layout.format
+            to_content(value, layout)
         except BadRow as bad:
             return FirstRow(row_format, None if may_be_bad else f"{row.place}: {rejected(row, bad).detail}")
         except WrongFile as wrong:
@@ -87,9 +88,7 @@ def first_rows(path: Path, source: FileData, most: int, of: Callable[[Content], 
             read += 1
             with suppress(BadRow):
                 value = value_of(row)
-                if layout is None:
-                    row_format = detect(value, source.columns) if source.format == "auto" else source.format
-                    layout = Layout(row_format, source.columns, source.roles)
+                layout = layout or layout_of(value, source)
                 found.append(of(to_content(value, layout)))
     return found, 1 / min(1.0, share) if share else 1.0
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from pipeline_lib.config.schema import IGNORE
+from pipeline_lib.config.schema import IGNORE, Rows
 from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import (
     BadRow,
@@ -444,6 +444,15 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
         _check_examples(fields, labels=False)
         raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(row, columns)}")
     return fitting[0]
+
+
+def layout_of(row: Any, reading: Rows) -> Layout:
+    """Return the layout of the file whose first usable row is `row`: detected, unless `reading` names it.
+
+    Raises what `detect` raises.
+    """
+    row_format = detect(row, reading.columns) if reading.format == "auto" else reading.format
+    return Layout(row_format, reading.columns, reading.roles)
 
 
 def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Content:

@@ -41,7 +41,7 @@ from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tok
 from pipeline_lib.data.conversations import BadRow, WrongFile
 from pipeline_lib.data.documents import ARRAYS, Samples
 from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, Encoder, WrongIds
-from pipeline_lib.data.layouts import Layout, detect
+from pipeline_lib.data.layouts import Layout, layout_of
 from pipeline_lib.data.ledger import (
     Encoded,
     FileLedger,
@@ -174,7 +174,7 @@ class Source:
         for row in file:
             if layout is None:
                 try:
-                    layout = Layout(detect(value_of(row), reading.columns), reading.columns, reading.roles)
+                    layout = layout_of(value_of(row), reading)
                     first = shown(row)
                 except BadRow:
                     pass  # a worker detects the format again and rejects the row

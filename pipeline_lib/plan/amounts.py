@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +77,22 @@ class Amount:
         return Amount(self.samples * factor, self.tokens * factor, self.supervised * factor, self.squares * factor)
 
 
+_Source = tuple[float, tuple[Amount, ...]]  # the weight of a source, and what is in it
+
+
 def expected_workload(config: Config, vocabulary: int | None) -> Workload:
     """Return the workload by the first rows of the config's files; if they are not all here, what is assumed of any.
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
-    assumed, amounts = Workload.assumed(config), amounts_of(config, vocabulary)
+    assumed, sources = Workload.assumed(config), _of_sources(config, vocabulary)
+    amounts = _trained(config, sources)
     if amounts is None:
         return assumed
     expected, lengths = amounts[1], [amount.document_tokens for amount in amounts if amount.samples]
     positions = assumed.real_fraction * assumed.block_tokens
-    sources = _of_sources(config, vocabulary) or []
-    held_out = config.data.validation_fraction * sum(own[1].tokens for _, own in sources)  # weights are of the training
+    # The weights are of the training.
+    held_out = config.data.validation_fraction * sum(own[1].tokens for _, own in sources)
     return replace(
         assumed,
         is_estimated=True,
@@ -105,27 +109,31 @@ def amounts_of(config: Config, vocabulary: int | None) -> list[Amount] | None:
 
     None if some of the data is not in files that can be read here, or if no sample is expected.
     """
-    sources, found = _of_sources(config, vocabulary), [Amount()] * len(_RATIOS)
-    for weight, own in sources or []:
+    return _trained(config, _of_sources(config, vocabulary))
+
+
+def _trained(config: Config, sources: list[_Source]) -> list[Amount] | None:
+    found = [Amount()] * len(_RATIOS)
+    for weight, own in sources:
         used = weight * (1 - config.data.validation_fraction)
         found = [amount + one * used for amount, one in zip(found, own, strict=True)]
     return found if found[1].samples else None
 
 
-def _of_sources(config: Config, vocabulary: int | None) -> list[tuple[float, tuple[Amount, ...]]] | None:
-    """Return the weight of each source, and what is in it; None if some is not in files that can be read here."""
+def _of_sources(config: Config, vocabulary: int | None) -> list[_Source]:
+    """Return all sources; none if some is not in files that can be read here."""
     ratios = _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
     found = []
     for source in config.data.train:
         if not isinstance(source, FileData):
-            return None
+            return []
         try:
             files = tuple((path, stamp_of(path)) for path in data_files(source.path, source.split))
         except (DataError, OSError):  # named where the files are hashed
-            return None
+            return []
         own = _of_source(source.model_dump_json(), config.tokenize.model_dump_json(), ratios, files)
         if own is None:
-            return None
+            return []
         found.append((source.weight, own))
     return found
 
@@ -140,13 +148,14 @@ def _of_source(
     """
     source, tokenize = FileData.model_validate_json(source_json), Tokenize.model_validate_json(tokenize_json)
     each = max(_READ_ROWS_OF_FILE, _READ_ROWS // max(1, len(files)))
+    row_of = partial(_Row.of, system=_Length.of(tokenize.system or ""), tools=_Length.of(" ".join(tokenize.tools)))
     left = float(source.max_rows or math.inf)
     found, all_bytes, read_bytes = (Amount(),) * len(ratios), 0, 0
     for number, (path, stamp) in enumerate(files):
         all_bytes += stamp.size
         if number >= _READ_FILES or left <= 0:
             continue
-        rows, times = first_rows(path, source, each, _Row.of)
+        rows, times = first_rows(path, source, each, row_of)
         used = min(1.0, left / max(1.0, len(rows) * times))
         left -= len(rows) * times
         for row in rows:
@@ -203,7 +212,8 @@ class _Row:
     messages: tuple[_Message, ...]
 
     @classmethod
-    def of(cls, content: Content) -> "_Row":
+    def of(cls, content: Content, system: _Length, tools: _Length) -> "_Row":
+        """Return the texts of `content`; `system` and `tools` are those of conversations without their own."""
         if isinstance(content, Text):
             return cls(_Length.of(content.text), _Length(), ())
         messages = tuple(
@@ -216,7 +226,9 @@ class _Row:
             )
             for number, message in enumerate(content.messages)
         )
-        return cls(_Length(), _Length.of_json(content.tools), messages)
+        if system != _Length() and messages[0].role != "system":
+            messages = (_Message("system", system, _Length(), _Length(), is_trained=False), *messages)
+        return cls(_Length(), _Length.of_json(content.tools) if content.tools else tools, messages)
 
     def amounts(self, tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[Amount]:
         """Return what the tokenize stage makes of the row, for each of `ratios`.
@@ -240,9 +252,7 @@ class _Row:
         if not self.messages:
             yield _sample(self.raw.tokens(ratio), self.raw.tokens(ratio))
             return
-        tokens = (self.tools if self.tools != _Length() else _Length.of(" ".join(tokenize.tools))).tokens(ratio)
-        if tokenize.system and self.messages[0].role != "system":
-            tokens += _Length.of(tokenize.system).tokens(ratio) + _MESSAGE_TOKENS
+        tokens = self.tools.tokens(ratio)
         last = max(number for number, message in enumerate(self.messages) if message.role == "assistant")
         for number, message in enumerate(self.messages):
             written = message.text.tokens(ratio) + message.calls.tokens(ratio)
