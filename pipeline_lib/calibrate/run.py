@@ -4,6 +4,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from io import StringIO
@@ -22,7 +23,13 @@ from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.units import GIGA, TERA, brief, gbit_per_s
 from pipeline_lib.doctor import machine
 from pipeline_lib.doctor.machine import UNMEASURED, Unmeasured, measured
-from pipeline_lib.launch.environment import LOOPBACK, PLACE_IN_WORLD, allocator_settings, dist_environment, free_port
+from pipeline_lib.launch.environment import (
+    PLACE_IN_WORLD,
+    allocator_settings,
+    dist_environment,
+    private_rendezvous,
+    rank_environments,
+)
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.cluster import SCHEMA
 from pipeline_lib.plan.machine import Gpu, Pass, find_gpu
@@ -209,7 +216,7 @@ class Calibration:
         launched = launched_environment(environ)
         if device == "cuda":
             ranks = min(ranks or config.cluster.gpus_per_node or facts["gpus"], facts["gpus"])
-        local = rank_environments({**environ, **common}, ranks or config.cluster.cpu_ranks)
+        local = local_environments({**environ, **common}, ranks or config.cluster.cpu_ranks)
         environs = local if launched is None else ({**launched, **common},)
         model = config.model
         name = "tiny" if model.source == "tiny" else Path(model.path).name if model.source == "local" else model.name
@@ -223,11 +230,15 @@ class Calibration:
         ranks = int(self.environs[0]["WORLD_SIZE"])
         if self.is_first:
             say(f"calibrate: {ranks} rank{'s' if ranks > 1 else ''} on {self.task.device}, for {self.model}")
-        with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        is_launched = "MASTER_ADDR" in self.environs[0]
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-"))
+            rendezvous = {} if is_launched else stack.enter_context(private_rendezvous())
             path = Path(folder) / "task.json"
             write_text(path, self.task.as_json())
+            environs = [{**environ, **rendezvous} for environ in self.environs]
             try:
-                answers = machine.run_children(["measure", "--task", str(path)], self.environs, self.deadline_s)
+                answers = machine.run_children(["measure", "--task", str(path)], environs, self.deadline_s)
             except Unmeasured as error:
                 advice = "`python -m pipeline_lib doctor` says what is wrong with this machine"
                 raise PipelineError(f"calibrate: a rank did not measure: {error}; {advice}") from error
@@ -257,12 +268,10 @@ def launched_environment(environ: Mapping[str, str]) -> dict[str, str] | None:
     return placed if int(placed.get("WORLD_SIZE", "1")) > 1 else None
 
 
-def rank_environments(environ: Mapping[str, str], ranks: int) -> tuple[dict[str, str], ...]:
-    """Return an environment for each of `ranks` local ranks: `environ` with the rendezvous and rank variables."""
+def local_environments(environ: Mapping[str, str], ranks: int) -> tuple[dict[str, str], ...]:
+    """Return an environment for each of `ranks` ranks of this machine, without where they meet."""
     common = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
-    common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
-    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    return tuple(dist_environment(made) for made in rank_environments(common, ranks))
 
 
 # The printed report: measured rates and costs with units, beside the figures of the GPUs' data sheets.

@@ -52,10 +52,8 @@ def add_to(commands: Any) -> None:
     rank.add_argument("--resume-from", type=Path)
     rank.set_defaults(command=run_rank)
     node = commands.add_parser("node", description="starts the ranks of one node; started by srun or by an agent")
-    node.add_argument("--launcher", choices=("torchrun", "accelerate", "deepspeed"), required=True)
-    for option in ("--nodes", "--ranks-per-node", "--timeout-s"):
+    for option in ("--nodes", "--ranks-per-node"):
         node.add_argument(option, type=int, required=True)
-    node.add_argument("--run-dir", type=Path, required=True)
     node.add_argument("program", nargs="+", help="what each rank is: `rank` or `probe`, with its arguments")
     node.set_defaults(command=run_node)
     agent = commands.add_parser("agent", description="works for a training on this host; started by `train` over ssh")
@@ -205,20 +203,24 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def run_node(arguments: argparse.Namespace) -> None:
-    """Start the ranks of this node and exit with their code; the stage reports what went wrong."""
+    """Start the ranks of this node and exit with the code of the first that fails; the stage reports what went wrong.
+
+    SLURM's warnings reach every process of a step. This program ignores them, and so do its ranks until they handle
+    them, which save first.
+    """
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     die_with_owner(os.environ)
 
-    from pipeline_lib.launch.stage import Node
+    from pipeline_lib.launch.environment import NODE_VARIABLE
+    from pipeline_lib.launch.spawn import run_ranks
 
-    node = Node(
-        launcher=arguments.launcher,
-        nodes=arguments.nodes,
-        ranks_per_node=arguments.ranks_per_node,
-        timeout_s=arguments.timeout_s,
-        run_dir=arguments.run_dir,
-        program=arguments.program,
-    )
-    sys.exit(node.run(os.environ))
+    node = int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_NODEID"])
+    failed = run_ranks(arguments.program, os.environ, arguments.ranks_per_node, arguments.nodes, node)
+    if failed is None:
+        return
+    code = failed.exit_code
+    sys.exit(code if code > 0 else 128 - code)  # as a shell says that a signal killed it
 
 
 def run_agent(_: argparse.Namespace) -> None:

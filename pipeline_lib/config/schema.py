@@ -343,10 +343,10 @@ class Cluster(Section):
         description="path of a cluster.json from `python -m pipeline_lib calibrate`; the plan then uses measured rates",
     )
     cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks of a node without GPUs")
-    launcher: Literal["auto", "torchrun", "accelerate", "deepspeed", "srun"] = Field(
+    launcher: Literal["auto", "spawn", "srun"] = Field(
         "auto",
-        description="program that starts the ranks; `auto` is `srun` within a SLURM job (one task per rank),"
-        " `torchrun` elsewhere",
+        description="what starts the ranks: `srun` (one task per rank, within a SLURM job) or `spawn` (one process on"
+        " each node, which starts its ranks); `auto` is `srun` within a SLURM job, `spawn` elsewhere",
     )
     cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="CPU threads of a rank")
     memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(

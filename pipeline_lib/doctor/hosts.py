@@ -58,7 +58,7 @@ class HostsExamination:
         folder = self.store.root.resolve()
         with token_in([folder]) as token:
             arguments = ProbeArguments(str(folder), token, place.device)
-            order = HostOrder.common(place, self._environ(allocation, group), int(START_S), folder, arguments)
+            order = HostOrder.common(place, self._environ(allocation, group), folder, arguments)
             within_s = START_S + ROUND_S * len(self.hosts) + ALL_S
             ended = group.run(order, take, threading.Event(), within_s)
             found.unseen = unseen_answers(folder, token, found.wrote())
@@ -77,7 +77,7 @@ def place_of(cluster: Cluster | None, facts: Mapping[str, Facts], allocation: Al
     """Return where the tasks run: as `cluster` says, else on all GPUs that each host has, else one on each host."""
     nodes = len(facts)
     wanted = cluster or Cluster(gpus_per_node=min(len(found.gpus) for found in facts.values()), cpu_ranks=1)
-    return Place("torchrun", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation)
+    return Place("spawn", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation)
 
 
 def _add_ends(found: Findings, ended: Ended) -> None:

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from pipeline_lib.core.errors import BUG, PipelineError
 from pipeline_lib.core.text import redact, shortened
 from pipeline_lib.core.units import count
-from pipeline_lib.launch.environment import LOOPBACK, free_port
+from pipeline_lib.launch.environment import PLACE_IN_WORLD, dist_environment, private_rendezvous, rank_environments
 
 # Facts: measured values by section and name; a section that could not be measured has the reason instead.
 
@@ -312,11 +312,11 @@ def exchange(environ: Mapping[str, str], device: str, ranks: int, timeout_s: flo
 
     Raise Unmeasured if a rank fails or the deadline passes.
     """
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        common = {**environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-        common["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, private_rendezvous() as rendezvous:
+        common = {name: value for name, value in environ.items() if name not in PLACE_IN_WORLD}
+        common |= {**rendezvous, "OMP_NUM_THREADS": "1"}
         log_nccl(common, folder)
-        environs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        environs = [dist_environment(made) for made in rank_environments(common, ranks)]
         answers = run_children(["probe", "exchange", "--device", device], environs, timeout_s)
         used = logged_transports(folder)
     found: Section = {"ranks": ranks, "device": device, **{k: v for k, v in answers[0].items() if k != "gpu"}}

@@ -27,6 +27,7 @@ from pipeline_lib.launch.environment import (
     dist_environment,
 )
 from pipeline_lib.launch.outcome import host_of
+from pipeline_lib.launch.rendezvous import Rendezvous
 from pipeline_lib.slurm.job import SlurmError, node_address
 
 OPERATION_S = 60.0  # timeout of a send or collective
@@ -66,10 +67,10 @@ def _meet_others(environ: MutableMapping[str, str], placed: Mapping[str, str], d
         with suppress(SlurmError):
             address = node_address(address)  # the node's name may be unknown to other nodes
     choose_interface(environ, address)
-    hosts_store = rank == 0 and placed.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else the launcher has one
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        address, int(placed["MASTER_PORT"]), world, hosts_store, timedelta(seconds=MEET_S), wait_for_workers=False
-    )
+    rendezvous = Rendezvous.from_env({**placed, **environ, "MASTER_ADDR": address})
+    if rendezvous is None:
+        raise PipelineError("MASTER_PORT is not set: no launcher has started this task")
+    store = rendezvous.store(rank, world, MEET_S, waits=False)
     leaders = tuple(range(0, world, int(placed["LOCAL_WORLD_SIZE"])))
     here = Place(rank, world, leaders, torch.device("cpu"), store)
     if device == "cuda" and _has_each_a_gpu(here, local_rank, tell):

@@ -3,17 +3,22 @@
 import random
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from ipaddress import ip_address
+from pathlib import Path
 
 import psutil
 
 from pipeline_lib.plan.document import PlanDocument, known
 
+RENDEZVOUS_FILE = "PIPELINE_RENDEZVOUS"  # where the ranks of one machine meet, instead of at an address
 # What a launcher sets for each rank: left over from an outer one, it would be taken for ours.
 PLACE_IN_WORLD = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    RENDEZVOUS_FILE,
 )
 LOOPBACK = "127.0.0.1"
 HOST_VARIABLE = "PIPELINE_HOST"  # the name of this host in the user's list
@@ -23,7 +28,8 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 _SETTINGS = re.compile(
     r"(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|CUDNN|UCX|FI|NVSHMEM|TRITON|TOKENIZERS)_\w+|MALLOC_(MMAP|TRIM)_THRESHOLD_|CUDA_LAUNCH_BLOCKING|HF_HUB_OFFLINE"
 )
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE)
 _BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the comma in `gpu[003-005,9],cpu1`
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
@@ -48,21 +54,25 @@ def is_sent(name: str) -> bool:
     return name in RENDEZVOUS or _SETTINGS.fullmatch(name) is not None
 
 
-def launch_environment(
-    environ: Mapping[str, str], plan: PlanDocument, master: str = LOOPBACK, port: int | None = None
-) -> dict[str, str]:
+@contextmanager
+def private_rendezvous() -> Iterator[dict[str, str]]:
+    """Yield the variable by which the ranks of one machine meet: a file in a folder that only this user may enter."""
+    with tempfile.TemporaryDirectory(prefix="pipeline-ranks-") as folder:
+        yield {RENDEZVOUS_FILE: str(Path(folder) / "rendezvous")}
+
+
+def launch_environment(environ: Mapping[str, str], plan: PlanDocument, rendezvous: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` for the ranks of this plan: without what another launcher left, and with what they need.
 
-    What the user has set stays: NCCL's variables, threads, the allocator. Rank 0 will be reached at `master` and
-    `port`; without a port, a free one of this machine is chosen.
+    What the user has set stays: NCCL's variables, threads, the allocator. `rendezvous` says where the ranks meet.
     """
     cluster = plan.cluster
     made = {key: value for key, value in environ.items() if key not in PLACE_IN_WORLD}
-    made |= {"MASTER_ADDR": master, "MASTER_PORT": str(port or free_port())}
+    made |= rendezvous
     made.setdefault("OMP_NUM_THREADS", str(known(cluster.cpus_per_rank)))
-    if cluster.ranks == 1:  # accelerate and deepspeed start a single rank without telling it its place
-        made |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     made |= allocator_settings(made, cluster.is_gpu)
+    if cluster.is_gpu:
+        made.setdefault("NCCL_RAS_ENABLE", "0")  # it listens on a port of this machine, for anyone, to report the state
     if plan.chosen.deterministic:
         made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         made.setdefault("NCCL_NVLS_ENABLE", "0")  # sums made in a switch: nothing says in which order
@@ -82,18 +92,33 @@ def free_port() -> int:
 
 
 def dist_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` with RANK and its like as torch wants them; SLURM and DeepSpeed have names of their own.
+    """Return `environ` with RANK and its like as torch wants them; SLURM has names of its own.
 
-    With several nodes, the network interfaces are chosen too. What is missing stays missing: World.from_env says so.
+    The network interfaces are chosen too: ranks that are all on this machine listen on its loopback interface alone,
+    whatever the user has set for runs on several. What is missing stays missing: World.from_env says so.
     """
     made = dict(environ)
     if "RANK" not in environ and "SLURM_PROCID" in environ:
         made |= _from_slurm(environ)
-    if "LOCAL_WORLD_SIZE" not in made and "LOCAL_SIZE" in made:  # deepspeed's name for it
-        made["LOCAL_WORLD_SIZE"] = made["LOCAL_SIZE"]
-    if made.get("MASTER_ADDR", LOOPBACK) != LOOPBACK or made.get("LOCAL_WORLD_SIZE") != made.get("WORLD_SIZE"):
-        choose_interface(made, made.get("MASTER_ADDR", LOOPBACK))
+    address = made.get("MASTER_ADDR", LOOPBACK)
+    is_one_machine = address == LOOPBACK and made.get("LOCAL_WORLD_SIZE") == made.get("WORLD_SIZE")
+    if is_one_machine:
+        for name in INTERFACE_VARIABLES:
+            made.pop(name, None)
+    choose_interface(made, address)
     return made
+
+
+def rank_environments(
+    environ: Mapping[str, str], ranks_per_node: int, nodes: int = 1, node: int = 0
+) -> list[dict[str, str]]:
+    """Return the environments of the ranks of node number `node`: `environ`, and the place of each in the world."""
+    world, on_node = str(nodes * ranks_per_node), str(ranks_per_node)
+    common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node, "GROUP_RANK": str(node)}
+    return [
+        {**environ, **common, "RANK": str(node * ranks_per_node + local), "LOCAL_RANK": str(local)}
+        for local in range(ranks_per_node)
+    ]
 
 
 def choose_interface(environ: MutableMapping[str, str], address: str) -> None:
@@ -125,11 +150,11 @@ def interface_to(address: str) -> str | None:
     for name, entries in psutil.net_if_addrs().items():
         addresses = [entry.address.partition("%")[0] for entry in entries]
         if own in addresses:
-            return None if any(map(_is_loopback, addresses)) and not _is_loopback(address) else name
+            return None if any(map(is_loopback, addresses)) and not is_loopback(address) else name
     return None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     """Return whether `address` is a loopback address or `localhost`. Other names are not resolved."""
     try:
         return ip_address(address).is_loopback

@@ -310,11 +310,7 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
         if len(lost) > 3:
             named += f"; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
         return RanksLost(f"{named}; {how_to_continue(run_dir)}", lost)
-    # accelerate ends with 1 whatever became of a rank, and may end the others before one complains. A rank that ends by
-    # itself leaves a report or says so in its last sign.
-    at_work = [sign for sign in signs.values() if sign.doing != ENDED]
-    is_cut_off = rank is None and exit_code not in MEANINGS and not reports and len(at_work) == ranks
-    is_killed = is_complaint or number is not None or is_cut_off
+    is_killed = is_complaint or number is not None
     if is_killed and silent and rank not in reports and (first is None or first.blame > Blame.KILLED):
         suspects = [rank] if rank is not None else silent
         killed = [signs[one].lost("killed") if one in signs else Lost(one, "killed") for one in suspects]
@@ -365,8 +361,8 @@ def _killed(suspects: Sequence[Lost], number: int | None, run_dir: Path) -> Pipe
 
 
 def _signal_of(exit_code: int) -> int | None:
-    """Return the signal behind an exit code: torch and subprocess say -9, a shell and srun 137, deepspeed 247."""
-    for number in (-exit_code, exit_code - 128, 256 - exit_code):
+    """Return the signal behind an exit code: subprocess says -9, a shell and srun 137."""
+    for number in (-exit_code, exit_code - 128):
         if number in signal.valid_signals() and 0 < number < 32:
             return int(number)
     return None

@@ -1,25 +1,19 @@
 """The training stage, around the ranks: attempts, what they continue from, and what is kept of their work."""
 
-import importlib.util
-import logging
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import uuid
 from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core import files
-from pipeline_lib.core.errors import ConfigError, DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
+from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
 from pipeline_lib.core.files import read_json
-from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner, importing
+from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     ERRORS,
@@ -32,109 +26,24 @@ from pipeline_lib.core.run_folder import (
 )
 from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import verify
-from pipeline_lib.core.text import how_to_install, reason_of
+from pipeline_lib.core.text import reason_of
 from pipeline_lib.core.units import count
 from pipeline_lib.hosts.checks import Wanted
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
-from pipeline_lib.launch.environment import NODE_VARIABLE, launch_environment
-from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, how_to_continue, peer_is_lost
-from pipeline_lib.launch.place import (
-    MODULE,
-    HostOrder,
-    Place,
-    RankArguments,
-    accelerate_command,
-    deepspeed_command,
-    launcher_command,
-    write_accelerate_config,
-)
+from pipeline_lib.launch.environment import free_port, launch_environment, private_rendezvous
+from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, peer_is_lost
+from pipeline_lib.launch.place import HostOrder, Place, RankArguments, srun_command
 from pipeline_lib.launch.ranks import (
     frozen_ranks_ended,
     run_launcher,
     stop_requests_passed_on,
     stop_requests_received,
 )
+from pipeline_lib.launch.spawn import run_ranks
 from pipeline_lib.plan.document import PlanDocument, known, read_plan
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
-
-# One node's share of torchrun or accelerate: a task of srun, or started by the agent of a host.
-#
-# SLURM's warnings reach every process of a step, and end a launcher that does not expect them, at once or after the few
-# seconds that it grants its ranks. So this program ignores them, and with it what it starts, until the ranks, which get
-# them too, handle them.
-
-# The signals at which torch's elastic agent may end its ranks; accelerate takes them from the environment. SIGTERM is
-# not among them: the agent kills ranks 30 s after a signal, too soon to save.
-SIGNALS_TO_HANDLE = "SIGHUP,SIGQUIT"
-ELASTIC_SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"
-
-
-def run_elastic(nodes: int, ranks_per_node: int, program: list[str], **settings: Any) -> tuple[int, int] | None:
-    """Start `program` as this node's ranks by torch's elastic agent, in this process, and wait for them.
-
-    Returns the first rank that failed and its exit code, negative if a signal killed it; None if all ended well.
-    Raises torch's SignalException at one of SIGNALS_TO_HANDLE. `settings` are those of a LaunchConfig.
-    """
-    # Only here: other launchers do without torch in this process, and it takes seconds to load.
-    with importing():
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=ranks_per_node,
-        max_restarts=0,
-        signals_to_handle=SIGNALS_TO_HANDLE,
-        **settings,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", MODULE, *program)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return rank, failure.exitcode
-    return None
-
-
-@dataclass(frozen=True)
-class Node:
-    """Starts `program` as the ranks of one node. NODE_RANK or SLURM says which node this is."""
-
-    launcher: str
-    nodes: int
-    ranks_per_node: int
-    timeout_s: int
-    run_dir: Path
-    program: list[str]
-
-    def run(self, environ: Mapping[str, str]) -> int:
-        """Start the ranks of this node and wait for them; return 0, or the exit code of the failure."""
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        node_rank = environ.get(NODE_VARIABLE) or environ["SLURM_NODEID"]
-        if self.launcher == "deepspeed":
-            command = deepspeed_command(environ, self.nodes, self.ranks_per_node, node_rank)
-            return subprocess.call([*command, *self.program], env=dict(environ))
-        if self.launcher == "accelerate":
-            command = [*accelerate_command(environ, self.run_dir, node_rank), *self.program]
-            return subprocess.call(command, env={**environ, ELASTIC_SIGNALS_VARIABLE: SIGNALS_TO_HANDLE})
-        failed = run_elastic(
-            self.nodes,
-            self.ranks_per_node,
-            self.program,
-            run_id=environ["MASTER_PORT"],
-            rdzv_backend="static",
-            rdzv_endpoint=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
-            rdzv_configs={"rank": int(node_rank), "timeout": self.timeout_s},
-        )
-        if failed is None:
-            return 0
-        _, code = failed
-        return code if code > 0 else 128 - code  # as a shell says that a signal killed it
-
 
 # One attempt at a training run: its ranks are started on the nodes of the allocation, and waited for.
 
@@ -163,7 +72,7 @@ class Attempt:
         resume_from = str(self.resume_from.absolute()) if self.resume_from else None
         return RankArguments(str(spec), str(plan_dir), str(self.out), self.number, self.job.lock.token, resume_from)
 
-    def run(self, environ: MutableMapping[str, str]) -> None:
+    def run(self, environ: Mapping[str, str]) -> None:
         """Start the ranks and wait for them. Raises what `explain` makes of a failure, and writes its events.
 
         Raises LockLost, and writes nothing, if the run folder is the next owner's.
@@ -178,38 +87,50 @@ class Attempt:
                 self._record(error)
             raise
 
-    def _start(self, environ: MutableMapping[str, str]) -> None:
-        place, allocation = self.place, self.place.allocation
-        if place.launcher == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-            problem = f"cluster.launcher: deepspeed is not installed: {how_to_install('deepspeed')}"
-            raise ConfigError("the training", [problem])
-        made = launch_environment(environ, self.plan, allocation.address, allocation.port)
-        start_timeout_s = known(self.plan.chosen.start_timeout_s)
+    def _start(self, environ: Mapping[str, str]) -> None:
+        allocation = self.place.allocation
         stop_in_s = None
         if (left_s := allocation.left_s) is not None:
             # SLURM's own warning of its time limit is lost on ranks that have not begun when it comes.
             stop_in_s = max(0.0, left_s - warning_s(self.plan, int(left_s)))
-        if allocation.group is not None:
-            self._run_on_hosts(allocation.group, made, start_timeout_s, stop_in_s)
-            return
-        if place.launcher == "torchrun" and not place.uses_srun:
-            environ.update(made)  # its agent, which runs in this process, hands down what it finds here
-            self._run_torchrun()
-            return
-        command = launcher_command(place, made, self.run_dir, start_timeout_s, self.rank_arguments.to_list())
+        with self._rendezvous() as rendezvous:
+            made = launch_environment(environ, self.plan, rendezvous)
+            if allocation.group is not None:
+                self._run_on_hosts(allocation.group, made, stop_in_s)
+            elif allocation.job is not None:
+                self._run_in_job(made, stop_in_s)
+            else:
+                self._run_here(made)
+
+    def _rendezvous(self) -> AbstractContextManager[Mapping[str, str]]:
+        """Return the variables that tell the ranks where they meet, to be entered while they run."""
+        allocation = self.place.allocation
+        if self.place.nodes == 1:
+            return private_rendezvous()
+        # In a job this process runs on the first node: a port that is free here is free for rank 0.
+        return nullcontext({"MASTER_ADDR": allocation.address, "MASTER_PORT": str(allocation.port or free_port())})
+
+    def _run_here(self, environ: Mapping[str, str]) -> None:
+        """Start the ranks on this machine, and wait for them."""
+        ranks = self.place.ranks
+        with stop_requests_passed_on(self.out):
+            failed = run_ranks(self.rank_arguments.to_list(), environ, ranks)
+        if failed is not None:
+            raise explain("spawn", failed.exit_code, failed.rank, ranks, self.run_dir)
+
+    def _run_in_job(self, environ: dict[str, str], stop_in_s: float | None) -> None:
+        """Let srun start the ranks on the nodes of the job, and wait for them."""
+        place = self.place
+        command = srun_command(place, environ, self.rank_arguments.to_list())
         with stop_requests_passed_on(self.out, stop_in_s):
-            exit_code = run_launcher(command, made, self.out, self._peer_is_lost)
+            exit_code = run_launcher(command, environ, self.out, self._peer_is_lost)
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
 
-    def _run_on_hosts(
-        self, group: HostGroup, environ: Mapping[str, str], start_timeout_s: int, stop_in_s: float | None
-    ) -> None:
+    def _run_on_hosts(self, group: HostGroup, environ: Mapping[str, str], stop_in_s: float | None) -> None:
         """Let the agents of all hosts start their ranks, and wait for them."""
         place, run_dir = self.place, self.run_dir
-        if place.launcher == "accelerate":
-            write_accelerate_config(place, environ, run_dir)
-        order = HostOrder.common(place, environ, start_timeout_s, run_dir.absolute(), self.rank_arguments)
+        order = HostOrder.common(place, environ, run_dir.absolute(), self.rank_arguments)
 
         def show(host: str, line: str) -> None:
             self.job.say(f"{host}: {line}")
@@ -225,22 +146,6 @@ class Attempt:
 
     def _peer_is_lost(self) -> bool:
         return peer_is_lost(self.run_dir, self.place.ranks)
-
-    def _run_torchrun(self) -> None:
-        with importing():
-            from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        ranks, run_dir = self.place.ranks, self.run_dir
-        rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-        try:
-            with stop_requests_passed_on(self.out):
-                failed = run_elastic(1, ranks, self.rank_arguments.to_list(), run_id=uuid.uuid4().hex, **rendezvous)
-        except SignalException as error:
-            name = signal.Signals(error.sigval).name
-            raise Interrupted(f"training stopped by {name}; {how_to_continue(run_dir)}") from error
-        if failed is not None:
-            rank, exit_code = failed
-            raise explain("torchrun", exit_code, rank, ranks, run_dir)
 
     def _record(self, error: PipelineError) -> None:
         events = EventLog(self.run_dir / EVENTS_NAME, attempt=self.number)

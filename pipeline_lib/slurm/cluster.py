@@ -256,7 +256,7 @@ def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = F
             " site file or as PIPELINE_HOSTS=NAME,NAME (docs/two-machines.md); or set it to 1"
         )
     if launcher == "srun" and not is_job:
-        return "cluster.launcher: srun works only in a SLURM job, and this is not one; submit a job, or use torchrun"
+        return "cluster.launcher: srun works only in a SLURM job, and this is not one; submit a job, or use spawn"
     return None
 
 

@@ -24,13 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future as TorchFuture
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.train import Train
@@ -43,7 +41,7 @@ from pipeline_lib.core.run_folder import STATE_NAME, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
-from pipeline_lib.train.dist import PATIENT, World
+from pipeline_lib.train.dist import PATIENT, World, gather_texts
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
 from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS
@@ -73,13 +71,13 @@ def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any
         own = {"lost": str(error)}
     except PipelineError as error:
         own = {"failed": str(error)}
+    except (RuntimeError, MemoryError) as error:  # of torch
+        own = {"failed": f"{where}: {str(error).strip().splitlines()[-1]}"}
     except OSError as error:
         own = {"failed": f"{error.filename or where}: {error.strerror or error}"}
         if files.is_disk_full(error):
             own = {"full": str(files.disk_full(where))}
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, json.dumps(own), group=group)
-    answers = [json.loads(text) for text in gathered]
+    answers = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
     for rank, answer in enumerate(answers):
         if "full" in answer:
             raise DiskFull(answer["full"])
@@ -92,8 +90,9 @@ def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any
 
 # Writing a rank's part of a checkpoint as safetensors files: hashed while they are written, several at a time.
 #
-# Names, tensors and metadata are those of torch's own writer, which makes two more copies of everything in memory while
-# it holds the GIL, and leaves the hashing to a second pass over the files.
+# Names, tensors and metadata are those of torch's own writer (DCP's Hugging Face storage). That one makes two more
+# copies of everything in memory while it holds the GIL, leaves the hashing to a second pass over the files, and lets
+# the ranks unpickle what others send.
 
 FILES_AT_ONCE = 4  # per rank: one thread writes and hashes about 1 GB/s
 LEAST_FILE_BYTES = 256 * 10**6  # less is not worth a file of its own
@@ -105,44 +104,20 @@ _KINDS = {
 }
 
 
-class ShardWriter(HuggingFaceStorageWriter):
-    """A writer of this rank's part of torch's distributed checkpoint; `written` are its files by name."""
+@dataclass(frozen=True)
+class Chunk:
+    """What one rank writes of a tensor: a part of it that begins at `offsets`, one for each dimension."""
 
-    def __init__(self, folder: Path, shards_before: int = 0) -> None:
-        """Write to `folder`, in which other calls have numbered `shards_before` shards."""
-        super().__init__(path=str(folder), save_distributed=True)
-        self.written: dict[str, FileEntry] = {}
-        self._folder = folder
-        self._shards_before = shards_before
+    data: Tensor
+    offsets: tuple[int, ...]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write the tensors of `plan`."""
-        tensors: dict[str, Tensor] = {}
-        offsets: dict[str, list[int]] = {}
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            if not isinstance(data, Tensor) or item.tensor_data is None:
-                raise TypeError(f"{item.index.fqn} is no tensor")
-            tensors[item.index.fqn] = data.detach()
-            offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
-        files = split(tensors)
-        shard: int = self._shards_before + plan.storage_data["shard_index"]
-        paths = [
-            self._folder / f"shard-{shard:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
-            for number in range(1, len(files) + 1)
-        ]
-
-        def write(path: Path, file: dict[str, Tensor]) -> FileEntry:
-            places = {name: {"saved_offsets": offsets[name]} for name in file}  # of parts in their whole tensors
-            metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
-            return write_file(path, file, metadata)
-
-        with ThreadPoolExecutor(FILES_AT_ONCE, "shard-files") as pool:
-            entries = pool.map(write, paths, files)
-            self.written = {path.name: entry for path, entry in zip(paths, entries, strict=True)}
-        done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result([])  # only an index over all files would need results
-        return done
+    @staticmethod
+    def of(tensor: Tensor) -> "Chunk":
+        """Return this rank's part of a DTensor, or the whole of any other tensor."""
+        if not isinstance(tensor, DTensor):
+            return Chunk(tensor.detach(), (0,) * tensor.dim())
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Chunk(tensor.to_local().detach(), tuple(offsets))
 
 
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -202,21 +177,29 @@ def save_tensors(
 ) -> dict[str, FileEntry]:
     """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
 
-    Its files are numbered after `shards_before` that `folder` holds already.
+    Its files are numbered after `shards_before` that `folder` holds already. No two ranks have the same part.
 
     Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it, and all raise alike:
     DiskFull, or SaveFailed for another failure.
     """
-    writer = ShardWriter(folder, shards_before)
-    try:
-        with _one_process_is_fine():
-            save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if files.is_disk_full(failure):
-                raise files.disk_full(folder) from error
-        raise SaveFailed(f"{folder}: cannot be written ({_reason(error)})") from error
-    return writer.written
+    shard = shards_before + 1 + (dist.get_rank(group) if dist.is_initialized() else 0)
+    chunks = {name: Chunk.of(tensor) for name, tensor in tensors.items()}
+    data = split({name: chunk.data for name, chunk in chunks.items() if chunk.data.numel()})
+    written: dict[str, FileEntry] = {}
+
+    def write_one(number: int, file: Mapping[str, Tensor]) -> None:
+        name = f"shard-{shard:05d}-model-{number:05d}-of-{len(data):05d}.safetensors"
+        places = {name: {"saved_offsets": list(chunks[name].offsets)} for name in file}  # of parts in whole tensors
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        written[name] = write_file(folder / name, file, metadata)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(FILES_AT_ONCE, "shard-files") as pool:
+            list(pool.map(write_one, range(1, len(data) + 1), data))
+
+    together(group, folder, write)
+    return written
 
 
 def save_parts(
@@ -236,9 +219,9 @@ def save_parts(
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place from `folder`, written by any world. Raises IntegrityError naming a missing tensor."""
     try:
+        # Each rank reads by itself: torch's ranks would send each other plans as pickles.
         with _one_process_is_fine():
-            reader = HuggingFaceStorageReader(path=str(folder))
-            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
     except CheckpointException as error:
         raise IntegrityError(f"{folder}: does not hold the tensors that this run needs ({_reason(error)})") from error
 

@@ -16,6 +16,8 @@ from torch.distributed import distributed_c10d
 from pipeline_lib.core.errors import CONTINUES, PeerLost, TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.text import shortened
+from pipeline_lib.launch.environment import RENDEZVOUS_FILE
+from pipeline_lib.launch.rendezvous import Rendezvous
 
 LET_GO_S = 0.3
 PATIENT = "patient"  # description of a group whose ranks wait for disks: its timeout is never changed
@@ -46,16 +48,18 @@ class World:
     size: int
     device: torch.device
     local_size: int = 1
+    rendezvous: Rendezvous | None = None
 
     @staticmethod
     def from_env(environ: Mapping[str, str], device_kind: str) -> "World":
-        """Read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets. Raises TrainingError without them."""
+        """Read RANK, LOCAL_RANK and WORLD_SIZE, which the launcher sets. Raises TrainingError without them."""
         try:
             rank, local_rank, size = (int(environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         except KeyError as error:
             raise TrainingError(f"{error} is not set: a rank is started by `python -m pipeline_lib train`") from error
         device = torch.device("cuda", local_rank) if device_kind == "cuda" else torch.device("cpu")
-        return World(rank, local_rank, size, device, int(environ.get("LOCAL_WORLD_SIZE", size)))
+        local_size = int(environ.get("LOCAL_WORLD_SIZE", size))
+        return World(rank, local_rank, size, device, local_size, Rendezvous.from_env(environ))
 
     @property
     def is_first(self) -> bool:
@@ -68,7 +72,7 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
     """Join the process group. Raises PeerLost if a peer dies or does not answer within `timeout_s`.
 
     That is the timeout of the start; `Timeouts` sets another one for the steps. Raises TrainingError if the rank's GPU
-    does not exist.
+    does not exist, or the launcher has not said where the ranks meet.
     """
     if world.device.type == "cuda":
         if world.local_rank >= torch.cuda.device_count():
@@ -79,7 +83,8 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
         torch.cuda.set_device(world.device)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store, timeout = _store_of(world, timeout_s), timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         yield
     except RuntimeError as error:  # DistError is a subclass, and gloo raises it plain
         if not is_lost_peer(error):
@@ -92,6 +97,18 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
             # holds the GIL and waits for these threads: too early, it deadlocks.
             time.sleep(LET_GO_S)
             dist.destroy_process_group()
+
+
+def _store_of(world: World, timeout_s: float) -> Any:
+    """Return the torch.distributed.Store in which the ranks find each other; a single rank needs none but its own."""
+    if world.size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if world.rendezvous is None:
+        raise TrainingError(
+            f"neither {RENDEZVOUS_FILE} nor MASTER_ADDR and MASTER_PORT are set: a rank is started by"
+            " `python -m pipeline_lib train`"
+        )
+    return world.rendezvous.store(world.rank, world.size, timeout_s)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -134,6 +151,25 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return [float(value) for value in tensor.tolist()]
+
+
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the texts of all ranks of `group` (default: all), by rank; without a process group only this one.
+
+    They travel as bytes: torch's own exchange of objects unpickles what a peer sends.
+    """
+    if not dist.is_initialized():
+        return [text]
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(own)] = own
+    texts = [torch.zeros_like(padded) for _ in range(ranks)]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(gathered[: int(size)].numpy()).decode() for gathered, size in zip(texts, sizes, strict=True)]
 
 
 def placed(values: Sequence[float], world: World) -> list[float]:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pipeline_lib.calibrate.rank import group_of_node, link_rates, sent_by_node
-from pipeline_lib.calibrate.run import Calibration, launched_environment, rank_environments
+from pipeline_lib.calibrate.run import Calibration, launched_environment, local_environments
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
@@ -237,6 +237,6 @@ def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
 
 
 def test_what_the_user_set_reaches_the_ranks() -> None:
-    environs = rank_environments({"NCCL_NVLS_ENABLE": "0", "RANK": "5", "TORCHELASTIC_RUN_ID": "x"}, 2)
+    environs = local_environments({"NCCL_NVLS_ENABLE": "0", "RANK": "5", "TORCHELASTIC_RUN_ID": "x"}, 2)
     assert [environ["RANK"] for environ in environs] == ["0", "1"]
     assert all(environ["NCCL_NVLS_ENABLE"] == "0" and "TORCHELASTIC_RUN_ID" not in environ for environ in environs)

@@ -104,13 +104,13 @@ def test_hosts_are_names_or_a_hostfile(tmp_path: Path) -> None:
 
 RANK = RankArguments("/s/spec.json", "/s/plan", "/s/out", 1, "lock", None)
 PROBE = ProbeArguments("/s", ".hosts-7", "cpu")
-PLACE = Place("torchrun", 2, 2, 1, "cpu")
+PLACE = Place("spawn", 2, 2, 1, "cpu")
 
 
 def order(program: RankArguments | ProbeArguments, tmp_path: Path) -> dict[str, Any]:
     """What an agent receives."""
     environ = {"PIPELINE_SITE": "", "HOME": str(tmp_path), "NCCL_DEBUG": "INFO", "MASTER_PORT": "20001", "TOKEN": "x"}
-    common = HostOrder.common(PLACE, environ, 90, tmp_path, program)
+    common = HostOrder.common(PLACE, environ, tmp_path, program)
     own = {"node_rank": 1, "host": "b", "interface": "eth0"}
     return dict(json.loads(json.dumps({**common, **own})))
 

@@ -1,10 +1,8 @@
 """What ranks find in their environment, whoever starts them."""
 
-import base64
-import json
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +19,6 @@ from pipeline_lib.core.errors import (
     PipelineError,
     TrainingError,
 )
-from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_folder import EVENTS_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Spec, Store
@@ -38,8 +35,8 @@ from pipeline_lib.launch.environment import (
     last_host,
     launch_environment,
 )
-from pipeline_lib.launch.outcome import Cause, Heartbeat, Report, Reporting, explain
-from pipeline_lib.launch.place import Place, deepspeed_command, launcher_command
+from pipeline_lib.launch.outcome import Cause, Report, Reporting, explain
+from pipeline_lib.launch.place import Place, srun_command
 from pipeline_lib.launch.stage import Attempt
 from pipeline_lib.plan.document import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob
@@ -60,6 +57,7 @@ SLURM_TASK = {
 
 
 RUN = Path("/store/runs/d1")
+MEETING = {"PIPELINE_RENDEZVOUS": "/private/rendezvous"}
 
 
 def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> PlanDocument:
@@ -118,7 +116,7 @@ def test_unequal_nodes_are_counted() -> None:
 
 def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
     own = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    made = launch_environment({"RANK": "3", "WORLD_SIZE": "9", **own}, plan())
+    made = launch_environment({"RANK": "3", "WORLD_SIZE": "9", **own}, plan(), MEETING)
 
     assert own.items() <= made.items()
     assert made["OMP_NUM_THREADS"] == "3"
@@ -126,33 +124,40 @@ def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
 
 
 def test_ranks_on_cpus_return_large_blocks_unless_the_user_chose() -> None:
-    made = launch_environment({"MALLOC_MMAP_THRESHOLD_": "7"}, plan())
+    made = launch_environment({"MALLOC_MMAP_THRESHOLD_": "7"}, plan(), MEETING)
 
     assert (made["MALLOC_MMAP_THRESHOLD_"], made["MALLOC_TRIM_THRESHOLD_"]) == ("7", "67108864")
-    assert not ALLOCATOR.keys() & launch_environment({}, plan(device="cuda")).keys()
+    assert not ALLOCATOR.keys() & launch_environment({}, plan(device="cuda"), MEETING).keys()
     assert all(is_sent(name) for name in ALLOCATOR)  # ranks on other hosts need as much
 
 
 def test_gpus_get_the_allocator_and_determinism_its_workspace_unless_the_user_chose() -> None:
-    made = launch_environment({}, plan(device="cuda", deterministic=True))
+    made = launch_environment({}, plan(device="cuda", deterministic=True), MEETING)
 
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert (made["CUBLAS_WORKSPACE_CONFIG"], made["NCCL_NVLS_ENABLE"]) == (":4096:8", "0")
     chosen = {"OMP_NUM_THREADS": "7", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    made = launch_environment(chosen, plan(device="cuda"))
+    made = launch_environment(chosen, plan(device="cuda"), MEETING)
     assert chosen.items() <= made.items()
     assert "PYTORCH_ALLOC_CONF" not in made
 
 
 def test_on_several_nodes_a_rank_takes_the_network_that_leads_to_rank_0() -> None:
-    one, two = ({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": f"{8 // n}(x{n})"} for n in (1, 2))
+    two = {**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
 
     assert interface_to("127.0.0.1") == "lo"
     assert dist_environment({**two, **master})["GLOO_SOCKET_IFNAME"] == "lo"
     assert dist_environment({**two, **master})["NCCL_SOCKET_IFNAME"] == "=lo"
     assert dist_environment({**two, **master, "NCCL_SOCKET_IFNAME": "^ib"})["NCCL_SOCKET_IFNAME"] == "^ib"
-    assert "GLOO_SOCKET_IFNAME" not in dist_environment({**one, **master, "SLURM_NODEID": "0"})
+
+
+def test_on_one_machine_ranks_listen_on_its_loopback_interface_alone() -> None:
+    one = {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", **MEETING}
+    of_the_cluster = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+
+    made = dist_environment({**one, **of_the_cluster})
+    assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 def test_a_name_that_leads_a_node_to_itself_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,36 +189,17 @@ def test_an_address_that_leads_nowhere_leaves_the_choice_to_nccl() -> None:
     assert interface_to("no.such.host.invalid") is None
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [("4,6,7", ["4", "6"]), ("", [0, 1])])
-def test_deepspeed_keeps_to_the_gpus_that_are_visible(visible: str, gpus: list[object]) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": visible, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20001"}
-    command = deepspeed_command(environ, nodes=2, ranks_per_node=2, node_rank="1")
-
-    world = json.loads(base64.urlsafe_b64decode(command[command.index("--world_info") + 1]))
-    assert list(world.values()) == [gpus, gpus]
-    assert command[command.index("--node_rank") + 1] == "1"
-
-
-def test_accelerate_reads_our_config_only(tmp_path: Path) -> None:
-    environ = {"MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1", "OMP_NUM_THREADS": "1"}
-    command = launcher_command(place("accelerate"), environ, tmp_path, 900, ["rank", "--spec", "x"])
-
-    written = read_json(Path(command[command.index("--config_file") + 1]))
-    assert (written["num_processes"], written["mixed_precision"]) == (2, "no")
-    assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
-
-
 def options(command: list[str]) -> dict[str, str]:
     """Those of srun with their values."""
     own = command[1 : command.index(sys.executable)]
     return {name: value for name, value in pairwise(own) if name.startswith("--") and not value.startswith("--")}
 
 
-def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
+def test_srun_starts_a_task_for_each_rank_on_each_node() -> None:
     """`srun --pty` binds its task, and the srun of ours would bind all ranks to the CPUs of that one."""
     outer = ("TRES_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE")
     environ = {"SLURM_JOB_ID": "1", **{f"SLURM_{name}": "of another task" for name in outer}}
-    command = launcher_command(place("srun", "cuda", nodes=2, job=1), environ, tmp_path, 900, ["rank", "--spec", "x"])
+    command = srun_command(place("srun", "cuda", nodes=2, job=1), environ, ["rank", "--spec", "x"])
 
     chosen = options(command)
     assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "4", "2")
@@ -223,19 +209,14 @@ def test_srun_starts_a_task_for_each_rank_on_each_node(tmp_path: Path) -> None:
     assert environ == {"SLURM_JOB_ID": "1"}
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
-def test_within_a_job_other_launchers_have_a_program_on_each_node(tmp_path: Path, launcher: str) -> None:
+def test_within_a_job_spawn_has_a_program_on_each_node() -> None:
     environ = {"SLURM_JOB_ID": "1", "MASTER_PORT": "20001", "MASTER_ADDR": "10.0.0.1"}
-    command = launcher_command(place(launcher, nodes=2, job=1), environ, tmp_path, 900, ["rank", "--spec", "x"])
+    command = srun_command(place("spawn", nodes=2, job=1), environ, ["rank", "--spec", "x"])
 
     chosen = options(command)
     assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "2", "1")
     assert chosen["--cpus-per-task"] == "6"
     assert command[command.index("node") + 1 :][-4:] == ["--", "rank", "--spec", "x"]
-    if launcher == "accelerate":
-        written = read_json(tmp_path / "accelerate.json")
-        assert (written["num_machines"], written["num_processes"]) == (2, 4)
-        assert written["main_process_ip"] == "10.0.0.1"
 
 
 def cluster(launcher: str, nodes: int = 1) -> Ranks:
@@ -250,13 +231,13 @@ def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "1", "PATH": "/nowhere"}])
-def test_auto_is_torchrun_outside_of_a_job(environ: dict[str, str], tmp_path: Path) -> None:
+def test_auto_is_spawn_outside_of_a_job(environ: dict[str, str], tmp_path: Path) -> None:
     allocation = take("auto", 1, environ, tmp_path)
     assert allocation.is_this_machine
-    assert Place.of(cluster("auto"), allocation).launcher == "torchrun"
+    assert Place.of(cluster("auto"), allocation).launcher == "spawn"
 
 
-@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["auto", "spawn"])
 def test_srun_needs_a_job_and_several_nodes_a_job_or_hosts(launcher: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job.*PIPELINE_HOSTS=NAME,NAME"):
         take(launcher, 2, {}, tmp_path)
@@ -272,19 +253,17 @@ SILENT = "rank 1 ended without a word, as one that is killed (out of memory?)"
 @pytest.mark.parametrize(
     ("errors", "launcher", "exit_code", "rank", "message", "code"),
     [
-        ([PeerLost(LOST)], "torchrun", -9, 1, KILLED, 75),
+        ([PeerLost(LOST)], "spawn", -9, 1, KILLED, 75),
         ([PeerLost(LOST)], "srun", 137, None, KILLED, 75),
-        ([PeerLost(LOST)], "deepspeed", 247, None, KILLED, 75),
-        ([PeerLost(LOST)], "accelerate", 1, None, SILENT, 75),
-        ([PeerLost(LOST)], "deepspeed", 75, None, SILENT, 75),
+        ([PeerLost(LOST)], "srun", 75, None, SILENT, 75),
         ([PeerLost(LOST)], "srun", 143, None, SILENT, 75),
         ([PeerLost("in other words")], "srun", 143, None, SILENT, 75),  # words decide nothing
         ([Interrupted(LOST)], "srun", 143, None, f"rank 0: {LOST}", 75),  # an agreed stop
         ([PipelineError(LOST), TypeError(LOST)], "srun", 1, None, f"rank 0: {LOST}", 1),
-        ([PeerLost(LOST), DataError("other model"), TypeError()], "accelerate", 1, None, "rank 1: other model", 65),
+        ([PeerLost(LOST), DataError("other model"), TypeError()], "srun", 1, None, "rank 1: other model", 65),
         ([PeerLost(LOST)], "srun", -9, None, "srun was killed by SIGKILL, and its ranks with it", 75),
-        ([TypeError("no"), TypeError("no")], "deepspeed", 1, None, "rank 0: TypeError: no; its traceback is above", 1),
-        ([], "accelerate", 2, None, "accelerate ended with code 2; its output is above", 2),
+        ([TypeError("no"), TypeError("no")], "srun", 1, None, "rank 0: TypeError: no; its traceback is above", 1),
+        ([], "srun", 2, None, "srun ended with code 2; its output is above", 2),
     ],
 )
 def test_the_most_telling_of_what_ranks_leave_is_told(
@@ -303,15 +282,6 @@ def test_the_most_telling_of_what_ranks_leave_is_told(
 
     assert str(found).startswith(message)
     assert found.exit_code == code
-
-
-def test_ranks_that_a_launcher_ended_in_the_middle_of_their_work_were_killed(tmp_path: Path) -> None:
-    """Before any could complain of the one that was killed first, and by a launcher that does not tell which."""
-    with Heartbeat(tmp_path, 0, "n1", 60), Heartbeat(tmp_path, 1, "n1", 60):
-        found = explain("accelerate", 1, None, 2, tmp_path)
-    assert str(found).startswith("rank 0 or 1 on n1 ended without a word, as one that is killed (out of memory?)")
-    assert found.exit_code == 75
-    assert explain("accelerate", 1, None, 2, tmp_path).exit_code == 1, "both said that they end"
 
 
 def test_a_report_from_before_there_were_causes_is_read() -> None:
@@ -344,7 +314,7 @@ def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: Runtime
 class Diverging(Attempt):
     """An attempt whose ranks say that the numbers went wrong."""
 
-    def _start(self, environ: MutableMapping[str, str]) -> None:
+    def _start(self, environ: Mapping[str, str]) -> None:
         raise TrainingError("the loss is not finite")
 
 
@@ -367,7 +337,7 @@ def test_where_a_report_finds_no_room_the_rank_says_it_itself(
         with pytest.raises(DiskFull, match="no room for step 9"), Reporting(disk, 3):
             raise DiskFull("no room for step 9")
         assert "error: rank 3: no room for step 9" in capfd.readouterr().err
-        told = str(explain("torchrun", 74, 3, 4, disk))
+        told = str(explain("spawn", 74, 3, 4, disk))
     assert told.startswith(
         "rank 3 ended with code 74, as where the disk is full or a file cannot be written; its output"
     )

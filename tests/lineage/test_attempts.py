@@ -1,6 +1,6 @@
 """What became of each attempt, as the events tell."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +29,14 @@ class Failing(Attempt):
 
     error: PipelineError
 
-    def _start(self, _: MutableMapping[str, str]) -> None:
+    def _start(self, _: Mapping[str, str]) -> None:
         raise self.error
 
 
 def written_by_the_launcher(run_dir: Path, error: PipelineError) -> list[dict[str, Any]]:
     """The events of an attempt that ended so."""
     job = cast(Job, SimpleNamespace(out=run_dir / "out", say=print, lock=hold(run_dir.parent / f"{run_dir.name}.lock")))
-    attempt = Failing(job, run_dir, PlanDocument(), Place("torchrun", 1, 2, 1, "cpu"), run_dir, 1, None, error)
+    attempt = Failing(job, run_dir, PlanDocument(), Place("spawn", 1, 2, 1, "cpu"), run_dir, 1, None, error)
     with pytest.raises(type(error)) as raised:
         attempt.run({})
     assert raised.value is error

@@ -111,9 +111,9 @@ def test_nothing_in_it_names_people_and_places(sealed: Path) -> None:
 
 
 def test_the_host_of_a_workstation_stays_behind(tmp_path: Path) -> None:
-    launched = {"event": "run.launched", "attempt": 1, "ranks": 2, "launcher": "torchrun", "job": None}
+    launched = {"event": "run.launched", "attempt": 1, "ranks": 2, "launcher": "spawn", "job": None}
     model = seal_model(Store(tmp_path / "store"), events=[{**launched, "nodes": ["alices-laptop"]}])
-    assert "2 ranks by torchrun" in (model / LINEAGE_NAME).read_text()
+    assert "2 ranks by spawn" in (model / LINEAGE_NAME).read_text()
     assert "laptop" not in (model / LINEAGE_NAME).read_text() + (model / "README.md").read_text()
 
 

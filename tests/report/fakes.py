@@ -234,10 +234,10 @@ def events() -> list[dict[str, Any]]:
     """A run that was killed once."""
     saved: dict[str, Any] = {"bytes": 12_600_000, "duration_s": 0.031, "wait_s": 0.004}
     named: list[tuple[float, str, dict[str, Any]]] = [
-        (0.0, "run.launched", {"attempt": 1, "ranks": 2, "launcher": "torchrun"}),
+        (0.0, "run.launched", {"attempt": 1, "ranks": 2, "launcher": "spawn"}),
         (0.0, "run.start", {"attempt": 1, "world_size": 2, "strategy": "ddp"}), (0.4, "step.end", {"step": 1}),
         (24.7, "checkpoint.saved", {"attempt": 1, "step": 50, **saved}),
-        (29.0, "run.launched", {"attempt": 2, "ranks": 2, "launcher": "torchrun"}),
+        (29.0, "run.launched", {"attempt": 2, "ranks": 2, "launcher": "spawn"}),
         (29.0, "run.start", {"attempt": 2, "world_size": 2, "strategy": "ddp"}),
         (31.2, "run.resumed", {"attempt": 2, "step": 50}),
         (54.9, "checkpoint.saved", {"attempt": 2, "step": 100, **saved}),

@@ -32,7 +32,7 @@ def slurm() -> Iterator[Loopback]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[int, str]:
-    """The weights of each number of ranks, as torchrun trains them without SLURM."""
+    """The weights of each number of ranks, as they are trained them without SLURM."""
     return {}
 
 
@@ -49,9 +49,9 @@ def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1, ranks_per_n
     return slurm.submit(script, log, *size, "--time=10")
 
 
-@pytest.mark.parametrize(  # srun starts the other launchers by one command; of torchrun that of accelerate is made
+@pytest.mark.parametrize(
     ("launcher", "nodes", "ranks_per_node"),
-    [("auto", 1, 2), ("auto", 2, 2), ("accelerate", 2, 1), ("deepspeed", 2, 1)],
+    [("auto", 1, 2), ("auto", 2, 2), ("spawn", 2, 1), ("spawn", 2, 2)],
 )
 def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
     slurm: Loopback,
@@ -66,7 +66,7 @@ def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
     ranks = ranks_per_node * nodes
     stage = make_stage(arena, launcher, ranks, nodes=nodes, replica="slurm", **settings)
     if ranks not in expected:
-        alone = make_stage(arena, "torchrun", ranks, replica="alone", **settings)
+        alone = make_stage(arena, "spawn", ranks, replica="alone", **settings)
         assert alone.run() == 0, alone.output
         expected[ranks] = digest_of(load_weights(alone.result))
     warned = submit(slurm, stage, tmp_path / "warned.log", nodes, ranks_per_node)

@@ -103,7 +103,7 @@ def _is_rank(info: dict[str, Any], named_by: str, rank: int) -> bool:
 
 def make_stage(
     arena: Arena,
-    launcher: str = "torchrun",
+    launcher: str = "spawn",
     ranks: int = 2,
     trackers: tuple[str, ...] = (),
     nodes: int = 1,

@@ -94,9 +94,7 @@ def test_a_sign_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_frozen_rank_is_named_soon_after_the_timeout(arena: Arena) -> None:
     """F02. The process group gives up after 4 s; that the frozen one goes on later harms nothing."""
-    stage = make_stage(
-        arena, "torchrun", 3, epochs=1000, timeout_s=4, save_every_steps=100_000, global_batch_tokens=384
-    )
+    stage = make_stage(arena, "spawn", 3, epochs=1000, timeout_s=4, save_every_steps=100_000, global_batch_tokens=384)
     process = stage.start()
     stage.wait_for_step(2)
     wait_for(lambda: read_signs(stage.run_dir, 3)[1].step > 1, "a sign of rank 1 in a step")

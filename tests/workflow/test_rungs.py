@@ -103,7 +103,7 @@ def test_numbers_that_go_wrong_lose_and_whatever_may_go_well_elsewhere_is_no_ans
     def fail(error: PipelineError) -> None:
         with suppress(PipelineError), Reporting(tmp_path, 0):
             raise error
-        raise explain("torchrun", error.exit_code, None, 1, tmp_path)
+        raise explain("spawn", error.exit_code, None, 1, tmp_path)
 
     found = reached(store, 10, lambda: fail(Diverged("gave up at step 7")))
     assert found == Reached(None, None, False, "rank 0: gave up at step 7")

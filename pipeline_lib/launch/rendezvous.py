@@ -1,0 +1,118 @@
+"""Where the ranks of a run find each other: in a private file on one machine, at rank 0's address on several.
+
+torch's own start (`env://`) listens on every interface of rank 0's machine, whatever the address says. A store has no
+password: who reaches it can read and replace what is in it. So it is kept from all who need not reach it, and nothing
+that comes from it is unpickled.
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+from torch import distributed
+
+from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.launch.environment import GLOO_INTERFACE, RENDEZVOUS_FILE, is_loopback
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The meeting point of the ranks: `file`, or else a TCP port of rank 0 at `address`.
+
+    `is_served` says that a foreign launcher (torchrun) listens there already. `interface` leads to the other nodes.
+    """
+
+    file: str | None
+    address: str
+    port: int
+    is_served: bool
+    interface: str | None
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> "Rendezvous | None":
+        """Read what the launcher has set; None if it has set nothing."""
+        file = environ.get(RENDEZVOUS_FILE)
+        address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        if file is None and not (address and port.isdecimal()):
+            return None
+        is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        return Rendezvous(file, address, int(port or 0), is_served, environ.get(GLOO_INTERFACE))
+
+    def store(self, rank: int, ranks: int, timeout_s: float, waits: bool = True) -> Any:
+        """Return the torch.distributed.Store of the `ranks` ranks. Without a file, rank 0 listens on one address only.
+
+        With `waits`, all ranks have connected when it returns. Raises TrainingError if rank 0's machine does not have
+        the address, and torch's DistNetworkError or DistStoreError if the others do not come within `timeout_s`.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        if self.file is not None:
+            store: Any = distributed.FileStore(self.file, ranks)  # type: ignore[attr-defined]
+            store.set_timeout(timeout)
+            return store
+        options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": waits}
+        address = self.address
+        if rank == 0 and not self.is_served:
+            address = own_address(address, self.interface)
+            listener = _listen(address, self.port)
+            options |= {"is_master": True, "master_listen_fd": listener.detach()}
+        return distributed.TCPStore(address, self.port, ranks, **options)  # type: ignore[attr-defined]
+
+
+def own_address(address: str, interface: str | None) -> str:
+    """Return the numeric address of this machine at which the other ranks reach it by `address`.
+
+    A host name may lead its own machine to a loopback address (127.0.1.1 on Debian), where others cannot connect; then
+    it is the address of `interface`, which leads to the others. Raises TrainingError if this machine has neither.
+    """
+    by_interface = _addresses_by_interface()
+    own = {one for addresses in by_interface.values() for one in addresses}
+    for found in _resolved(address):
+        if is_loopback(found):
+            if is_loopback(address):
+                return found
+        elif found in own:
+            return found
+    if interface in by_interface:
+        return by_interface[interface][0]
+    raise TrainingError(
+        f"rank 0 is to be reached at {address}, which is no address of this machine: name the network interface that"
+        f" leads to the other nodes in {GLOO_INTERFACE} (it is {interface or 'not set'}; this machine has"
+        f" {', '.join(sorted(by_interface))})"
+    )
+
+
+def _resolved(address: str) -> list[str]:
+    try:
+        entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(target[0]).partition("%")[0] for *_, target in entries]
+
+
+def _addresses_by_interface() -> dict[str, list[str]]:
+    """Return the IPv4 addresses, then the IPv6 addresses, of each network interface that has one."""
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [
+            entry.address
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for entry in entries
+            if entry.family == family and "%" not in entry.address  # no link-local ones
+        ]
+        if addresses:
+            found[name] = addresses
+    return found
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at `address` alone. Raises TrainingError if the port is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=2048)
+    except OSError as error:
+        raise TrainingError(
+            f"rank 0 cannot listen at {address}, port {port} ({error.strerror}): run the same command again"
+        ) from error
