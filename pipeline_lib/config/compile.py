@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline_lib.config.content import Content, HashCache, read_content
+from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.rope import ROPE, settings_with_rope
@@ -18,7 +18,7 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.hub.repository import Repository
-from pipeline_lib.hub.snapshot import Revisions
+from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions
 
 # Compilation is a pure function of the config, with hub repositories pinned to commits, and of the content hashes of
 # the local files it names. The versions below are bumped by hand when a stage's code begins to compute something else
@@ -162,7 +162,8 @@ def open_sweep(
     loaded = load_sweep(config_path, checks=[partial(_problems_of, check) for check in checks])
     store.require_writable()
     configs = loaded.configs
-    hashes, revisions = HashCache.load(store.root / "hashes.json"), Revisions.load(store.root / "revisions.json")
+    hashes = HashCache.load(store.remembered(HASHES_NAME))
+    revisions = Revisions.load(store.remembered(REVISIONS_NAME))
     contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
     experiments = tuple(
         compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)

@@ -24,6 +24,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow")
 MAIN_SPLIT = "train"
+HASHES_NAME = "hashes.json"  # of a HashCache
 GENERATION_NAME = "generation_config.json"
 # What serving a model of pictures, video and text needs beside; training does not read them.
 MEDIA_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -35,19 +36,22 @@ RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
 
 @dataclass
 class HashCache:
-    """A cache of the SHA-256 of files, stored as JSON at `path`."""
+    """A cache of the SHA-256 of files, stored as JSON at `path`, which only this user can write; without one, unsaved.
 
-    path: Path
+    Another user's file could say that one file has the content of another.
+    """
+
+    path: Path | None
     entries: dict[str, list[Any]] = field(default_factory=dict)
     changed: bool = False
 
     @staticmethod
-    def load(path: Path) -> "HashCache":
+    def load(path: Path | None) -> "HashCache":
         """Return the cache stored at `path`; an empty one if the file is missing or damaged."""
-        try:
-            entries = read_json(path)
-        except (OSError, ValueError):
-            entries = {}
+        entries = None
+        if path is not None:
+            with suppress(OSError, ValueError):
+                entries = read_json(path)
         return HashCache(path, entries if isinstance(entries, dict) else {})
 
     def sha256(self, file: Path) -> str:
@@ -74,7 +78,7 @@ class HashCache:
 
     def save(self) -> None:
         """Write new entries to `path`. A failed write is ignored: it only costs hashing again."""
-        if self.changed:
+        if self.changed and self.path is not None:
             with suppress(OSError, DiskFull):
                 write_json(self.path, self.entries)
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from pipeline_lib.core.files import (
     write_json,
     write_text,
 )
+from pipeline_lib.core.user_cache import NOTHING_KEPT, UserCache
 
 # Specs: what one stage computes. The digest of a spec is the cache key and names everything made from it.
 
@@ -102,16 +102,9 @@ MOST_MARKS = 4096
 
 @dataclass(frozen=True)
 class VerifiedFiles:
-    """The cache of verified files, as marks in `folder`; without a folder every file is read each time."""
+    """The cache of verified files, as marks in `cache`; where nothing is kept, every file is read each time."""
 
-    folder: Path | None = None
-
-    @staticmethod
-    def from_env(environ: Mapping[str, str]) -> "VerifiedFiles":
-        """Return the cache in `$XDG_CACHE_HOME`, else in `~/.cache`; without an absolute path, no cache."""
-        home = environ.get("HOME", "")
-        cache = Path(environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else ""))
-        return VerifiedFiles(cache / "qwen3-pipeline" / "verified" if cache.is_absolute() else None)
+    cache: UserCache = NOTHING_KEPT
 
     def has_sha256(self, path: Path, sha256: str, beside: Path) -> bool:
         """Return whether the content of the file at `path` has the hash `sha256`.
@@ -135,9 +128,9 @@ class VerifiedFiles:
 
     def _mark(self, status: os.stat_result, sha256: str) -> Path | None:
         """Return the path of the mark for such a file; None if the file is not to be cached."""
-        if self.folder is None or status.st_size < SMALL_BYTES or not self._boot_id or not self._is_private:
+        if status.st_size < SMALL_BYTES or not self._boot_id:
             return None
-        return self.folder / sha256_text(f"{self._boot_id} {_identity(status)} {sha256}")
+        return self.cache.file(sha256_text(f"{self._boot_id} {_identity(status)} {sha256}"))
 
     @cached_property
     def _boot_id(self) -> str:
@@ -146,18 +139,6 @@ class VerifiedFiles:
             return BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:
             return ""
-
-    @cached_property
-    def _is_private(self) -> bool:
-        """Whether the folder exists or can be created, and nobody else may read or write it."""
-        if self.folder is None:
-            return False
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.folder.lstat()
-        except OSError:
-            return False
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 NOTHING_VERIFIED = VerifiedFiles()
@@ -346,19 +327,28 @@ class Store:
     """
 
     root: Path
-    verified: VerifiedFiles = field(default=NOTHING_VERIFIED, compare=False)
+    cache: UserCache = field(default=NOTHING_KEPT, compare=False)
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "Store":
         """Return the store at `$PIPELINE_STORE`, else `$DVC_ROOT/store`, else `./store`."""
         dvc_root = environ.get("DVC_ROOT")
         root = environ.get("PIPELINE_STORE") or (Path(dvc_root) / "store" if dvc_root else "store")
-        return Store(Path(root), VerifiedFiles.from_env(environ))
+        return Store(Path(root), UserCache.from_env(environ))
 
     @staticmethod
     def around(frozen: Path, environ: Mapping[str, str]) -> "Store":
         """Return the store that contains `frozen`, the file of a frozen spec or experiment."""
-        return Store(frozen.parent.parent, VerifiedFiles.from_env(environ))
+        return Store(frozen.parent.parent, UserCache.from_env(environ))
+
+    @cached_property
+    def verified(self) -> VerifiedFiles:
+        """The user's cache of verified files."""
+        return VerifiedFiles(self.cache.within("verified"))
+
+    def remembered(self, name: str) -> Path | None:
+        """Return the path of the user's own file `name` for this store; None if nothing is kept."""
+        return self.cache.within("stores", sha256_text(str(self.root.resolve()))[:DIGEST_CHARS]).file(name)
 
     def require_writable(self) -> None:
         """Raise ConfigError if the store's path cannot be written, or has a brace (a Snakemake wildcard)."""

@@ -62,20 +62,24 @@ def resolve(repository: Repository, revision: str | None, say: Say = lambda _: N
     return in_time(look_up, f"{repository}: {doing}")
 
 
-# revisions.json in the store: the commit of each branch or tag when it was first looked up. A branch that moves changes
-# no experiment: its entry stays until somebody deletes it. A commit as revision needs neither the file nor the network.
+# revisions.json in the user's cache: the commit of each branch or tag when it was first looked up for a store. A branch
+# that moves changes no experiment: its entry stays until the user deletes it. A commit as revision needs neither the
+# file nor the network. It is no file of the store, where others could choose the commit.
+
+
+REVISIONS_NAME = "revisions.json"
 
 
 @dataclass
 class Revisions:
-    """The commits that were looked up so far, by repository and revision, stored in the file at `path`."""
+    """The commits that were looked up so far, by repository and revision, stored in the file at `path`, if any."""
 
-    path: Path
+    path: Path | None
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed: bool = False
 
     @staticmethod
-    def load(path: Path) -> "Revisions":
+    def load(path: Path | None) -> "Revisions":
         """Load the file at `path`; start empty if it is missing or damaged."""
         return Revisions(path, _read(path))
 
@@ -96,11 +100,11 @@ class Revisions:
         return commit
 
     def save(self) -> None:
-        """Write the new entries. If the store cannot be written, they are looked up again next time.
+        """Write the new entries. If it cannot be written, they are looked up again next time.
 
         Entries that another process wrote meanwhile win: its experiment may be running already.
         """
-        if not self.changed:
+        if not self.changed or self.path is None:
             return
         self.entries |= _read(self.path)
         try:
@@ -110,7 +114,9 @@ class Revisions:
         self.changed = False
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path | None) -> dict[str, dict[str, Any]]:
+    if path is None:
+        return {}
     try:
         entries = dict(read_json(path))
     except (OSError, ValueError, TypeError):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline_lib.config.compile import compile_config, pinned
 from pipeline_lib.config.content import (
+    HASHES_NAME,
     HashCache,
     is_model_file,
     missing_model_files,
@@ -29,7 +30,7 @@ from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.core.units import MIB
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
-from pipeline_lib.hub.snapshot import Revisions, Snapshot
+from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions, Snapshot
 from pipeline_lib.model.families import checked_geometry, geometry_in, published, read_geometry
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
@@ -113,7 +114,7 @@ def learn_architecture(config: Config, store: Store, say: Say) -> None:
     except DataError:  # it is known, and whoever needs it is told why it cannot be used
         return
     repository = Repository(model.source, "model", model.name)
-    revisions = Revisions.load(store.root / "revisions.json")
+    revisions = Revisions.load(store.remembered(REVISIONS_NAME))
     try:
         commit = revisions.commit_of(repository, model.revision)
         revisions.save()
@@ -232,7 +233,7 @@ def _sealed(config: Config, store: Store, part: str) -> Sealed | None:
 
 def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:
     """Return the config's specs from remembered hashes and commits; None if one of them is not remembered."""
-    hashes = _RememberedHashes(**vars(HashCache.load(store.root / "hashes.json")))
+    hashes = _RememberedHashes(**vars(HashCache.load(store.remembered(HASHES_NAME))))
     try:
         content = read_content(config, Path("the config"), hashes)
         return compile_config(pinned(config, _remembered_revisions(store)), content).specs
@@ -263,7 +264,7 @@ class _RememberedRevisions(Revisions):
 
 
 def _remembered_revisions(store: Store) -> _RememberedRevisions:
-    return _RememberedRevisions(**vars(Revisions.load(store.root / "revisions.json")))
+    return _RememberedRevisions(**vars(Revisions.load(store.remembered(REVISIONS_NAME))))
 
 
 def _tiny(model: TinyModel) -> Geometry:

@@ -312,10 +312,10 @@ def test_branches_are_replaced_by_commits_and_the_config_records_them(tmp_path: 
 
 def test_a_commit_asks_no_hub(tmp_path: Path) -> None:
     config = Config.model_validate_json(json.dumps(HUB))
-    revisions = Revisions(tmp_path / "revisions.json")
+    path = tmp_path / "revisions.json"
 
-    assert pinned(config, revisions) == config
-    assert not revisions.path.exists()
+    assert pinned(config, Revisions(path)) == config
+    assert not path.exists()
 
 
 def test_the_context_of_prompts_is_part_of_the_evaluation_and_of_nothing_without_prompts() -> None:

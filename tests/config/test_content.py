@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.config.compile import open_experiment
-from pipeline_lib.config.content import HashCache, data_files, model_files
+from pipeline_lib.config.content import HASHES_NAME, HashCache, data_files, model_files
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
+from pipeline_lib.core.user_cache import UserCache
 
 ROWS = '{"messages": []}\n'
 
@@ -28,10 +29,15 @@ def write(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
+def store_of(folder: Path) -> Store:
+    """A store, and a cache of the user's own."""
+    return Store(folder / "store", UserCache(folder / "cache"))
+
+
 def digests(folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl") -> dict[str, str]:
     path = folder / "config.yaml"
     path.write_text(f"experiment: e\nmodel: {model}\ndata: {{train: [{{source: file, path: '{data}'}}]}}\n")
-    return {part: spec.digest for part, spec in open_experiment(path, Store(folder / "store")).specs.items()}
+    return {part: spec.digest for part, spec in open_experiment(path, store_of(folder)).specs.items()}
 
 
 def problems(folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl") -> list[str]:
@@ -243,10 +249,27 @@ def test_a_folder_in_the_place_of_files_is_told_apart_from_nothing(folder: Path)
     ]
 
 
+def test_what_another_user_says_of_a_file_is_not_believed(folder: Path) -> None:
+    """Who shares the store can write there, and could let their rows be taken for ours."""
+    before = digests(folder)
+    remembered = store_of(folder).remembered(HASHES_NAME)
+    assert remembered is not None
+    forged = {path: [*entry[:-1], "0" * 64] for path, entry in json.loads(remembered.read_text()).items()}
+    remembered.unlink()
+    (folder / "store").mkdir(exist_ok=True)
+    (folder / "store" / HASHES_NAME).write_text(json.dumps(forged))
+    assert digests(folder) == before
+
+    remembered.parent.chmod(0o777)  # others may write there
+    remembered.write_text(json.dumps(forged))
+    assert digests(folder) == before
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00", None])
 def test_a_damaged_memory_of_hashes_costs_nothing_but_time(folder: Path, content: str | None) -> None:
     before = digests(folder)
-    path = folder / "store" / "hashes.json"
+    path = store_of(folder).remembered(HASHES_NAME)
+    assert path is not None
     path.write_text(content if content is not None else json.dumps(dict.fromkeys(json.loads(path.read_text()), [1])))
 
     assert digests(folder) == before

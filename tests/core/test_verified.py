@@ -18,6 +18,7 @@ from pipeline_lib.core.store import (
     verify,
     write_manifest,
 )
+from pipeline_lib.core.user_cache import UserCache
 from tests.processes import FORK, finish
 
 SIZE_BYTES = 3 * SMALL_BYTES
@@ -39,7 +40,7 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> VerifiedFiles:
-    return VerifiedFiles(tmp_path / "cache" / "verified")
+    return VerifiedFiles(UserCache(tmp_path / "cache" / "verified"))
 
 
 def bytes_read(act: Callable[[], object]) -> int:
@@ -70,10 +71,10 @@ def test_an_unchanged_file_is_read_once_by_all_processes(memory: VerifiedFiles, 
     finish([*racers])
 
     assert not reads(memory, large, sha256)
-    assert not reads(VerifiedFiles(memory.folder), large, sha256)
+    assert not reads(VerifiedFiles(UserCache(memory.cache.folder)), large, sha256)
     assert reads(NOTHING_VERIFIED, large, sha256)
-    assert memory.folder is not None
-    assert memory.folder.stat().st_mode & 0o777 == 0o700
+    assert memory.cache.folder is not None
+    assert memory.cache.folder.stat().st_mode & 0o777 == 0o700
 
 
 def rewrite_a_byte(path: Path) -> None:
@@ -143,11 +144,11 @@ def test_another_boot_knows_nothing(
     (tmp_path / "boot_id").write_text("another machine, or this one started again\n")
     monkeypatch.setattr(store, "BOOT_ID", tmp_path / "boot_id")
 
-    assert reads(VerifiedFiles(memory.folder), large, sha256)
+    assert reads(VerifiedFiles(UserCache(memory.cache.folder)), large, sha256)
 
     monkeypatch.setattr(store, "BOOT_ID", tmp_path / "none")
     for _ in range(2):
-        assert reads(VerifiedFiles(memory.folder), large, sha256)
+        assert reads(VerifiedFiles(UserCache(memory.cache.folder)), large, sha256)
 
 
 def open_to_others(folder: Path) -> None:
@@ -169,8 +170,8 @@ def in_place_of_it_a_link(folder: Path) -> None:
 def test_a_folder_that_is_not_the_users_alone_is_not_used(
     memory: VerifiedFiles, large: Path, make: Callable[[Path], None]
 ) -> None:
-    assert memory.folder is not None
-    make(memory.folder)
+    assert memory.cache.folder is not None
+    make(memory.cache.folder)
 
     for _ in range(2):
         assert reads(memory, large, sha256_file(large))
@@ -180,35 +181,35 @@ def test_a_folder_that_is_not_the_users_alone_is_not_used(
 def test_the_folder_of_another_user_is_not_used(memory: VerifiedFiles, large: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("giving a folder away needs root")
-    assert memory.folder is not None
-    memory.folder.mkdir(parents=True, mode=0o700)
-    os.chown(memory.folder, 65534, 65534)
+    assert memory.cache.folder is not None
+    memory.cache.folder.mkdir(parents=True, mode=0o700)
+    os.chown(memory.cache.folder, 65534, 65534)
 
     for _ in range(2):
         assert reads(memory, large, sha256_file(large))
 
 
 def test_where_it_lies() -> None:
-    assert VerifiedFiles.from_env({"HOME": "/home/a"}).folder == Path("/home/a/.cache/qwen3-pipeline/verified")
-    in_cache = VerifiedFiles.from_env({"HOME": "/home/a", "XDG_CACHE_HOME": "/scratch/a"})
-    assert in_cache.folder == Path("/scratch/a/qwen3-pipeline/verified")
-    assert VerifiedFiles.from_env({"XDG_CACHE_HOME": "relative"}).folder is None
-    assert VerifiedFiles.from_env({}).folder is None
+    assert UserCache.from_env({"HOME": "/home/a"}).folder == Path("/home/a/.cache/qwen3-pipeline")
+    in_cache = UserCache.from_env({"HOME": "/home/a", "XDG_CACHE_HOME": "/scratch/a"})
+    assert in_cache.folder == Path("/scratch/a/qwen3-pipeline")
+    assert UserCache.from_env({"XDG_CACHE_HOME": "relative"}).folder is None
+    assert UserCache.from_env({}).folder is None
 
 
 def test_the_oldest_marks_go(memory: VerifiedFiles, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MOST_MARKS", 4)
-    assert memory.folder is not None
-    memory.folder.mkdir(parents=True, mode=0o700)
+    assert memory.cache.folder is not None
+    memory.cache.folder.mkdir(parents=True, mode=0o700)
     for number in range(9):
-        old = memory.folder / f"old-{number}"
+        old = memory.cache.folder / f"old-{number}"
         old.touch()
         os.utime(old, (number, number))
     sha256 = sha256_file(large)
 
     assert reads(memory, large, sha256)
     assert not reads(memory, large, sha256)
-    left = sorted(path.name for path in memory.folder.iterdir() if path.name.startswith("old"))
+    left = sorted(path.name for path in memory.cache.folder.iterdir() if path.name.startswith("old"))
     assert left == [f"old-{number}" for number in range(4, 9)]
 
 

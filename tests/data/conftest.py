@@ -10,6 +10,7 @@ from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.stage import Sealed, run_stage
 from pipeline_lib.core.store import Store
+from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data import download, shard, tokenize
 from pipeline_lib.data.demo import build_tiny
 
@@ -66,7 +67,7 @@ class Pipeline:
 
     @property
     def store(self) -> Store:
-        return Store(self.root / "store")
+        return Store(self.root / "store", UserCache(self.root / "cache"))
 
     def compile(self, **config: Any) -> Experiment:
         """The specs of `config`, by default on a tiny model; `data` is its training sources."""

@@ -199,7 +199,9 @@ def test_a_moved_branch_changes_nothing(pipeline: Pipeline, hub: FakeHub, source
     before = len(hub.requests)
     assert hub_data(pipeline, source, files=files).path == made.path
     assert len(hub.requests) == before
-    (pipeline.store.root / "revisions.json").unlink()
+    remembered = pipeline.store.remembered("revisions.json")
+    assert remembered is not None
+    remembered.unlink()
     assert contents(hub_data(pipeline, source, files=files)) == {"train.jsonl": b'{"a": 1}\n'}
 
 

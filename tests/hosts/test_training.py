@@ -5,12 +5,21 @@ import pytest
 from tests.hosts.machines import Machine
 from tests.hosts.needs import needs_faketime, needs_machines
 from tests.hosts.project import HostsProject
+from tests.listeners import listeners
+from tests.slurm.project import until
 
 pytestmark = [pytest.mark.root, needs_machines, pytest.mark.timeout(300)]
 
 
 def test_two_machines_train_by_one_command(project: HostsProject, pair: list[Machine]) -> None:
-    output = project.finish_training()
+    """While they train, they listen for each other on the addresses between them alone."""
+    started = project.start_training()
+    until(lambda: project.steps_done() != [], "a step", project.said)
+    for machine in pair:
+        addresses = {address for address, _ in listeners(machine.processes("pipeline_lib"))}
+        assert addresses == {machine.address}
+    assert started.wait(180) == 0, project.said()
+    output = project.said()
 
     assert f"on m1 and m2 (eth0, {pair[0].address})" in output
     assert project.events("run.launched")[0]["nodes"] == ["m1", "m2"]

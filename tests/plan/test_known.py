@@ -14,6 +14,7 @@ from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Manifest, Spec, Store, describe_files, write_manifest
+from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockIndex, BlockReader
 from pipeline_lib.data.demo import build_tiny, write_tokenizer
 from pipeline_lib.data.download import run as download
@@ -149,12 +150,15 @@ def test_a_published_model_is_known_without_a_network(
 
 def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered(tmp_path: Path) -> None:
     """Whatever the data are: here they are files that are not there."""
-    store, rows = Store(tmp_path / "store"), [{"source": "file", "path": "nowhere.jsonl"}]
+    store = Store(tmp_path / "store", UserCache(tmp_path / "cache"))
+    rows = [{"source": "file", "path": "nowhere.jsonl"}]
     config = hub_config("owner/model", "main")
     data = json.dumps({**config.model_dump(mode="json"), "data": {"train": rows}})
     config = Config.model_validate_json(data)
     revisions = {"huggingface model owner/model main": {"commit": COMMIT}}
-    write_json(store.root / "revisions.json", revisions)
+    remembered = store.remembered("revisions.json")
+    assert remembered is not None
+    write_json(remembered, revisions)
     settings = {"kind": "model", "name": "owner/model", "revision": COMMIT, "source": "huggingface"}
     folder = store.sealed(Spec("download", VERSIONS["download"], settings, {}).ref)
     write_json(folder / "config.json", {**SIZES, "num_hidden_layers": 5})
@@ -167,7 +171,7 @@ def test_what_samples_that_repeat_each_other_cost_is_known_before_there_are_bloc
     row = {"instruction": "And you?", "output": "Well.", "history": [["How are you?", "Fine."], ["Fine?", "Yes."]]}
     (tmp_path / "rows.json").write_text(json.dumps([row] * 3))
     text = SMALL.replace("{source: pydoc, max_rows: 60}", f"{{source: file, path: {tmp_path}/rows.json}}")
-    path, store = written(tmp_path, text), Store(tmp_path / "store")
+    path, store = written(tmp_path, text), Store(tmp_path / "store", UserCache(tmp_path / "cache"))
     config = load_config(path)
     assert repetition_of(config, store) == ""
     sealed_stages(path, store, "model", "data.0", "tokenize")

@@ -17,6 +17,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest
+from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.model.families import geometry_in, published
@@ -381,7 +382,8 @@ def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> 
     """What keeps it from being trained, and, once it is trained, what keeps it from being published."""
     (tmp_path / "model").mkdir()
     build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path / "model", lambda _: None)
-    store, path = Store(tmp_path / "store"), tmp_path / "model" / "generation_config.json"
+    store = Store(tmp_path / "store", UserCache(tmp_path / "cache"))
+    path = tmp_path / "model" / "generation_config.json"
     sections = {
         "experiment": "big",
         "model": {"source": "local", "path": str(tmp_path / "model")},
@@ -397,7 +399,7 @@ def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> 
     assert generation.startswith(f"model.path: {path}: eos_token_id: 'x' is not a token id")
     assert template.startswith(f"model.path: {tmp_path / 'model' / 'chat_template.jinja'}: not a chat template")
 
-    cache = HashCache.load(store.root / "hashes.json")
+    cache = HashCache.load(store.remembered("hashes.json"))
     specs = compile_config(config, read_content(config, Path("config.yaml"), cache)).specs
     write_manifest(store.sealed(specs["train"].ref), Manifest(stage="train", digest="0", spec={}, files={}))
     with pytest.raises(ConfigError) as caught:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from pipeline_lib.core.events import read_events
+from tests.listeners import assert_private, listeners
 from tests.processes import wait_for
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
@@ -87,6 +88,8 @@ def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
 def assert_warned(slurm: Loopback, stage: Stage, job: int, log: Path) -> None:
     """Warn the tasks of the job as SLURM does before a time limit: its batch script hears nothing."""
     stage.wait_for_step(2)
+    ours = [process for process in stage.processes() if process.name() != "srun"]  # which listens for SLURM
+    assert_private(listeners(ours))  # the nodes' addresses are loopback addresses
     slurm.call("scancel", "--signal=USR1", str(job))
 
     assert slurm.wait(job) == "FAILED"

@@ -1,0 +1,48 @@
+"""The user's own folder for what was computed about files: nobody else may write there, so it can be believed.
+
+What lies in a store, anyone may have written who shares it.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class UserCache:
+    """The cache in `folder`. Without a folder, or in one that others may enter, nothing is kept."""
+
+    folder: Path | None = None
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> "UserCache":
+        """Return the cache in `$XDG_CACHE_HOME`, else in `~/.cache`; without an absolute path, no cache."""
+        home = environ.get("HOME", "")
+        cache = Path(environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else ""))
+        return UserCache(cache / "qwen3-pipeline" if cache.is_absolute() else None)
+
+    def within(self, *names: str) -> "UserCache":
+        """Return the cache in a folder of this one."""
+        return UserCache(self.folder.joinpath(*names) if self.folder is not None else None)
+
+    def file(self, name: str) -> Path | None:
+        """Return the path of a file to read and write; None if nothing is kept."""
+        return self.folder / name if self.folder is not None and self.is_private else None
+
+    @cached_property
+    def is_private(self) -> bool:
+        """Whether the folder exists or can be created, and nobody else may read or write it."""
+        if self.folder is None:
+            return False
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+NOTHING_KEPT = UserCache()
