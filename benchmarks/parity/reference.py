@@ -44,7 +44,8 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     warmup = math.ceil(train.warmup_fraction * steps)
     if step <= warmup:
         return train.lr * step / warmup
-    return train.lr * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+    peak = max(1, warmup)
+    return train.lr * (1 + math.cos(math.pi * (step - peak) / (steps - peak + 1))) / 2
 
 
 def losses(folder: Path, run: Run, steps: list[list[Block]]) -> Generator[float]:

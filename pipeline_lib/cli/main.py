@@ -26,7 +26,7 @@ def main() -> NoReturn:
         arguments.command(arguments)
     except PipelineError as error:
         # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
-        text = "".join(char if char.isprintable() or char == "\n" else " " for char in str(error))
+        text = "".join(char if char.isprintable() or char == "\n" else " " for char in redact(str(error)))
         print(f"{ERROR}{text}", file=sys.stderr, flush=True)
         if hasattr(arguments, "stage"):
             if place := job_and_log(os.environ):
@@ -35,7 +35,7 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except OSError as error:
         where = error.filename or "the store, its runs/ or this output"
-        print(f"{ERROR}{where}: {error.strerror or error}", file=sys.stderr, flush=True)
+        print(redact(f"{ERROR}{where}: {error.strerror or error}"), file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:
         print(f"{STOPPED}{arguments.when_stopped}", file=sys.stderr, flush=True)

@@ -30,8 +30,10 @@ Learn = Callable[[Config], None]
 
 VERSIONS = {
     **{"download": 2, "tokenize": 3, "shard": 2, "plan": 16},
-    **{"train": 3, "merge": 3, "evaluate": 3, "report": 2},
+    **{"train": 4, "merge": 3, "evaluate": 3, "report": 2},
 }
+# Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
+CONSTANT_RATE_VERSION = 3
 
 # The end results of an experiment; results/NAME links to them.
 PRODUCTS = ("report", "merge")
@@ -110,7 +112,9 @@ def training_of(plan: Spec) -> Spec:
     """Return the training that `plan` plans, without PLACEMENT_KEYS: they do not change the result."""
     settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
     settings |= {key: value for key, value in plan.settings.items() if key == ROPE}
-    return Spec("train", VERSIONS["train"], settings, {name: plan.inputs[name] for name in ("model", "shard")})
+    is_constant = settings.get("lr_schedule") == "constant"
+    version = CONSTANT_RATE_VERSION if is_constant else VERSIONS["train"]
+    return Spec("train", version, settings, {name: plan.inputs[name] for name in ("model", "shard")})
 
 
 def held_keys(train: Train) -> list[str]:

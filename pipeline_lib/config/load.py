@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
-from pipeline_lib.config.other_tools import hint_for
+from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
 from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
 from pipeline_lib.config.section import Section, fields_of
 from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
@@ -248,6 +248,8 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     if kind == "literal_error":
         words = context["expected"].replace(" or ", ", ").split(", ")
         is_in_union = str(detail["loc"][-1]).startswith("literal[")
+        if keys[-1] == "launcher" and found in LAUNCHERS:
+            return f"{_short(found)} is not one of {', '.join(words)}; {LAUNCHERS[found]}"
         return _not_one_of(found, [*words, "a list"] if is_in_union else words)
     if kind in WANTED:
         hint = "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""

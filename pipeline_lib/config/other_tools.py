@@ -229,6 +229,11 @@ HINTS = {word: f"here it is {key}" for word, key in OUR_KEY.items()} | {
 }
 
 
+# Other tools' launchers, which `cluster.launcher` had once.
+_SPAWN = "leave it out, or set spawn, which starts the same ranks without a port that others reach (docs/security.md)"
+LAUNCHERS = dict.fromkeys(("torchrun", "accelerate", "deepspeed"), _SPAWN)
+
+
 def hint_for(word: str) -> str | None:
     """Return what to use for another tool's key: `here it is train.lora.rank`. None for a key that no table has."""
     return HINTS.get(spelled(word))

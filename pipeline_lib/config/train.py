@@ -214,7 +214,11 @@ class Train(Section):
     decay_fraction: Fraction = Field(
         0.1, description="fraction of all steps in which a `wsd` schedule falls, at the end"
     )
-    min_lr_fraction: Fraction = Field(0.0, description="the last step's learning rate, as a fraction of `lr`")
+    min_lr_fraction: Fraction = Field(
+        0.0,
+        description="the learning rate at the end of the run, as a fraction of `lr`: an update after the last would"
+        " have it, so that the last one learns, too",
+    )
     weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(
         0.01, description="weight decay, applied to matrices only"
     )

@@ -41,6 +41,7 @@ from pipeline_lib.core.store import (
     verify_sizes,
     write_manifest,
 )
+from pipeline_lib.core.text import redact
 
 Say = Callable[[str], None]
 RECORDED_PACKAGES = (
@@ -229,8 +230,8 @@ def _manifest_of(job: Job, counts: dict[str, Any], started_at: datetime, duratio
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print `text` and `end` to stdout. Once its reader is gone, discard output and let the work go on."""
+    """Print `text`, with credentials masked, and `end`. Once its reader is gone, discard output and go on."""
     try:
-        print(text, end=end, file=sys.stdout, flush=True)
+        print(redact(text), end=end, file=sys.stdout, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

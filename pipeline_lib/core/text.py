@@ -19,8 +19,16 @@ _NAMES = (
 )
 _QUOTE = r"""\\?["']"""
 _PATTERNS = (
-    # user:password@ of a URL
+    # user:password@ of a URL, and a token in the place of both
     re.compile(r"(?P<kept>[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/:@\"']{0,200}:)[^\s/@\"']{1,500}(?=@)"),
+    re.compile(r"(?P<kept>\bhttps?://)[^\s/:@\"']{1,500}(?=@)", re.IGNORECASE),
+    # signatures of URLs that need no other password: Azure, Google, CloudFront
+    re.compile(r"(?P<kept>[?&](?:sig|signature|x-goog-signature|key)=)[^\s\"'&#]+", re.IGNORECASE),
+    # private keys, whole or cut off
+    re.compile(
+        r"(?P<kept>-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----)(?!\*\*\*)(?:[^-]|-(?!----END)){1,20000}"
+        r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----)?"
+    ),
     # Authorization: Bearer ...
     re.compile(r"(?P<kept>\bbearer\s{1,4})[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE),
     # Authorization: Basic ...; only after that name, because `basic` is an ordinary word
@@ -30,7 +38,8 @@ _PATTERNS = (
     ),
     # JSON web tokens, complete or truncated
     re.compile(r"(?P<kept>(?<![A-Za-z0-9_-])eyJ)[A-Za-z0-9_.-]{12,}"),
-    # Hugging Face, OpenAI and APIs with keys like its own, ModelScope, GitHub, AWS, Google, Slack
+    # Hugging Face, OpenAI and APIs with keys like its own, ModelScope, GitHub, AWS, Google, Slack, GitLab, Stripe, npm,
+    # PyPI, Docker
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])hf_)[A-Za-z0-9]{8,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])sk-)[A-Za-z0-9_-]{16,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])ms-)[0-9A-Fa-f]{8}[0-9A-Fa-f-]{8,}"),
@@ -38,6 +47,9 @@ _PATTERNS = (
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:AKIA|ASIA))[0-9A-Z]{16}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])AIza)[0-9A-Za-z_-]{20,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])xox[a-z]-)[0-9A-Za-z-]{10,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])gl[a-z]{1,5}-)[0-9A-Za-z_.-]{16,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:[sr]k|whsec)_(?:live_|test_)?)[0-9A-Za-z]{16,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:npm_|pypi-|dckr_pat_|dop_v1_|ya29\.))[0-9A-Za-z_-]{16,}"),
     # "api_key": "...", TOKEN=..., password: ...
     re.compile(
         rf"(?P<kept>(?<![A-Za-z])(?:{_NAMES})(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?)"

@@ -25,7 +25,7 @@ from pipeline_lib.core.run_folder import (
     sealed_steps,
 )
 from pipeline_lib.core.stage import Job, StageFunction
-from pipeline_lib.core.store import verify
+from pipeline_lib.core.store import Spec, read_manifest, verify
 from pipeline_lib.core.text import reason_of
 from pipeline_lib.core.units import count
 from pipeline_lib.hosts.checks import Wanted
@@ -225,9 +225,33 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
     return found
 
 
+def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
+    """Return the folders of trainings with the settings and the model of this one by another version of the code.
+
+    They have checkpoints, and are not continued: the versions compute something else.
+    """
+    found = []
+    for other in sorted(run_dir.parent.iterdir()):
+        steps = sealed_steps(other / CHECKPOINTS) if other != run_dir else []
+        if not steps:
+            continue
+        with suppress(IntegrityError):
+            left_by = Spec.from_json(read_manifest(steps[-1][1]).spec, str(other))
+            is_same = (left_by.settings, left_by.inputs.get("model")) == (job.spec.settings, job.spec.inputs["model"])
+            if is_same and left_by.version != job.spec.version:
+                found.append(other)
+    return found
+
+
 def _tell(attempt: Attempt) -> None:
     """Print how the attempt begins, and write its event."""
     plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
+    others = [] if resume_from else runs_of_other_versions(attempt.job, run_dir)
+    for other in others:
+        attempt.job.say(
+            f"train: {other} holds checkpoints of this training by another version of the training code, which computes"
+            " something else; they are not continued, and may be removed"
+        )
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(
         f"train: {plan.chosen.strategy} on {count(place.ranks, f'{place.device} ranks')} by {place}, "

@@ -44,7 +44,7 @@ from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.train.dist import PATIENT, World, gather_texts
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
 from pipeline_lib.train.strategy import Strategy, balanced, grouped
 
 # Collective failure: an error on one rank is raised on all, so that no rank goes on, or waits, alone.
@@ -224,6 +224,16 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
     except CheckpointException as error:
         raise IntegrityError(f"{folder}: does not hold the tensors that this run needs ({_reason(error)})") from error
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those `tensors` whose part on this rank holds NaN or infinity, without copying them."""
+    found = []
+    for name, tensor in tensors.items():
+        part = own_part(tensor)
+        if part.numel() and part.is_floating_point() and not all(math.isfinite(end) for end in part.aminmax()):
+            found.append(name)
+    return found
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -160,7 +161,7 @@ def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]
     """
     if not dist.is_initialized():
         return [text]
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    own = torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(own)]), group=group)

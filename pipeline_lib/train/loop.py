@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pipeline_lib.config.train import Train
-from pipeline_lib.core.errors import CONTINUES, Diverged, Interrupted
+from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import first_valid, newest_valid, sealed_steps
 from pipeline_lib.data import order
@@ -21,7 +22,7 @@ from pipeline_lib.model.batch import Batch, Portion
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
-from pipeline_lib.train.dist import LOADING
+from pipeline_lib.train.dist import LOADING, gather_texts
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import Rows
@@ -34,8 +35,10 @@ from pipeline_lib.train.validation import Sampler, Validations, held_out_loss, r
 def learning_rate(train: Train, step: int, steps: int) -> float:
     """Return the learning rate of the update that makes `step` (from 1) of `steps`.
 
-    It rises linearly over the warm-up, then falls to `min_lr_fraction` of the peak; `wsd` falls only over the last
-    `decay_fraction` of the steps, and `constant` not at all.
+    It rises linearly over the warm-up to the peak, and falls so that an update after the last one would have
+    `min_lr_fraction` of the peak: every update learns. `wsd` falls only over the last `decay_fraction` of the steps,
+    and `constant` not at all. These are transformers' rates: without a warm-up those of as many steps; with one those
+    of a step more, whose first update has a rate of 0 there.
     """
     warmup_steps = math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
     if step <= warmup_steps:
@@ -43,8 +46,8 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     if train.lr_schedule == "constant":
         return train.lr
     decay_steps = math.ceil(train.decay_fraction * steps) if train.lr_schedule == "wsd" else steps
-    first = max(warmup_steps, steps - decay_steps)  # the last step at the peak
-    progress = max(0, step - first) / max(1, steps - first)
+    peak = max(1, warmup_steps, steps - decay_steps)  # the last step before the rate falls
+    progress = max(0, step - peak) / (steps - peak + 1)
     remaining = (1 + math.cos(math.pi * progress)) / 2 if train.lr_schedule == "cosine" else 1 - progress
     return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
 
@@ -52,6 +55,7 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
 # The loop itself.
 
 LISTED_BLOCKS = 16  # per step, in a message; the events name all
+LISTED_TENSORS = 3
 
 
 @dataclass(frozen=True)
@@ -294,9 +298,25 @@ class Loop:
         self.events.notify(EventName.RANK_DOING, what=LOADING)
         scalars = checkpoint.read_state(path)
         strategy = self.stepper.strategy
-        strategy.restore(partial(checkpoint.load_tensors, path / checkpoint.TENSORS), int(scalars["updates"]))
+        damaged: list[str] = []
+
+        def read(tensors: Mapping[str, Tensor]) -> None:
+            checkpoint.load_tensors(path / checkpoint.TENSORS, tensors)
+            damaged.extend(checkpoint.not_finite(tensors))
+
+        strategy.restore(read, int(scalars["updates"]))
+        if names := self.agree_on(damaged):
+            raise IntegrityError(
+                f"{path}: {listed(names)} hold NaN or infinity, so no step from there can be applied; remove {path},"
+                " and run the same command again: it continues from the checkpoint before, or begins anew"
+            )
         strategy.load_own_state(checkpoint.strategy_state(path, self.stepper.world, self.train.strategy))
         return scalars
+
+    def agree_on(self, names: list[str]) -> list[str]:
+        """Return the names that any rank has found, sorted; the same on all ranks."""
+        of_ranks = gather_texts("\n".join(names), self.saver.group)
+        return sorted({name for text in of_ranks for name in text.split("\n") if name})
 
     def take_best(self) -> int:
         """Load the validated step of the lowest loss if the config asks for it; return the step now loaded.
@@ -350,6 +370,12 @@ class Loop:
         self.window.add(row)
         self.validations.add(row)
         self.events.notify(EventName.STEP_END, **row)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - LISTED_TENSORS} more" if len(names) > LISTED_TENSORS else ""
+    return ", ".join(names[:LISTED_TENSORS]) + more
 
 
 def is_due(step: int, every: int, last: int) -> bool:

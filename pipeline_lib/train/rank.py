@@ -1,6 +1,6 @@
 """One rank of a training run: builds the model, trains, and leaves the final step for the store."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.rope import rope_in, without_rope
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train
+from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock
@@ -33,7 +34,7 @@ from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
-from pipeline_lib.train.loop import Batches, Loop
+from pipeline_lib.train.loop import Batches, Loop, listed
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
@@ -184,8 +185,19 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     """Write the trained weights, the probe and the records to the directory that the launcher seals."""
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
-    parts = loop.saver.parts(strategy, (WEIGHTS,))
-    checkpoint.save_parts(job.out / WEIGHTS, map(_by_parameter, parts), world)
+    damaged: list[str] = []
+
+    def finite_parts() -> Iterator[dict[str, Tensor]]:
+        for part in loop.saver.parts(strategy, (WEIGHTS,)):
+            damaged.extend(checkpoint.not_finite(part))
+            yield _by_parameter(part)
+
+    checkpoint.save_parts(job.out / WEIGHTS, finite_parts(), world)
+    if names := loop.agree_on(damaged):
+        raise TrainingError(
+            f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no result: try a lower"
+            f" train.lr; checkpoints in {job.run_dir / CHECKPOINTS} that hold such values are refused, too"
+        )
     block = batch.probe_block(loop.held_out[0], loop.train.ranks_per_block)
     with strategy.autocast():
         logits = batch.probe_logits(wrapped, block, world.device, loop.batches.portion.part)

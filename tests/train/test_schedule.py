@@ -1,6 +1,8 @@
 """The learning rate is a pure function of the step."""
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.train.loop import learning_rate
@@ -17,15 +19,13 @@ def test_it_rises_linearly_to_the_peak_and_falls_to_the_floor() -> None:
     rates = curve(100, warmup_fraction=0.1, lr_schedule="linear", min_lr_fraction=0.2)
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert rates[9] == max(rates) == 1.0
-    assert rates[-1] == pytest.approx(0.2)
-    falls = [before - after for before, after in zip(rates[9:], rates[10:], strict=False)]
-    assert falls == pytest.approx([0.8 / 90] * 90)
+    falls = [before - after for before, after in zip(rates[9:], [*rates[10:], 0.2], strict=True)]
+    assert falls == pytest.approx([0.8 / 91] * 91), "the next update would have the floor"
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:
-    rates = curve(101, warmup_fraction=0.0)
-    assert rates[-1] == pytest.approx(0.0, abs=1e-12)
-    assert learning_rate(Train(lr=1.0, warmup_fraction=0.0), 50, 100) == pytest.approx(0.5)
+    rates = curve(100, warmup_fraction=0.0)
+    assert rates[50] == pytest.approx(0.5)
     assert rates == sorted(rates, reverse=True)
 
 
@@ -37,7 +37,7 @@ def test_wsd_stays_and_falls_linearly_at_the_end() -> None:
     rates = curve(100, warmup_steps=5, lr_schedule="wsd", decay_fraction=0.2, min_lr_fraction=0.1)
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5:80] == [1.0] * 75
-    assert rates[80:] == pytest.approx([1.0 - 0.9 * step / 20 for step in range(1, 21)])
+    assert rates[80:] == pytest.approx([1.0 - 0.9 * step / 21 for step in range(1, 21)])
 
 
 def test_wsd_without_an_end_is_constant() -> None:
@@ -60,5 +60,30 @@ def test_a_warm_up_longer_than_the_run_is_cut_off(schedule: str) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_the_shortest_runs_have_positive_finite_rates(schedule: str, steps: int) -> None:
     rates = curve(steps, lr_schedule=schedule)
-    assert all(0.0 <= rate <= 1.0 for rate in rates)
-    assert rates[0] > 0
+    assert all(0.0 < rate <= 1.0 for rate in rates)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7])
+@pytest.mark.parametrize("steps", [1, 2, 8, 16, 100])
+def test_every_update_learns(schedule: str, warmup_steps: int, steps: int) -> None:
+    rates = curve(steps, lr_schedule=schedule, warmup_steps=warmup_steps)
+    assert min(rates) > 1e-4
+    assert rates[0] == (1.0 if warmup_steps <= 1 else pytest.approx(1 / warmup_steps))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 5])
+@pytest.mark.parametrize("steps", [3, 20])
+def test_rates_are_those_of_transformers_but_for_the_update_that_it_wastes(
+    schedule: str, warmup_steps: int, steps: int
+) -> None:
+    wasted = 1 if warmup_steps else 0  # a first update of rate 0
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(schedule, optimizer, warmup_steps, steps + wasted)
+    rates = []
+    for _ in range(steps + wasted):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    assert curve(steps, lr_schedule=schedule, warmup_steps=warmup_steps) == pytest.approx(rates[wasted:])

@@ -10,6 +10,7 @@ sys.path.insert(0, workflow.basedir)
 from pipeline_lib.config.checks import warnings_of
 from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
 from pipeline_lib.core.errors import ConfigError, PipelineError
+from pipeline_lib.core.text import redact
 from pipeline_lib.core.files import unwritable
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
@@ -52,18 +53,18 @@ STORE = Store.from_env(os.environ)
 
 def exit_with(error):
     """An exception would reach the user with Snakemake's own frames around the message."""
-    print(f"error: {error}", file=sys.stderr)
+    print(redact(f"error: {error}"), file=sys.stderr)
     sys.exit(error.exit_code)
 
 
 def tell(text):
-    print(text, file=sys.stderr)
+    print(redact(text), file=sys.stderr)
 
 
 @cache
 def warn(text):
     """Once, however often it is found."""
-    print(f"warning: {text}", file=sys.stderr)
+    print(redact(f"warning: {text}"), file=sys.stderr)
 
 
 @cache

@@ -38,7 +38,7 @@ def conclude():
             if page := write_sweep_page(EXPERIMENT):
                 print(f"compared: {page}")
     except (PipelineError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
 
 
 def failures():
