@@ -5,8 +5,8 @@ Everything that depends on a single row happens here, so the output is the same 
 
 import hashlib
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -345,15 +345,43 @@ def _text_of(content: Content) -> str:
 
 
 # Rendering through a model's chat template in a limited process, and the errors for a lost worker.
+# jinja2 computes constant expressions while it compiles a template, so a template is compiled within the limits too.
+
+
+def _no_state() -> None:
+    """Return the state of a worker whose task compiles the template: what a worker loads has no limits."""
+
+
+def _check_template(folder: Path, state: None, guard: Guard) -> None:
+    question: Message = {"role": "user", "content": "?"}
+    with guard.at(0):
+        template = ChatTemplate.load(folder)
+        with suppress(DataError):  # it may want another conversation
+            template.render([question], add_generation_prompt=True)
+
+
+def check_template(folder: Path, limits: Limits | None = None) -> None:
+    """Compile the chat template of the model in `folder` in a limited process, and render a question.
+
+    Raises DataError if it does not compile or exceeds its limits, Interrupted if the process is killed.
+    """
+    with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
+        list(pool.map([partial(_check_template, folder)]))
 
 
 def _prompts(
-    conversations: Sequence[Sequence[Message]], variables: Mapping[str, Any], state: ChatTemplate, guard: Guard
+    load: Callable[[], ChatTemplate],
+    conversations: Sequence[Sequence[Message]],
+    variables: Mapping[str, Any],
+    state: None,
+    guard: Guard,
 ) -> list[str]:
+    with guard.at(0):
+        template = load()
     prompts = []
     for number, messages in enumerate(conversations):
         with guard.at(number):
-            prompts.append(state.render(messages, add_generation_prompt=True, **variables))
+            prompts.append(template.render(messages, add_generation_prompt=True, **variables))
     return prompts
 
 
@@ -369,8 +397,9 @@ def render_prompts(
     `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError if the template
     fails or exceeds its limits, Interrupted if the process is killed.
     """
-    with losses_explained(folder), Pool(partial(ChatTemplate.load, folder, kwargs), 1, limits) as pool:
-        (prompts,) = pool.map([partial(_prompts, conversations, variables)])
+    load = partial(ChatTemplate.load, folder, kwargs)
+    with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
+        (prompts,) = pool.map([partial(_prompts, load, conversations, variables)])
     return prompts
 
 
@@ -413,5 +442,7 @@ def losses_explained(model: Path) -> Iterator[None]:
             doing, remedy = "tokenizing", "Look for rows of many megabytes there, or for a template that writes as much"
         else:
             doing = f"rendering the chat template of {model}"
-            remedy = "Look at the row; if it is in order, the template is not: take that of the model's publisher"
+            remedy = "Take the template of the model's publisher"
+            if place:
+                remedy = f"Look at the row; if it is in order, the template is not. {remedy}"
         raise DataError(f"{place}a worker process was ended while {doing}: {lost.detail}. {remedy}") from lost
