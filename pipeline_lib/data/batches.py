@@ -24,7 +24,8 @@ from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Message, Reason, Text, WrongFile
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
-from pipeline_lib.data.layouts import KeyCounts, Layout, detect, to_content
+from pipeline_lib.data.keys import KeyCounts
+from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded, TooLong
 from pipeline_lib.data.pool import Cause, Guard, Limits, Pool, WorkerLost
 from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of

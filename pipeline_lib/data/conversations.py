@@ -252,6 +252,8 @@ class Fields:
     names: Names
     where: str = ""  # the path within the row: empty, or `messages[2].`
     turns: list[tuple[str, "Fields"]] = field(default_factory=list)  # returned by `objects`, with the name of the list
+    parts: list["Fields"] = field(default_factory=list)  # objects of a turn: its calls, the parts of its content
+    place: str = ""  # of a part within its turn: `tool_calls[].function`
     _read: set[str | None] = field(default_factory=set)
 
     def value(self, key: str) -> Any:
@@ -282,6 +284,12 @@ class Fields:
         """Count the file's `keys` as read."""
         self._read.update(keys)
 
+    def add_part(self, values: Mapping[str, Any], where: str, place: str, read: Collection[str]) -> None:
+        """Add a part of this turn, of whose keys `read` are read; `where` and `place` are its path."""
+        part = Fields(values, self.names, f"{where}.", place=place)
+        part.mark_read(read)
+        self.parts.append(part)
+
     def unread(self) -> list[str]:
         """Return the file's names of the keys that have a value, were not read and are not ignored."""
         return [
@@ -295,7 +303,11 @@ class Fields:
 
     def shown(self, key: str) -> str:
         """Return the path and the file's name of `key`, for messages."""
-        return f"{self.where}{self.names.get(key) or key}"
+        return f"{self.where}{self.name_of(key)}"
+
+    def name_of(self, key: str) -> str:
+        """Return the file's name of `key`, for messages."""
+        return self.names.get(key) or key
 
     def text(self, key: str) -> str:
         """Return the text under `key`; "" if it is missing or null. Raises BadRow for any other type."""
@@ -364,6 +376,7 @@ def parsed(value: Any, where: str) -> Any:
 # {"type": "function", "function": ...}.
 
 # Other names for the arguments of a call; `parameters` beside `arguments` are the schema of the function.
+_CALL_KEYS = ("type", "id", "index")  # of a call, beside its function: they connect a call with its result
 _OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "params", "input")
 
 
@@ -398,29 +411,36 @@ def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
 
 def calls_of(turn: Fields) -> list[dict[str, Any]]:
     """Return the calls under `tool_calls` of a turn, in order; empty if there are none. Raises BadRow."""
+    where, place = turn.shown("tool_calls"), turn.name_of("tool_calls")
     return [
-        _call(item, f"{turn.shown('tool_calls')}[{number}]") for number, item in enumerate(turn.items("tool_calls"))
+        _call(turn, item, f"{where}[{number}]", f"{place}[]") for number, item in enumerate(turn.items("tool_calls"))
     ]
 
 
-def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
+def calls_in(turn: Fields, key: str) -> list[dict[str, Any]]:
     """Return the calls of a `function_call` turn: one {"name", "arguments"} or a list of them. Raises BadRow."""
+    value, where, place = turn.value(key), turn.shown(key), turn.name_of(key)
     if isinstance(value, str) and value.lstrip().startswith(OPENS_THINKING):
         remedy = f"write it as reasoning_content of the turn, and the calls alone as {where}"
         raise BadRow(Reason.BAD_VALUE, f"{where}: holds thinking ({OPENS_THINKING}) beside its calls: {remedy}")
     value = parsed(value, where)
-    calls = value if isinstance(value, list) else [value]
-    if not calls:
+    if not isinstance(value, list):
+        return [_call(turn, value, where, place)]
+    if not value:
         raise BadRow(Reason.EMPTY, f"{where}: calls no tool")
-    return [_call(item, where if calls is not value else f"{where}[{number}]") for number, item in enumerate(calls)]
+    return [_call(turn, item, f"{where}[{number}]", f"{place}[]") for number, item in enumerate(value)]
 
 
-def _call(item: Any, where: str) -> dict[str, Any]:
+def _call(turn: Fields, item: Any, where: str, place: str) -> dict[str, Any]:
     call = as_object(item, where)
     if "function" in call:
         _check_type(call, where)
         outer, call = call, as_object(call["function"], f"{where}.function")
         _refuse_misplaced(call, outer, ("arguments", *_OTHER_ARGUMENTS), where)
+        turn.add_part(outer, where, place, ("function", *_CALL_KEYS))
+        turn.add_part(call, f"{where}.function", f"{place}.function", ("name", "arguments"))
+    else:
+        turn.add_part(call, where, place, ("name", "arguments", *_CALL_KEYS))
     _refuse_misplaced(call, call, _OTHER_ARGUMENTS, where)
     name = _name_of(call, where)
     # A call without arguments has null, an empty text, or no key.

@@ -405,9 +405,11 @@ def no_orphans() -> Iterator[None]:
 
 
 ROWS = [row(number) for number in range(6)]
+IN_ROWS = "{% if messages[0].content != '?' %}"  # not in the question of the check of models
 LOOP = "{% for each in range(99999) %}"
-SPIN = LOOP * 3 + "{% endfor %}" * 3
-HOARD = "{% set all = namespace(text='') %}" + LOOP + "{% set all.text = all.text ~ 'a' * 50_000_000 %}{% endfor %}"
+SPIN = IN_ROWS + LOOP * 3 + "{% endfor %}" * 3 + "{% endif %}"
+FILL = LOOP + "{% set all.text = all.text ~ 'a' * 50_000_000 %}{% endfor %}"
+HOARD = "{% set all = namespace(text='') %}" + IN_ROWS + FILL + "{% endif %}"
 SURPRISE = "{% if ' 3?' in messages[0].content and not add_generation_prompt %}Surprise!{% endif %}"
 RECURSE = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
 
