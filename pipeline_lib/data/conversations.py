@@ -380,6 +380,12 @@ _CALL_KEYS = ("type", "id", "index")  # of a call, beside its function: they con
 _OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "params", "input")
 
 
+# Other names for the schema of a tool's arguments: Anthropic's, MCP's, and others, without `_` and in lower case.
+_OTHER_SCHEMAS = frozenset(
+    {"inputschema", "argsschema", "parametersjsonschema", "schema", "arguments", "args", "params"}
+)
+
+
 def tools_of(row: Fields) -> list[dict[str, Any]] | None:
     """Return the JSON schemas of the tools of `row`; None if it has none. Raises BadRow."""
     tools = []
@@ -388,14 +394,30 @@ def tools_of(row: Fields) -> list[dict[str, Any]] | None:
         tool = as_object(item, where)
         if "function" in tool:
             _check_type(tool, where)
-            function = as_object(tool["function"], f"{where}.function")
-            tool = {**tool, "type": "function", "function": function}
+            where = f"{where}.function"
+            function = as_object(tool["function"], where)
         else:
-            function = tool
-            tool = {"type": "function", "function": function}
+            function, tool = tool, {}
+            if function.get("type") == "function":  # OpenAI's Responses API has it beside the name
+                function = {key: value for key, value in function.items() if key != "type"}
         _name_of(function, where)
-        tools.append(tool)
+        tools.append({**tool, "type": "function", "function": _with_parsed_schema(function, where)})
     return tools or None
+
+
+def _with_parsed_schema(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return `function` with `parameters` as an object, as clients send it. Raises BadRow if they are anything else."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        for key, value in function.items():
+            if key.replace("_", "").lower() in _OTHER_SCHEMAS and isinstance(value, (dict, str)):
+                raise BadRow(Reason.BAD_VALUE, f"{where}.{key}: not read; write the schema as `parameters`")
+        return function
+    where = f"{where}.parameters"
+    parameters = as_object(parameters, where)
+    if isinstance(parameters.get("properties"), str):
+        parameters = {**parameters, "properties": as_object(parameters["properties"], f"{where}.properties")}
+    return {**function, "parameters": parameters}
 
 
 def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:

@@ -545,5 +545,5 @@ def test_tools_of_the_config_are_shown_as_they_were_written(tiny_folder: Path, t
 
 def test_tools_of_the_config_that_are_no_tools_are_refused(tiny_folder: Path) -> None:
     settings = Tokenize().model_copy(update={"tools": ('{"type": "function", "function": {}}',)})
-    with pytest.raises(DataError, match=r"tokenize.tools\[0\]: expected the name of a function"):
+    with pytest.raises(DataError, match=r"tokenize.tools\[0\].function: expected the name of a function"):
         Encoder(tiny_folder, settings)

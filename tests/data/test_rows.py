@@ -162,6 +162,45 @@ def test_one_leading_block_is_thinking_and_the_tags_of_others_are_text(messages:
     assert isinstance(content, Conversation) and content.messages == messages
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": json.dumps(SCHEMA)}},
+        {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
+        {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": json.dumps(SCHEMA["properties"])},
+        },
+    ],
+)
+def test_schemas_come_out_as_clients_send_them(tool: dict[str, Any]) -> None:
+    content = read({"messages": HELLO, "tools": [tool]})
+
+    assert isinstance(content, Conversation)
+    wanted = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+    assert json.dumps(content.tools) == json.dumps([wanted])  # the order of keys is rendered
+
+
+@pytest.mark.parametrize("key", ["input_schema", "inputSchema", "args_schema", "parameters_json_schema", "arguments"])
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)])
+def test_a_schema_under_another_name_is_refused(key: str, schema: Any) -> None:
+    tools: list[tuple[dict[str, Any], str]] = [
+        ({"name": "f", key: schema}, rf"tools\[0\]\.{key}"),
+        ({"type": "function", "function": {"name": "f", key: schema}}, rf"tools\[0\]\.function\.{key}"),
+    ]
+    for tool, place in tools:
+        with pytest.raises(BadRow, match=f"^bad_value: {place}: not read; write the schema as `parameters`"):
+            read({"messages": HELLO, "tools": [tool]})
+        function = tool.get("function", tool)
+        function["parameters"] = SCHEMA  # then the other key is a part of the tool
+        assert read({"messages": HELLO, "tools": [tool]})
+
+
 def test_tools_may_go_with_rows_that_call_none() -> None:
     rows = [{"instruction": "hello", "output": "hi"}, {"prompt": "hello", "completion": "hi"}]
 
@@ -361,6 +400,16 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
     ({"messages": [USER, {**ASSISTANT, "reasoning_content": "\0"}]}, Reason.BAD_TEXT, "NUL"),
     ({"messages": HELLO, "tools": [{"name": "a", "description": "\0"}]}, Reason.BAD_TEXT, "NUL"),
     ({"messages": [{**USER, "tool_calls": [CALL]}, ASSISTANT]}, Reason.BAD_VALUE, "only the assistant calls"),
+    (
+        {"messages": HELLO, "tools": [{"name": "a", "parameters": "none"}]},
+        Reason.BAD_VALUE,
+        r"tools\[0\]\.parameters: expected an object, found text",
+    ),
+    (
+        {"messages": HELLO, "tools": [{"name": "a", "parameters": [{"name": "b"}]}]},
+        Reason.BAD_VALUE,
+        r"tools\[0\]\.parameters: expected an object, found a list",
+    ),
     ({"messages": HELLO, "tools": {}}, Reason.BAD_VALUE, "tools: expected a list, found an object"),
     ({"messages": HELLO, "tools": [{"description": "a"}]}, Reason.BAD_VALUE, "expected the name of a function"),
     ({"messages": HELLO, "tools": [{**TOOL, "type": "code"}]}, Reason.BAD_VALUE, "'code'; only functions"),
