@@ -133,7 +133,7 @@ def check(content: Content) -> None:
             raise BadRow(Reason.EMPTY, "the text is empty")
         check_text(content.text)
         return
-    _check_roles(content.messages)
+    _check_roles(content.messages, content.supervised)
     for message in content.messages:
         role, text, reasoning = message["role"], message["content"], message.get("reasoning_content", "")
         if not text.strip() and role != "tool" and "tool_calls" not in message:
@@ -150,7 +150,7 @@ def check(content: Content) -> None:
         raise BadRow(Reason.NO_ASSISTANT_TURN, "none of the assistant's turns may be trained on")
 
 
-def _check_roles(messages: Sequence[Message]) -> None:
+def _check_roles(messages: Sequence[Message], supervised: Collection[int]) -> None:
     roles = [message["role"] for message in messages]
     if not roles:
         raise BadRow(Reason.EMPTY, "no messages")
@@ -161,18 +161,18 @@ def _check_roles(messages: Sequence[Message]) -> None:
     first = 1 if roles[0] == "system" else 0
     for number in range(first, len(roles)):
         before = None if number == first else messages[number - 1]
-        if not _may_follow(roles[number], before):
-            after = "after system" if before is None and first else "at the start"
-            if before is not None:
-                after = f"after {before['role']}"
-            if roles[number] == "tool" and before is not None and before["role"] == "assistant":
-                after += ", which called no tool"
-                if CALL_IN_TEXT in before["content"]:
-                    after += f" but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
-            order = "a system message, then user and assistant in turns, tool answers behind the calls"
-            raise BadRow(
-                Reason.BAD_ROLE_ORDER, f"message {number + 1} is {roles[number]} {after}; the order has to be {order}"
-            )
+        is_greeting = roles[number] == "assistant" and before is None and number not in supervised
+        if is_greeting or _may_follow(roles[number], before):
+            continue
+        after = "after system" if first else "at the start"
+        if before is not None:
+            after = f"after {before['role']}"
+        order = "a system message, then user and assistant in turns, tool answers behind the calls"
+        raise BadRow(
+            Reason.BAD_ROLE_ORDER,
+            f"message {number + 1} is {roles[number]} {after}{_remedy(roles[number], before, number)}; the order has "
+            f"to be {order}",
+        )
 
 
 def _may_follow(role: str, before: Message | None) -> bool:
@@ -182,6 +182,29 @@ def _may_follow(role: str, before: Message | None) -> bool:
         return before is not None and before["role"] in ("user", "tool")
     called = before is not None and (before["role"] == "tool" or bool(before.get("tool_calls")))
     return role == "tool" and called
+
+
+def _remedy(role: str, before: Message | None, number: int) -> str:
+    """Return what to do with a message of `role` after `before`, where it may not stand; "" if nothing is known."""
+    if role == "system":
+        return ": write it into the first system message, or into the message of the user"
+    if role == "assistant" and before is None:
+        return (
+            ", and nothing asks for it: to keep it as context write `loss: false` into its turn, or write a message of "
+            "the user before it"
+        )
+    if before is None:
+        return ""
+    if role == "tool" and before["role"] == "assistant":
+        if CALL_IN_TEXT in before["content"]:
+            said = f"but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
+            return f", which called no tool {said}"
+        return ", which called no tool"
+    if role == before["role"]:
+        return ": make them one message" + (", its text before its calls" if role == "assistant" else "")
+    if role == "user" and before["role"] == "tool":
+        return ": write the answer of the assistant between them"
+    return ""
 
 
 def _check_thinking(content: str, reasoning: str) -> None:

@@ -85,11 +85,33 @@ def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
     else:
         prompt = _part(row, "prompt", "user", roles)
         turns = [(message, False) for message, _ in prompt] + _part(row, "completion", "assistant", roles)
+    turns = _with_joined_calls(turns)
     # The row's own system message replaces a first system turn that is blank or equal to it.
     system = row.text("system")
     if turns and turns[0][0]["role"] == "system" and turns[0][0]["content"].strip() in ("", system.strip()):
         turns = turns[1:]
     return [(_message("system", system), True), *turns] if system.strip() else turns
+
+
+def _with_joined_calls(turns: list[Turn]) -> list[Turn]:
+    """Return the turns with consecutive turns of calls, and those behind a text, joined into one.
+
+    Templates write a text and all its calls into one turn, as a model answers and a server returns them.
+    """
+    joined: list[Turn] = []
+    for message, is_trained_on in turns:
+        if joined and _belongs_to(message, joined[-1][0]) and is_trained_on == joined[-1][1]:
+            before, _ = joined.pop()
+            calls = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            message = {**before, "tool_calls": calls}
+        joined.append((message, is_trained_on))
+    return joined
+
+
+def _belongs_to(message: Message, before: Message) -> bool:
+    """Return whether `message` is nothing but calls, and `before` a text or calls of the assistant."""
+    has_only_calls = "tool_calls" in message and not message["content"] and "reasoning_content" not in message
+    return has_only_calls and before["role"] == "assistant" and bool(before["content"] or before.get("tool_calls"))
 
 
 def _message(role: str, content: str, answer: Fields | None = None) -> Message:
