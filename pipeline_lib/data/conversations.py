@@ -369,6 +369,13 @@ class Fields:
         return BadRow(Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}")
 
 
+def is_turns(value: Any) -> bool:
+    """Return whether `value` is a list of turns: objects with a role, or with ShareGPT's `from`."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value)
+
+
 def as_object(value: Any, where: str) -> dict[str, Any]:
     """Return `value` as an object, parsed if it is JSON text. Raises BadRow if it is not an object."""
     value = parsed(value, where)

@@ -18,6 +18,7 @@ from pipeline_lib.data.conversations import (
     calls_of,
     check,
     conversation_tools,
+    is_turns,
     names_of,
     type_name,
 )
@@ -246,7 +247,7 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
         raise AmbiguousRow(fitting)
     if not fitting:
         check_examples(fields, labels=False)
-        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(row, columns)}")
+        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(fields.values, columns)}")
     return fitting[0]
 
 
@@ -280,6 +281,7 @@ def _content(fields: Fields, layout: Layout) -> Content:
         raise BadRow(
             Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys_text(fields.values, layout.columns)}"
         )
+    _refuse_columns(fields, layout.format)
     content: Content
     if layout.format == "text":
         content = Text(fields.text("text"))
@@ -294,6 +296,9 @@ def _content(fields: Fields, layout: Layout) -> Content:
 
 
 def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
+    if is_turns(row):  # a conversation without a key
+        key = "messages" if "role" in row[0] else "conversations"
+        row = {columns.get(key, key): row}
     if not isinstance(row, dict):
         raise BadRow(Reason.NOT_AN_OBJECT, f"expected an object, found {type_name(row)}")
     return Fields(row, names_of(columns))
@@ -301,6 +306,42 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
 
 def _keys_text(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
+    return f"it has {', '.join(keys) or 'no keys'}; {_hint(row, columns)}"
+
+
+def _hint(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     missing = [f"{theirs!r:.40}" for theirs in columns.values() if theirs not in (IGNORE, *row)]
-    hint = f"`columns` names {', '.join(missing)}" if missing else "set `columns` if it has other names for them"
-    return f"it has {', '.join(keys) or 'no keys'}; {hint}"
+    if missing:
+        return f"`columns` names {', '.join(missing)}"
+    if is_turns([row]):
+        return 'it is a turn, not a row: write the turns of a conversation into one row, {"messages": [...]}'
+    for key, value in row.items():
+        if is_turns(value):
+            ours = "messages" if "role" in value[0] else "conversations"
+            return f"its turns are under {key!r:.40}: set columns: {{{ours}: {key:.40}}}"
+        if _is_rows(value):
+            return f"if its rows are under {key!r:.40}, write that list alone into the file"
+    return "set `columns` if it has other names for them"
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _refuse_columns(fields: Fields, row_format: Format) -> None:
+    """Raise BadRow if each key that the format needs holds a column: a list of values, or values by their numbers."""
+    kinds: tuple[type, ...] = (list,) if row_format in ("messages", "sharegpt") else (list, str)
+    for keys in KEYS[row_format]:
+        if all(_is_column(fields.peek(key), kinds) for key in keys):
+            shown = " and ".join(map(fields.shown, keys))
+            raise BadRow(
+                Reason.WRONG_FORMAT,
+                f"holds columns, not rows: all of {shown} stand in one object; write one object a row, with pandas "
+                "to_json(path, orient='records', lines=True, force_ascii=False)",
+            )
+
+
+def _is_column(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, dict) and all(key.isdigit() for key in value):
+        value = list(value.values())
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kinds) for item in value)

@@ -197,6 +197,8 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
     for number, input_name in enumerate(names):
         sealed = job.inputs[input_name]
         origin = sealed.manifest.spec["settings"]
+        reading = read_settings(Rows, readings[number] if readings else {})
+        own_keys = reading.columns.values()
         folder, files = sealed.folder(), []
         for name in sorted(sealed.manifest.files):
             if origin["source"] in MADE_HERE:
@@ -205,7 +207,7 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
                 shown_name = f"{origin['name']}/{name}" if "name" in origin else name
             if shown_name in taken:  # two folders with a train.jsonl each
                 shown_name = f"data.train[{number}]/{shown_name}"
-            files.append(CorpusFile(folder / name, shown_name))
+            files.append(CorpusFile(folder / name, shown_name, own_keys))
         taken.update(file.name for file in files)
         # Without local paths: the ledger must not depend on where the files are.
         if "name" in origin:  # of a hub
@@ -214,7 +216,6 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
             source_name = ", ".join(file.name for file in files[:LISTED_FILES])
             if len(files) > LISTED_FILES:
                 source_name += f" and {len(files) - LISTED_FILES} more"
-        reading = read_settings(Rows, readings[number] if readings else {})
         sizes = [file.path.stat().st_size for file in files]
         sources.append(Source(number, source_name, reading, files, sizes))
     return sources
