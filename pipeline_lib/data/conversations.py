@@ -82,6 +82,7 @@ class Reason(StrEnum):
     LINE_TOO_LONG = "line_too_long"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     NOT_AN_OBJECT = "not_an_object"
+    OVER_LIMITS = "over_limits"
     TOO_MANY_TURNS = "too_many_turns"
     WRONG_FORMAT = "wrong_format"
 
