@@ -102,20 +102,24 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
             return
         cursor.value = NOWHERE
         try:
-            connection.send(task(state, guard))
+            with _PanicForMemory():
+                connection.send(task(state, guard))
         except MemoryError:
             connection.send(MemoryError())  # a new one: the frames of the original keep the memory alive
         except PipelineError as error:
             connection.send(error)
-        except BaseException as error:
-            if not _is_panic_for_memory(error):
-                raise
-            connection.send(MemoryError())
 
 
-def _is_panic_for_memory(error: BaseException) -> bool:
-    """Return whether native code in Rust ran out of memory; the class of its panics cannot be imported."""
-    return type(error).__name__ == "PanicException" and "memory" in str(error)
+class _PanicForMemory:
+    """A block in which a panic of Rust for want of memory is a MemoryError; its class cannot be imported."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Raise MemoryError in the place of the panic."""
+        if kind is not None and kind.__name__ == "PanicException" and "memory" in str(error):
+            raise MemoryError from error
 
 
 # The parent side: start workers, send them tasks, and return the results in the order of the tasks.
