@@ -5,13 +5,14 @@ Everything that depends on a single row happens here, so the output is the same 
 
 import hashlib
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,12 @@ from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Message, Reason, Text, WrongFile
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
-from pipeline_lib.data.layouts import KeyCounts, Layout, detect, to_content
+from pipeline_lib.data.keys import KeyCounts
+from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded, TooLong
 from pipeline_lib.data.pool import Cause, Guard, Limits, Pool, WorkerLost
 from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of
-from pipeline_lib.data.read_json import Place, RawRow
+from pipeline_lib.data.read_json import KEPT_BYTES, Place, RawRow
 
 # Detection of duplicate conversations: equal ones by a 64-bit hash, similar ones by MinHash.
 # Both run in the order of the data, so the first of several duplicates stays, on every machine. Similar conversations
@@ -36,6 +38,7 @@ from pipeline_lib.data.read_json import Place, RawRow
 
 PERMUTATIONS = 128  # length of a signature; the error of an estimated similarity is at most about 1 / sqrt(128) = 0.09
 SHINGLE_CHARS = 5
+SHINGLES_AT_ONCE = 1 << 14  # each takes 1 kB while it is hashed
 
 
 class ExactDuplicates:
@@ -95,9 +98,12 @@ def signature_of(text: str) -> NDArray[Any]:
 
     Raises DataError without datasketch.
     """
-    shingles = {text[start : start + SHINGLE_CHARS] for start in range(max(1, len(text) - SHINGLE_CHARS + 1))}
     sketch = _datasketch().MinHash(num_perm=PERMUTATIONS)
-    sketch.update_batch([shingle.encode(errors="replace") for shingle in shingles])
+    count = max(1, len(text) - SHINGLE_CHARS + 1)
+    for first in range(0, count, SHINGLES_AT_ONCE):
+        starts = range(first, min(count, first + SHINGLES_AT_ONCE))
+        shingles = {text[start : start + SHINGLE_CHARS] for start in starts}
+        sketch.update_batch([shingle.encode(errors="replace") for shingle in shingles])
     signature: NDArray[Any] = sketch.hashvalues
     return signature
 
@@ -128,6 +134,7 @@ class Batch:
     layout: Layout | None  # None: no row of the file had a known format so far
     columns: dict[str, str]
     first: str | None = None  # the row that determined the format, if the config did not set it
+    is_slow: bool = False  # tokenize each row by itself, so that the one that exceeds the limits is known
 
     def __call__(self, state: Encoder, guard: Guard) -> Encoded:
         """Encode the rows.
@@ -135,34 +142,48 @@ class Batch:
         Raises DataError, naming the row, if the template fails, or if the file mixes formats or is preference data.
         """
         keys = KeyCounts()
-        contents: list[Content] = []
+        prints: list[Prints] = []
         rendered: list[list[Rendered]] = []
+        outcomes: list[list[Sample | Drop]] = []
         places: list[Place] = []
         bad_rows: list[Rejected] = []
         for position, row in enumerate(self.rows):
-            try:
-                content = self._content(row, keys)
-            except BadRow as bad:
-                bad_rows.append(rejected(row, bad))
-                continue
-            except WrongFile as wrong:
-                raise wrong_file(row, wrong, self.source) from wrong
-            if (token := state.control_token_in(content)) is not None:
-                bad_rows.append(_forged(row, content, token))
-                continue
-            with guard.at(position):
+            with guard.at(position, _size_of(row)):
+                try:
+                    content = self._content(row, keys)
+                except BadRow as bad:
+                    bad_rows.append(rejected(row, bad))
+                    continue
+                except WrongFile as wrong:
+                    raise wrong_file(row, wrong, self.source) from wrong
+                if (token := state.control_token_in(content)) is not None:
+                    bad_rows.append(_forged(row, content, token))
+                    continue
                 try:
                     turns = state.render(content)
                 except DataError as error:
                     raise DataError(f"{row.place}: {error}") from error
+                prints.append(_prints(content, turns, state.settings))
+            if self.is_slow:
+                with guard.at(position, _size_of_rendered(turns)):
+                    outcomes += state.encode_rendered([turns])
             rendered.append(turns)
-            contents.append(content)
             places.append(row.place)
-        outcomes = state.encode_rendered(rendered)
-        encoded = _encoded(self, bad_rows, keys, contents, rendered, outcomes, state)
+        if not self.is_slow:
+            outcomes = state.encode_rendered(rendered)
+        encoded = _encoded(self, bad_rows, keys, prints, rendered, outcomes, state)
         if state.settings.over_long == "error":
             return replace(encoded, too_long=_too_long(state, places, rendered, outcomes))
         return encoded
+
+    def without(self, position: int, problem: str) -> "Batch":
+        """Return the batch with the row at `position` put aside for its `problem`."""
+        rows = list(self.rows)
+        bad = BadRow(Reason.OVER_LIMITS, problem)
+        text = rows[position].text
+        beginning = None if text is None else text[:KEPT_BYTES]
+        rows[position] = RawRow(rows[position].place, beginning, rows[position].value, bad)
+        return replace(self, rows=rows)
 
     def place_of(self, position: int | None) -> str:
         """Return the place of the row at `position` in the batch, or the range of all rows if it is None."""
@@ -183,6 +204,49 @@ class Batch:
                 f"  {self.first}\n  {shown(row)}"
             )
         return to_content(value, self.layout, keys)
+
+
+def _size_of(row: RawRow) -> int:
+    return text_size(row.value) if row.text is None else len(row.text)
+
+
+def _size_of_rendered(turns: Sequence[Rendered]) -> int:
+    return sum(len(turn.full) + len(turn.prompt or "") for turn in turns)
+
+
+def text_size(value: Any) -> int:
+    """Return the approximate size of `value`: the characters of its strings, and 8 for any other scalar."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(text_size, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(text_size, value))
+    return 8
+
+
+# What a row may cost is limited, and a row that costs more is put aside, if the config allows unusable rows.
+
+MOST_OVER_LIMITS = 8  # rows put aside; more of them show that the template is at fault, and each takes seconds
+
+
+class PuttingAside:
+    """What runs in the place of a batch whose worker was lost: the batch without the row that exceeded the limits."""
+
+    def __init__(self, settings: Tokenize) -> None:
+        """Put no row aside if the `settings` allow no unusable row."""
+        self._left = MOST_OVER_LIMITS if settings.max_quarantined_fraction else 0
+
+    def __call__(self, lost: WorkerLost) -> Batch | None:
+        """Return the task that replaces that of `lost`; None if the stage has to end."""
+        if not isinstance(lost.task, Batch) or lost.cause is Cause.KILLED:
+            return None
+        if lost.position is None:
+            return None if lost.task.is_slow else replace(lost.task, is_slow=True)
+        if not self._left:
+            return None
+        self._left -= 1
+        return lost.task.without(lost.position, f"it took {lost}")
 
 
 def thinking_default(state: Encoder, guard: Guard) -> str | None:
@@ -234,7 +298,35 @@ def prompt_hash(content: Content, shared_system: str | None = None) -> int:
 
 
 def _composed(text: str) -> str:
-    return unicodedata.normalize("NFC", text.strip())
+    """Return `text` without surrounding whitespace in NFC, in linear time: Python sorts marks in quadratic time."""
+    text = text.strip()
+    if unicodedata.is_normalized("NFC", text):
+        return text
+    decomposed = text.translate({ord(letter): unicodedata.normalize("NFD", letter) for letter in set(text)})
+    in_order: list[str] = []
+    for is_mark, run in groupby(decomposed, key=_is_mark):
+        letters = list(run)
+        if is_mark:
+            letters.sort(key=unicodedata.combining)
+        in_order += letters
+    return unicodedata.normalize("NFC", "".join(in_order))
+
+
+def _is_mark(letter: str) -> bool:
+    return unicodedata.combining(letter) != 0
+
+
+class Prints(NamedTuple):
+    """What rows are compared by."""
+
+    content: int  # `samples_hash`
+    prompt: int  # `prompt_hash`
+    signature: NDArray[Any] | None  # of its text, if near duplicates are looked for
+
+
+def _prints(content: Content, turns: Sequence[Rendered], settings: Tokenize) -> Prints:
+    signature = None if settings.near_duplicates is None else signature_of(_text_of(content))
+    return Prints(samples_hash(content, turns), prompt_hash(content, settings.system), signature)
 
 
 def _hash(text: str) -> int:
@@ -270,7 +362,7 @@ def _encoded(
     batch: Batch,
     bad_rows: Sequence[Rejected],
     keys: KeyCounts,
-    contents: Sequence[Content],
+    prints: Sequence[Prints],
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
     state: Encoder,
@@ -279,7 +371,7 @@ def _encoded(
     samples = [(number, outcome) for number, outcome in numbered if isinstance(outcome, Sample)]
     signatures = None
     if state.settings.near_duplicates is not None:
-        rows = [signature_of(_text_of(content)) for content in contents]
+        rows = [row.signature for row in prints if row.signature is not None]
         signatures = np.stack(rows) if rows else np.zeros((0, PERMUTATIONS), dtype=np.uint32)
     return Encoded(
         source=batch.source,
@@ -289,8 +381,8 @@ def _encoded(
         rejected=bad_rows,
         keys=keys,
         place=batch.place_of(None),
-        content=np.array(list(map(samples_hash, contents, rendered)), dtype=np.uint64),
-        prompts=np.array([prompt_hash(content, state.settings.system) for content in contents], dtype=np.uint64),
+        content=np.array([row.content for row in prints], dtype=np.uint64),
+        prompts=np.array([row.prompt for row in prints], dtype=np.uint64),
         turns=np.array([len(turns) for turns in rendered], dtype=np.int32),
         turns_found=_turns_found(rendered, outcomes),
         signatures=signatures,
@@ -345,15 +437,43 @@ def _text_of(content: Content) -> str:
 
 
 # Rendering through a model's chat template in a limited process, and the errors for a lost worker.
+# jinja2 computes constant expressions while it compiles a template, so a template is compiled within the limits too.
+
+
+def _no_state() -> None:
+    """Return the state of a worker whose task compiles the template: what a worker loads has no limits."""
+
+
+def _check_template(folder: Path, state: None, guard: Guard) -> None:
+    question: Message = {"role": "user", "content": "?"}
+    with guard.at(0):
+        template = ChatTemplate.load(folder)
+        with suppress(DataError):  # it may want another conversation
+            template.render([question], add_generation_prompt=True)
+
+
+def check_template(folder: Path, limits: Limits | None = None) -> None:
+    """Compile the chat template of the model in `folder` in a limited process, and render a question.
+
+    Raises DataError if it does not compile or exceeds its limits, Interrupted if the process is killed.
+    """
+    with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
+        list(pool.map([partial(_check_template, folder)]))
 
 
 def _prompts(
-    conversations: Sequence[Sequence[Message]], variables: Mapping[str, Any], state: ChatTemplate, guard: Guard
+    load: Callable[[], ChatTemplate],
+    conversations: Sequence[Sequence[Message]],
+    variables: Mapping[str, Any],
+    state: None,
+    guard: Guard,
 ) -> list[str]:
+    with guard.at(0):
+        template = load()
     prompts = []
     for number, messages in enumerate(conversations):
         with guard.at(number):
-            prompts.append(state.render(messages, add_generation_prompt=True, **variables))
+            prompts.append(template.render(messages, add_generation_prompt=True, **variables))
     return prompts
 
 
@@ -369,8 +489,9 @@ def render_prompts(
     `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError if the template
     fails or exceeds its limits, Interrupted if the process is killed.
     """
-    with losses_explained(folder), Pool(partial(ChatTemplate.load, folder, kwargs), 1, limits) as pool:
-        (prompts,) = pool.map([partial(_prompts, conversations, variables)])
+    load = partial(ChatTemplate.load, folder, kwargs)
+    with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
+        (prompts,) = pool.map([partial(_prompts, load, conversations, variables)])
     return prompts
 
 
@@ -413,5 +534,10 @@ def losses_explained(model: Path) -> Iterator[None]:
             doing, remedy = "tokenizing", "Look for rows of many megabytes there, or for a template that writes as much"
         else:
             doing = f"rendering the chat template of {model}"
-            remedy = "Look at the row; if it is in order, the template is not: take that of the model's publisher"
+            remedy = "Take the template of the model's publisher"
+            if place:
+                remedy = (
+                    f"Look at the row; if it is in order, the template is not. {remedy}, or allow such rows to be put "
+                    "aside with tokenize.max_quarantined_fraction"
+                )
         raise DataError(f"{place}a worker process was ended while {doing}: {lost.detail}. {remedy}") from lost

@@ -165,6 +165,8 @@ TEMPLATE_FAILURES = (
     ArithmeticError,
     RecursionError,
 )
+# jinja2 writes Python, which has limits of its own on nesting and on the digits of a number.
+COMPILE_FAILURES = (jinja2.TemplateError, SyntaxError, ValueError, RecursionError)
 
 
 class ChatTemplate:
@@ -180,6 +182,8 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`; `where` names it in messages. Raises DataError if it is not a valid template.
 
+        This runs untrusted code, because jinja2 computes constant expressions: only a limited process may do it.
+
         `source_with_tools` is the separate template that some models have for conversations with tools. `kwargs` are
         further variables of every rendering; one that no template reads raises DataError.
         """
@@ -189,7 +193,7 @@ class ChatTemplate:
         try:
             self._plain, self._with_tools = (environment.from_string(sources[place]) for place in (0, -1))
             self._refuse_unread(kwargs or {}, [environment.parse(text) for text in sources] if kwargs else [])
-        except (jinja2.TemplateError, RecursionError) as error:
+        except COMPILE_FAILURES as error:
             raise DataError(f"{where}: not a chat template that can be used: {_one_line(error)}") from error
         # The variables of every rendering, built once.
         self._variables = {**self._plain.globals, "documents": None, **variables, **(kwargs or {})}

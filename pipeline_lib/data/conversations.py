@@ -82,6 +82,7 @@ class Reason(StrEnum):
     LINE_TOO_LONG = "line_too_long"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     NOT_AN_OBJECT = "not_an_object"
+    OVER_LIMITS = "over_limits"
     TOO_MANY_TURNS = "too_many_turns"
     WRONG_FORMAT = "wrong_format"
 
@@ -133,7 +134,7 @@ def check(content: Content) -> None:
             raise BadRow(Reason.EMPTY, "the text is empty")
         check_text(content.text)
         return
-    _check_roles(content.messages)
+    _check_roles(content.messages, content.supervised)
     for message in content.messages:
         role, text, reasoning = message["role"], message["content"], message.get("reasoning_content", "")
         if not text.strip() and role != "tool" and "tool_calls" not in message:
@@ -150,7 +151,7 @@ def check(content: Content) -> None:
         raise BadRow(Reason.NO_ASSISTANT_TURN, "none of the assistant's turns may be trained on")
 
 
-def _check_roles(messages: Sequence[Message]) -> None:
+def _check_roles(messages: Sequence[Message], supervised: Collection[int]) -> None:
     roles = [message["role"] for message in messages]
     if not roles:
         raise BadRow(Reason.EMPTY, "no messages")
@@ -161,18 +162,18 @@ def _check_roles(messages: Sequence[Message]) -> None:
     first = 1 if roles[0] == "system" else 0
     for number in range(first, len(roles)):
         before = None if number == first else messages[number - 1]
-        if not _may_follow(roles[number], before):
-            after = "after system" if before is None and first else "at the start"
-            if before is not None:
-                after = f"after {before['role']}"
-            if roles[number] == "tool" and before is not None and before["role"] == "assistant":
-                after += ", which called no tool"
-                if CALL_IN_TEXT in before["content"]:
-                    after += f" but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
-            order = "a system message, then user and assistant in turns, tool answers behind the calls"
-            raise BadRow(
-                Reason.BAD_ROLE_ORDER, f"message {number + 1} is {roles[number]} {after}; the order has to be {order}"
-            )
+        is_greeting = roles[number] == "assistant" and before is None and number not in supervised
+        if is_greeting or _may_follow(roles[number], before):
+            continue
+        after = "after system" if first else "at the start"
+        if before is not None:
+            after = f"after {before['role']}"
+        order = "a system message, then user and assistant in turns, tool answers behind the calls"
+        raise BadRow(
+            Reason.BAD_ROLE_ORDER,
+            f"message {number + 1} is {roles[number]} {after}{_remedy(roles[number], before, number)}; the order has "
+            f"to be {order}",
+        )
 
 
 def _may_follow(role: str, before: Message | None) -> bool:
@@ -182,6 +183,29 @@ def _may_follow(role: str, before: Message | None) -> bool:
         return before is not None and before["role"] in ("user", "tool")
     called = before is not None and (before["role"] == "tool" or bool(before.get("tool_calls")))
     return role == "tool" and called
+
+
+def _remedy(role: str, before: Message | None, number: int) -> str:
+    """Return what to do with a message of `role` after `before`, where it may not stand; "" if nothing is known."""
+    if role == "system":
+        return ": write it into the first system message, or into the message of the user"
+    if role == "assistant" and before is None:
+        return (
+            ", and nothing asks for it: to keep it as context write `loss: false` into its turn, or write a message of "
+            "the user before it"
+        )
+    if before is None:
+        return ""
+    if role == "tool" and before["role"] == "assistant":
+        if CALL_IN_TEXT in before["content"]:
+            said = f"but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
+            return f", which called no tool {said}"
+        return ", which called no tool"
+    if role == before["role"]:
+        return ": make them one message" + (", its text before its calls" if role == "assistant" else "")
+    if role == "user" and before["role"] == "tool":
+        return ": write the answer of the assistant between them"
+    return ""
 
 
 def _check_thinking(content: str, reasoning: str) -> None:
@@ -252,6 +276,8 @@ class Fields:
     names: Names
     where: str = ""  # the path within the row: empty, or `messages[2].`
     turns: list[tuple[str, "Fields"]] = field(default_factory=list)  # returned by `objects`, with the name of the list
+    parts: list["Fields"] = field(default_factory=list)  # objects of a turn: its calls, the parts of its content
+    place: str = ""  # of a part within its turn: `tool_calls[].function`
     _read: set[str | None] = field(default_factory=set)
 
     def value(self, key: str) -> Any:
@@ -282,6 +308,12 @@ class Fields:
         """Count the file's `keys` as read."""
         self._read.update(keys)
 
+    def add_part(self, values: Mapping[str, Any], where: str, place: str, read: Collection[str]) -> None:
+        """Add a part of this turn, of whose keys `read` are read; `where` and `place` are its path."""
+        part = Fields(values, self.names, f"{where}.", place=place)
+        part.mark_read(read)
+        self.parts.append(part)
+
     def unread(self) -> list[str]:
         """Return the file's names of the keys that have a value, were not read and are not ignored."""
         return [
@@ -295,7 +327,11 @@ class Fields:
 
     def shown(self, key: str) -> str:
         """Return the path and the file's name of `key`, for messages."""
-        return f"{self.where}{self.names.get(key) or key}"
+        return f"{self.where}{self.name_of(key)}"
+
+    def name_of(self, key: str) -> str:
+        """Return the file's name of `key`, for messages."""
+        return self.names.get(key) or key
 
     def text(self, key: str) -> str:
         """Return the text under `key`; "" if it is missing or null. Raises BadRow for any other type."""
@@ -334,6 +370,13 @@ class Fields:
         return BadRow(Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}")
 
 
+def is_turns(value: Any) -> bool:
+    """Return whether `value` is a list of turns: objects with a role, or with ShareGPT's `from`."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value)
+
+
 def as_object(value: Any, where: str) -> dict[str, Any]:
     """Return `value` as an object, parsed if it is JSON text. Raises BadRow if it is not an object."""
     value = parsed(value, where)
@@ -364,7 +407,14 @@ def parsed(value: Any, where: str) -> Any:
 # {"type": "function", "function": ...}.
 
 # Other names for the arguments of a call; `parameters` beside `arguments` are the schema of the function.
+_CALL_KEYS = ("type", "id", "index")  # of a call, beside its function: they connect a call with its result
 _OTHER_ARGUMENTS = ("parameters", "args", "kwargs", "params", "input")
+
+
+# Other names for the schema of a tool's arguments: Anthropic's, MCP's, and others, without `_` and in lower case.
+_OTHER_SCHEMAS = frozenset(
+    {"inputschema", "argsschema", "parametersjsonschema", "schema", "arguments", "args", "params"}
+)
 
 
 def tools_of(row: Fields) -> list[dict[str, Any]] | None:
@@ -375,14 +425,30 @@ def tools_of(row: Fields) -> list[dict[str, Any]] | None:
         tool = as_object(item, where)
         if "function" in tool:
             _check_type(tool, where)
-            function = as_object(tool["function"], f"{where}.function")
-            tool = {**tool, "type": "function", "function": function}
+            where = f"{where}.function"
+            function = as_object(tool["function"], where)
         else:
-            function = tool
-            tool = {"type": "function", "function": function}
+            function, tool = tool, {}
+            if function.get("type") == "function":  # OpenAI's Responses API has it beside the name
+                function = {key: value for key, value in function.items() if key != "type"}
         _name_of(function, where)
-        tools.append(tool)
+        tools.append({**tool, "type": "function", "function": _with_parsed_schema(function, where)})
     return tools or None
+
+
+def _with_parsed_schema(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return `function` with `parameters` as an object, as clients send it. Raises BadRow if they are anything else."""
+    parameters = function.get("parameters")
+    if parameters is None:
+        for key, value in function.items():
+            if key.replace("_", "").lower() in _OTHER_SCHEMAS and isinstance(value, (dict, str)):
+                raise BadRow(Reason.BAD_VALUE, f"{where}.{key}: not read; write the schema as `parameters`")
+        return function
+    where = f"{where}.parameters"
+    parameters = as_object(parameters, where)
+    if isinstance(parameters.get("properties"), str):
+        parameters = {**parameters, "properties": as_object(parameters["properties"], f"{where}.properties")}
+    return {**function, "parameters": parameters}
 
 
 def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
@@ -398,29 +464,36 @@ def conversation_tools(row: Fields) -> list[dict[str, Any]] | None:
 
 def calls_of(turn: Fields) -> list[dict[str, Any]]:
     """Return the calls under `tool_calls` of a turn, in order; empty if there are none. Raises BadRow."""
+    where, place = turn.shown("tool_calls"), turn.name_of("tool_calls")
     return [
-        _call(item, f"{turn.shown('tool_calls')}[{number}]") for number, item in enumerate(turn.items("tool_calls"))
+        _call(turn, item, f"{where}[{number}]", f"{place}[]") for number, item in enumerate(turn.items("tool_calls"))
     ]
 
 
-def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
+def calls_in(turn: Fields, key: str) -> list[dict[str, Any]]:
     """Return the calls of a `function_call` turn: one {"name", "arguments"} or a list of them. Raises BadRow."""
+    value, where, place = turn.value(key), turn.shown(key), turn.name_of(key)
     if isinstance(value, str) and value.lstrip().startswith(OPENS_THINKING):
         remedy = f"write it as reasoning_content of the turn, and the calls alone as {where}"
         raise BadRow(Reason.BAD_VALUE, f"{where}: holds thinking ({OPENS_THINKING}) beside its calls: {remedy}")
     value = parsed(value, where)
-    calls = value if isinstance(value, list) else [value]
-    if not calls:
+    if not isinstance(value, list):
+        return [_call(turn, value, where, place)]
+    if not value:
         raise BadRow(Reason.EMPTY, f"{where}: calls no tool")
-    return [_call(item, where if calls is not value else f"{where}[{number}]") for number, item in enumerate(calls)]
+    return [_call(turn, item, f"{where}[{number}]", f"{place}[]") for number, item in enumerate(value)]
 
 
-def _call(item: Any, where: str) -> dict[str, Any]:
+def _call(turn: Fields, item: Any, where: str, place: str) -> dict[str, Any]:
     call = as_object(item, where)
     if "function" in call:
         _check_type(call, where)
         outer, call = call, as_object(call["function"], f"{where}.function")
         _refuse_misplaced(call, outer, ("arguments", *_OTHER_ARGUMENTS), where)
+        turn.add_part(outer, where, place, ("function", *_CALL_KEYS))
+        turn.add_part(call, f"{where}.function", f"{place}.function", ("name", "arguments"))
+    else:
+        turn.add_part(call, where, place, ("name", "arguments", *_CALL_KEYS))
     _refuse_misplaced(call, call, _OTHER_ARGUMENTS, where)
     name = _name_of(call, where)
     # A call without arguments has null, an empty text, or no key.

@@ -67,6 +67,13 @@ _PLAIN_BPE: Mapping[str, Any] = {
 FIRST_CHECKED = 64  # texts at the start of a run that are compared with tokenizers
 CHECK_EVERY = 8  # later, one text in this many batches is compared
 MAX_PIECE_CHARS = 100_000  # tiktoken's regular expressions run out of stack on a million spaces
+MAX_CHECKED_CHARS = 1_000_000  # `tokenizers` takes some 200 bytes of memory for each character of a text
+# Borders that no token of SPLIT_PATTERN crosses and that NFC does not touch: a letter or digit before an ASCII
+# character that is no letter, or before Chinese punctuation; a digit before any ASCII character.
+_BORDER = re.compile(
+    r"(?<=[0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])(?=[\x00-@\[-`{-\x7f\u3001\u3002\uff01\uff0c"
+    r"\uff1a\uff1b\uff1f])|(?<=[0-9])(?=[\x00-\x7f])"
+)
 
 
 class NotConvertible(Exception):
@@ -104,7 +111,7 @@ class BatchTokenizer:
         """
         if self._tiktoken is None:
             return self._encode_whole(texts)
-        split_texts = [self._cut.split(text) for text in texts]
+        split_texts = [self._split(text) for text in texts]
         ids = dict(self._added)
         others = []
         for piece in {piece for pieces in split_texts for piece in pieces}.difference(ids):
@@ -118,13 +125,20 @@ class BatchTokenizer:
             raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
         return encoded
 
+    def _split(self, text: str) -> list[str]:
+        """Return the pieces of `text`, added tokens among them, that can be encoded separately."""
+        pieces = self._cut.split(text)
+        if len(text) <= MAX_PIECE_CHARS:
+            return pieces
+        return list(chain.from_iterable(map(short_pieces, pieces)))
+
     def _encode_whole(self, texts: Sequence[str]) -> list[bytes]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False) if texts else []
         return [_as_bytes(encoding.ids) for encoding in encodings]
 
     def _differing(self, texts: Sequence[str], encoded: Sequence[bytes]) -> str | None:
         """Choose texts to check; return the first that `tokenizers` encodes differently, or None."""
-        usable = [number for number, text in enumerate(texts) if text]
+        usable = [number for number, text in enumerate(texts) if text and len(text) <= MAX_CHECKED_CHARS]
         chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
         if usable and not chosen and self._batches % CHECK_EVERY == 0:
             chosen = [usable[self._batches // CHECK_EVERY % len(usable)]]
@@ -140,6 +154,15 @@ def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
         raise NotConvertible("it has added tokens that depend on the text around them")
     contents = sorted((token.content for token in added), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, contents))})" if contents else "((?!))")
+
+
+def short_pieces(text: str) -> Iterator[str]:
+    """Yield pieces of `text`, of at most MAX_PIECE_CHARS where it has borders, whose ids are those of the whole."""
+    start = 0
+    while len(text) - start > MAX_PIECE_CHARS and (border := _BORDER.search(text, start + MAX_PIECE_CHARS // 2)):
+        yield text[start : border.start()]
+        start = border.start()
+    yield text[start:]
 
 
 def is_plain(piece: str) -> bool:

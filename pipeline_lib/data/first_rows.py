@@ -55,7 +55,7 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
     source = FileData.model_validate_json(reading)
     row_format = None if source.format == "auto" else source.format
     try:
-        file = CorpusFile(path)
+        file = CorpusFile(path, own_keys=source.columns.values())
         file.refuse_media(source.ignored)
         row = next(iter(file))
         try:
@@ -78,7 +78,8 @@ def first_rows(path: Path, source: FileData, most: int, of: Callable[[Content], 
     They are `most` at most, and of MOST_BYTES about. Rows that cannot be used are left out: the tokenize stage tells
     what is wrong with them.
     """
-    file, found, layout, read, share = CorpusFile(path), list[T](), None, 0, 1.0
+    file = CorpusFile(path, own_keys=source.columns.values())
+    found, layout, read, share = list[T](), None, 0, 1.0
     with suppress(DataError, WrongFile, OSError):
         for row in file:
             offset = row.place.byte_offset

@@ -1,13 +1,10 @@
-"""The known row layouts: detect a row's layout, convert the row to turns, and track the keys that are not read."""
+"""The known row layouts: detect a row's layout, and convert the row to turns."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal
 
 from pipeline_lib.config.schema import IGNORE, Rows
-from pipeline_lib.core.text import redact
 from pipeline_lib.data.conversations import (
     BadRow,
     Content,
@@ -21,236 +18,20 @@ from pipeline_lib.data.conversations import (
     calls_of,
     check,
     conversation_tools,
+    is_turns,
     names_of,
     type_name,
 )
-from pipeline_lib.data.read_files import printable
-
-# Keys that are not read. A key that would change what the model learns is refused; any other is counted by name.
-# `columns: {KEY: ignore}` allows a key to be left out, a key of KEPT_IN_TURNS only in rows. Rows of raw text have no
-# refused keys.
-
-# Keys of preference data: they compare answers, or label an answer as good or bad.
-_COMPARED = (
-    *("chosen", "chosen_response", "preferred_output"),
-    *("rejected", "rejected_response", "rejected_responses", "rejected_messages", "non_preferred_output"),
+from pipeline_lib.data.keys import (
+    IN_ROWS,
+    IN_TURNS,
+    KEPT_IN_TURNS,
+    TRAINED_KEYS,
+    KeyCounts,
+    check_examples,
+    refuse,
+    refuse_in_parts,
 )
-_LABELS = ("label", "kto_tag")
-# Names that OpenAI, ms-swift and Axolotl use for the flag that an assistant's turn is trained on.
-TRAINED_KEYS = ("weight", "loss", "train", "training", "loss_scale", "loss_weight", "loss_mask")
-# Keys with one meaning in a row and another in a turn: ignoring them in rows must not ignore them in turns.
-KEPT_IN_TURNS = (*TRAINED_KEYS, "tools")
-# Other names of reasoning_content. They are not read automatically, but their content must not be lost silently.
-REASONING_ALIASES = (
-    *("reasoning", "reasoning_text", "thinking", "thinking_content", "think", "thought", "thoughts"),
-    *("cot", "Complex_CoT", "rationale"),
-)
-_REASONING_PARTS = "reasoning_details"  # a list, in OpenRouter's format
-# Keys that some rows of a data set may have under our name, and others under the name in `columns`.
-_MIXED = ("system", "tools", "tool_calls", "reasoning_content")
-
-_ITS_NAME = "KEY"  # placeholder in a remedy for the key that it is about
-MAX_KEYS = 100  # keys of a file that are counted by name
-MAX_NAME_CHARS = 60
-
-
-def _spellings(key: str) -> list[str]:
-    """Return `key` and its spellings in table headings: System_prompt, SYSTEM_PROMPT, System Prompt, ..."""
-    cases = (key, key.capitalize(), key.title(), key.upper())
-    return list(dict.fromkeys([*cases, *(case.replace("_", " ") for case in cases)]))
-
-
-def _spelled(remedies: Mapping[str, str]) -> dict[str, str]:
-    return {spelling: remedy for key, remedy in remedies.items() for spelling in _spellings(key)}
-
-
-def _other_names(ours: str, *keys: str) -> dict[str, str]:
-    return dict.fromkeys(keys, f"not read; to read it set columns: {{{ours}: {_ITS_NAME}}}")
-
-
-def _other_spellings(*ours: str) -> dict[str, str]:
-    return {key: remedy for name in ours for key, remedy in _other_names(name, *_spellings(name)[1:]).items()}
-
-
-_COMPARED_KEYS = frozenset(spelling for key in _COMPARED for spelling in _spellings(key))
-_LABEL_KEYS = frozenset(spelling for key in _LABELS for spelling in _spellings(key))
-# Keys that would change what the model learns, with a remedy for each.
-_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
-_ANY_ROW = {
-    **_MEDIA,
-    **_other_names("system", "system_prompt", "system_message"),
-    **_other_names("tools", "functions"),
-    **_other_spellings("system", "tools"),
-    **dict.fromkeys(
-        ("chat_template_kwargs", "enable_thinking"),
-        "not read: a row does not set the template's variables (tokenize.chat_template_kwargs sets them for all), and "
-        "thinking is on where an answer has reasoning_content",
-    ),
-    "documents": "not read: write their text into the question or the system message",
-    **dict.fromkeys(TRAINED_KEYS, "rows are not weighted: remove the row, or weight the turns or the source"),
-}
-_REASONING = {
-    **_other_names("reasoning_content", *REASONING_ALIASES),
-    _REASONING_PARTS: "not read: write its text as reasoning_content",
-}
-_REASONING_KEYS = frozenset(_spelled(_REASONING))
-_ONE_ANSWER = {
-    **_ANY_ROW,
-    **_REASONING,
-    **_other_spellings("reasoning_content"),
-    **dict.fromkeys(("tool_calls", "function_call"), "not read: write the row as messages, whose turns may call tools"),
-}
-_LISTED_TURNS = {
-    **_ANY_ROW,
-    **dict.fromkeys(
-        ("reasoning_content", _REASONING_PARTS, *REASONING_ALIASES),
-        "not read beside turns: write it into its turn as reasoning_content",
-    ),
-    "history": "not read beside turns: write it as the first turns",
-}
-_ROWS = {
-    "alpaca": {**_ONE_ANSWER, **_other_names("input", "context"), **_other_spellings("input", "history")},
-    "sharegpt": _LISTED_TURNS,
-    "messages": _LISTED_TURNS,
-    "prompt_completion": {
-        **_ONE_ANSWER,
-        **dict.fromkeys(("instruction", "input", "context"), "not read: put it into the prompt"),
-        "history": "not read; set format: alpaca and columns: {instruction: prompt, output: completion}",
-    },
-}
-IN_ROWS: Mapping[str, Mapping[str, str]] = {name: _spelled(remedies) for name, remedies in _ROWS.items()}
-_ANY_TURN = {
-    **_MEDIA,
-    **dict.fromkeys(("tools", "functions"), "not read here: write it as `tools` of the row or of its system turn"),
-    "function_call": "not read; write it as tool_calls",
-    **_other_names("tool_calls", "tool_call", "function_calls"),
-    **dict.fromkeys(("train_detail", "training_detail"), "not read: a turn is trained on as a whole"),
-}
-_SYSTEM_TURN = {**_MEDIA, **_other_names("tools", "functions")}
-_ASSISTANT_TURN = {
-    **_ANY_TURN,
-    **_REASONING,
-    **dict.fromkeys(("mask", "masked"), "not read: write `loss: false` into a turn that is not trained on"),
-}
-IN_TURNS: Mapping[str, Mapping[str, str]] = {
-    "system": _SYSTEM_TURN,
-    "user": _ANY_TURN,
-    "assistant": _ASSISTANT_TURN,
-    "function_call": _ASSISTANT_TURN,
-    "tool": _ANY_TURN,
-}
-
-
-@dataclass(eq=False)
-class PreferenceData(WrongFile):
-    """The error for a row that compares answers, or that labels its answer as bad, by its `keys`."""
-
-    keys: tuple[str, ...]
-
-    def __str__(self) -> str:
-        ignored = ", ".join(f"{key}: {IGNORE}" for key in self.keys)
-        return (
-            f"is preference data by its {' and '.join(self.keys)}: only good examples can be trained on. Keep only "
-            f"those, or take another data set. If the name means something else, set columns: {{{ignored}}}"
-        )
-
-
-def _check_examples(fields: Fields, *, labels: bool = True) -> None:
-    """Raise PreferenceData if the row or turn compares answers, or, if `labels`, labels its answer as bad."""
-    keys = [key for key in fields.among(_COMPARED_KEYS) if not _is_blank(fields.peek(key))]
-    if labels:
-        for key in fields.among(_LABEL_KEYS):
-            label = fields.peek(key)
-            if label == 0 or _is_text(label, ("0", "0.0", "false")):
-                keys.append(key)
-    if keys:
-        raise PreferenceData(tuple(keys))
-
-
-def _refuse(fields: Fields, refused: Mapping[str, str]) -> None:
-    """Raise BadRow for the first of the `refused` keys that has a value in the row or turn.
-
-    Raise it also for a key of ours that has a value, if `columns` reads that key from another one that is blank.
-    """
-    for key in fields.displaced(_MIXED):
-        if _is_blank(fields.peek(key)) and not _is_blank(fields.values[key]):
-            remedy = f"write it as {fields.shown(key)}, or give such files a source of their own"
-            raise BadRow(
-                Reason.BAD_VALUE, f"{fields.where}{key}: not read, because `columns` gives another name: {remedy}"
-            )
-    for key in fields.among(refused.keys()):
-        value = fields.peek(key)
-        if key.lower() in TRAINED_KEYS:
-            is_harmless = value is None or value == 1 or _is_text(value, ("", "1", "1.0", "true"))
-        else:
-            is_repeated = key in _REASONING_KEYS and not _is_blank(fields.peek("reasoning_content"))
-            is_harmless = _is_blank(value) or is_repeated
-        if not is_harmless:
-            is_kept = fields.where and key in KEPT_IN_TURNS
-            remedy = "" if is_kept else f"; to leave it out set columns: {{{key}: {IGNORE}}}"
-            reason = refused[key].replace(_ITS_NAME, key)
-            raise BadRow(Reason.BAD_VALUE, f"{fields.shown(key)}: {reason}{remedy}")
-
-
-def _is_blank(value: Any) -> bool:
-    return not value or _is_text(value, ("", "[]", "{}", "null"))
-
-
-def _is_text(value: Any, words: Collection[str]) -> bool:
-    return isinstance(value, str) and len(value) < 80 and value.strip().lower() in words
-
-
-@dataclass
-class KeyCounts:
-    """Counts of the keys in rows.
-
-    `unread` counts the values of each key that was not read, `others` the values of keys beyond MAX_KEYS. A column is
-    counted under its name, a key of turns as `messages[].name`. `named` holds the names in `columns` that any row has;
-    `first` the keys of the first row that is an object, and is empty if there was no such row.
-    """
-
-    unread: Counter[str] = field(default_factory=Counter)
-    others: int = 0
-    named: set[str] = field(default_factory=set)
-    first: tuple[str, ...] = ()
-
-    def add(self, more: "KeyCounts") -> None:
-        """Add the counts of later rows."""
-        for name, number in more.unread.items():
-            self._count(name, number)
-        self.others += more.others
-        self.named |= more.named
-        self.first = self.first or more.first
-
-    def count_unread(self, row: Fields) -> None:
-        """Count the unread keys of a row and of its turns."""
-        for name in row.unread():
-            self._count(_shown(name), 1)
-        for turns, turn in row.turns:
-            for name in turn.unread():
-                self._count(f"{turns}[].{_shown(name)}", 1)
-
-    def note(self, row: Fields, names: Collection[str]) -> None:
-        """Record which of the `names` the row or its turns have, and the keys of the first row."""
-        if self.first and not names:
-            return
-        objects = [row.values, *(turn.values for _, turn in row.turns)]
-        if not self.first:
-            self.first = tuple(sorted({_shown(key) for values in objects for key in values})[:MAX_KEYS])
-        missing = [name for name in names if name not in self.named]
-        self.named.update(name for name in missing if any(name in values for values in objects))
-
-    def _count(self, name: str, number: int) -> None:
-        if name in self.unread or len(self.unread) < MAX_KEYS:
-            self.unread[name] += number
-        else:
-            self.others += number
-
-
-@lru_cache(maxsize=4 * MAX_KEYS)
-def _shown(key: str) -> str:
-    return printable(redact(key[: 4 * MAX_NAME_CHARS])[:MAX_NAME_CHARS])
-
 
 # Conversion of a conversation row to turns, for each layout.
 #
@@ -288,8 +69,8 @@ _KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")  # known in turns of every rol
 
 
 def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
-    _check_examples(row)
-    _refuse(row, IN_ROWS[row_format])
+    check_examples(row)
+    refuse(row, IN_ROWS[row_format])
     turns: list[Turn] = []
     if row_format == "alpaca":
         for number, pair in enumerate(row.items("history")):
@@ -305,11 +86,33 @@ def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
     else:
         prompt = _part(row, "prompt", "user", roles)
         turns = [(message, False) for message, _ in prompt] + _part(row, "completion", "assistant", roles)
+    turns = _with_joined_calls(turns)
     # The row's own system message replaces a first system turn that is blank or equal to it.
     system = row.text("system")
     if turns and turns[0][0]["role"] == "system" and turns[0][0]["content"].strip() in ("", system.strip()):
         turns = turns[1:]
     return [(_message("system", system), True), *turns] if system.strip() else turns
+
+
+def _with_joined_calls(turns: list[Turn]) -> list[Turn]:
+    """Return the turns with consecutive turns of calls, and those behind a text, joined into one.
+
+    Templates write a text and all its calls into one turn, as a model answers and a server returns them.
+    """
+    joined: list[Turn] = []
+    for message, is_trained_on in turns:
+        if joined and _belongs_to(message, joined[-1][0]) and is_trained_on == joined[-1][1]:
+            before, _ = joined.pop()
+            calls = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            message = {**before, "tool_calls": calls}
+        joined.append((message, is_trained_on))
+    return joined
+
+
+def _belongs_to(message: Message, before: Message) -> bool:
+    """Return whether `message` is nothing but calls, and `before` a text or calls of the assistant."""
+    has_only_calls = "tool_calls" in message and not message["content"] and "reasoning_content" not in message
+    return has_only_calls and before["role"] == "assistant" and bool(before["content"] or before.get("tool_calls"))
 
 
 def _message(role: str, content: str, answer: Fields | None = None) -> Message:
@@ -349,14 +152,15 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
         known = ", ".join(roles)
         raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: {name!r:.40} is not one of {known}; see `roles`")
     role = roles[name]
-    _check_examples(turn)
-    _refuse(turn, IN_TURNS[role])
+    check_examples(turn)
+    refuse(turn, IN_TURNS[role])
     turn.mark_read(_KNOWN_IN_TURNS)
     if role == "function_call":
-        calls, content = calls_in(turn.value(text_key), turn.shown(text_key)), ""
+        calls, content = calls_in(turn, text_key), ""
     else:
         calls = calls_of(turn)
         content = _turn_content(turn, text_key, may_be_null=bool(calls))
+    refuse_in_parts(turn)
     if role not in ("assistant", "function_call"):
         if calls:
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown('tool_calls')}: only the assistant calls tools")
@@ -383,6 +187,7 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
             kind = f"{part.get('type')!r:.40}" if isinstance(part, dict) else "none"
             detail = f'expected {{"type": "text", "text": ...}}, found a part of type {kind}; only text is supported'
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}[{number}]: {detail}")
+        turn.add_part(part, f"{turn.shown(key)}[{number}]", f"{turn.name_of(key)}[]", ("type", "text"))
         texts.append(text)
     return "\n".join(texts)
 
@@ -441,8 +246,8 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
     if len(fitting) > 1:
         raise AmbiguousRow(fitting)
     if not fitting:
-        _check_examples(fields, labels=False)
-        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(row, columns)}")
+        check_examples(fields, labels=False)
+        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(fields.values, columns)}")
     return fitting[0]
 
 
@@ -471,11 +276,12 @@ def _content(fields: Fields, layout: Layout) -> Content:
     alternatives = KEYS[layout.format]
     if not any(all(fields.peek(key) is not None for key in keys) for keys in alternatives):
         if layout.format != "text":
-            _check_examples(fields, labels=False)
+            check_examples(fields, labels=False)
         wanted = " or ".join(" and ".join(map(fields.shown, keys)) for keys in alternatives)
         raise BadRow(
             Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys_text(fields.values, layout.columns)}"
         )
+    _refuse_columns(fields, layout.format)
     content: Content
     if layout.format == "text":
         content = Text(fields.text("text"))
@@ -490,6 +296,9 @@ def _content(fields: Fields, layout: Layout) -> Content:
 
 
 def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
+    if is_turns(row):  # a conversation without a key
+        key = "messages" if "role" in row[0] else "conversations"
+        row = {columns.get(key, key): row}
     if not isinstance(row, dict):
         raise BadRow(Reason.NOT_AN_OBJECT, f"expected an object, found {type_name(row)}")
     return Fields(row, names_of(columns))
@@ -497,6 +306,42 @@ def _fields(row: Any, columns: Mapping[str, str]) -> Fields:
 
 def _keys_text(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     keys = [f"{key!r:.40}{' (null)' if row[key] is None else ''}" for key in sorted(row)[:8]]
+    return f"it has {', '.join(keys) or 'no keys'}; {_hint(row, columns)}"
+
+
+def _hint(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     missing = [f"{theirs!r:.40}" for theirs in columns.values() if theirs not in (IGNORE, *row)]
-    hint = f"`columns` names {', '.join(missing)}" if missing else "set `columns` if it has other names for them"
-    return f"it has {', '.join(keys) or 'no keys'}; {hint}"
+    if missing:
+        return f"`columns` names {', '.join(missing)}"
+    if is_turns([row]):
+        return 'it is a turn, not a row: write the turns of a conversation into one row, {"messages": [...]}'
+    for key, value in row.items():
+        if is_turns(value):
+            ours = "messages" if "role" in value[0] else "conversations"
+            return f"its turns are under {key!r:.40}: set columns: {{{ours}: {key:.40}}}"
+        if _is_rows(value):
+            return f"if its rows are under {key!r:.40}, write that list alone into the file"
+    return "set `columns` if it has other names for them"
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _refuse_columns(fields: Fields, row_format: Format) -> None:
+    """Raise BadRow if each key that the format needs holds a column: a list of values, or values by their numbers."""
+    kinds: tuple[type, ...] = (list,) if row_format in ("messages", "sharegpt") else (list, str)
+    for keys in KEYS[row_format]:
+        if all(_is_column(fields.peek(key), kinds) for key in keys):
+            shown = " and ".join(map(fields.shown, keys))
+            raise BadRow(
+                Reason.WRONG_FORMAT,
+                f"holds columns, not rows: all of {shown} stand in one object; write one object a row, with pandas "
+                "to_json(path, orient='records', lines=True, force_ascii=False)",
+            )
+
+
+def _is_column(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, dict) and all(key.isdigit() for key in value):
+        value = list(value.values())
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kinds) for item in value)

@@ -15,7 +15,7 @@ from rich.table import Table
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import count
 from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
-from pipeline_lib.data.layouts import KeyCounts
+from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.read_files import Rejected
 
 # The result of a worker for a batch of rows: a few arrays instead of many samples.

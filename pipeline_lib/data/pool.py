@@ -40,9 +40,11 @@ NOWHERE = -1  # the position of a worker that runs no untrusted code
 class Limits:
     """The resources that a worker may use before it is killed."""
 
-    # Address space beyond what the worker has after loading. A row of 10 MB takes up to 3.2 GiB.
+    # Address space beyond what the worker has after loading. The longest line that is read takes some 1.5 GiB, unless
+    # it has to go whole through `tokenizers`, which takes 0.2 GiB for a million characters.
     memory_bytes: int = 4 << 30
     cpu_s: float = 10.0  # CPU time of one guarded piece of work
+    cpu_s_per_mb: float = 2.0  # and for each MB of its input
     silence_s: float = 600.0  # wall time without any progress
 
 
@@ -51,13 +53,13 @@ class Guard:
     """A worker's guard: it publishes the item in work, and the kernel ends the process when that takes too long."""
 
     cursor: Any  # the position for the parent to read
-    cpu_s: float  # CPU time for an item
+    limits: Limits
 
     @contextmanager
-    def at(self, position: int) -> Iterator[None]:
-        """Guard untrusted code that works on item number `position` of the task; the kernel limits its CPU time."""
+    def at(self, position: int, size_bytes: int = 0) -> Iterator[None]:
+        """Guard work on item number `position` of the task, of `size_bytes`: the kernel limits its CPU time."""
         self.cursor.value = position
-        signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, self.limits.cpu_s + size_bytes / 1e6 * self.limits.cpu_s_per_mb)
         try:
             yield
         finally:
@@ -91,7 +93,7 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    guard = Guard(cursor, limits.cpu_s)
+    guard = Guard(cursor, limits)
     connection.send(None)
     while True:
         try:
@@ -100,11 +102,24 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
             return
         cursor.value = NOWHERE
         try:
-            connection.send(task(state, guard))
+            with _PanicForMemory():
+                connection.send(task(state, guard))
         except MemoryError:
             connection.send(MemoryError())  # a new one: the frames of the original keep the memory alive
         except PipelineError as error:
             connection.send(error)
+
+
+class _PanicForMemory:
+    """A block in which a panic of Rust for want of memory is a MemoryError; its class cannot be imported."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Raise MemoryError in the place of the panic."""
+        if kind is not None and kind.__name__ == "PanicException" and "memory" in str(error):
+            raise MemoryError from error
 
 
 # The parent side: start workers, send them tasks, and return the results in the order of the tasks.
@@ -182,27 +197,41 @@ class Pool(Generic[State]):
         """End the workers."""
         self._end()
 
-    def map(self, tasks: Iterable[Task[State, Result]]) -> Iterator[Result]:
+    def map(
+        self,
+        tasks: Iterable[Task[State, Result]],
+        replace: Callable[[WorkerLost], Task[State, Result] | None] = lambda lost: None,
+    ) -> Iterator[Result]:
         """Yield the result of each task, in order. `tasks` is read as workers become free.
 
-        Raises WorkerLost, or the PipelineError that a task raised, in place of the result.
+        If the worker of a task is lost, the task that `replace` returns is run in its place. Raises WorkerLost if it
+        returns None, or the PipelineError that a task raised, in place of the result.
         """
         on_their_way: dict[int, Task[State, Result]] = {}
         replies: dict[int, Any] = {}
+        again: list[int] = []  # numbers of tasks that replace others
         numbered = enumerate(tasks)
         following = next(numbered, None)  # read ahead, so that a worker that becomes free need not wait for the disk
         turn = 0
         while on_their_way or following is not None:
-            while following is not None and following[0] < turn + TASKS_PER_WORKER * self._count:
-                worker = next((worker for worker in self._workers if worker.idle), None)
-                if worker is None:
+            while worker := next((worker for worker in self._workers if worker.idle), None):
+                if again:
+                    number = again.pop(0)
+                    self._send(worker, number, on_their_way[number])
+                elif following is not None and following[0] < turn + TASKS_PER_WORKER * self._count:
+                    number, on_their_way[number] = following
+                    self._send(worker, number, on_their_way[number])
+                    following = next(numbered, None)
+                else:
                     break
-                number, on_their_way[number] = following
-                worker.number, worker.silent_s = number, 0.0
-                with suppress(OSError):  # the worker has died; `_replies` finds out
-                    worker.connection.send(following[1])
-                following = next(numbered, None)
-            replies.update(self._replies(on_their_way, 0 if turn in replies else self._poll_s))
+            for number, reply in self._replies(on_their_way, 0 if turn in replies else self._poll_s).items():
+                task = replace(reply) if isinstance(reply, WorkerLost) else None
+                if task is None:
+                    replies[number] = reply
+                    continue
+                on_their_way[number] = task
+                again.append(number)
+                self._workers += [self._start() for _ in range(self._count - len(self._workers))]
             if turn in replies:
                 reply = replies.pop(turn)
                 if isinstance(reply, (PipelineError, WorkerLost)):
@@ -210,6 +239,11 @@ class Pool(Generic[State]):
                 del on_their_way[turn]
                 turn += 1
                 yield reply
+
+    def _send(self, worker: _Worker, number: int, task: Task[State, Any]) -> None:
+        worker.number, worker.silent_s = number, 0.0
+        with suppress(OSError):  # the worker has died; `_replies` finds out
+            worker.connection.send(task)
 
     def _start(self) -> _Worker:
         ours, theirs = _CONTEXT.Pipe()

@@ -7,8 +7,10 @@ JSON, so that workers can parse rows in parallel.
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -16,11 +18,24 @@ from typing import Any, BinaryIO, cast
 from pipeline_lib.config.schema import IGNORE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import redact
-from pipeline_lib.data.conversations import BadRow, Reason, parse
+from pipeline_lib.data.conversations import BadRow, Reason, is_turns, parse
 from pipeline_lib.data.read_csv import records
-from pipeline_lib.data.read_json import BOM, KEPT_BYTES, JsonArray, Place, RawRow, guess, lines, utf_16_name
+from pipeline_lib.data.read_json import (
+    BOM,
+    HEAD_BYTES,
+    KEPT_BYTES,
+    Form,
+    JsonArray,
+    Place,
+    RawRow,
+    form_of,
+    guess,
+    lines,
+    utf_16_name,
+)
 
 EXCERPT_CHARS = 200
+_PYTHON = re.compile(rb"[\[{]+\s*'")
 ROWS_PER_UPDATE = 256  # of fraction_read
 
 
@@ -42,9 +57,13 @@ class Rejected:
 class CorpusFile:
     """An iterable over the rows of one file, in order. `fraction_read` is the progress, from 0 to 1."""
 
-    def __init__(self, path: Path, name: str | None = None) -> None:
-        """Read from `path`, whose suffix determines its file type; messages call it `name`."""
+    def __init__(self, path: Path, name: str | None = None, own_keys: Collection[str] = ()) -> None:
+        """Read from `path`, whose suffix determines its file type; messages call it `name`.
+
+        `own_keys` are the keys of rows that the config names.
+        """
         self.path = path
+        self._own_keys = own_keys
         self.name = name or str(path)
         self.fraction_read = 0.0
         self._is_columnar = path.suffix.lower() in (".parquet", ".arrow")
@@ -110,19 +129,23 @@ class CorpusFile:
             file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stored)), 1 << 16)
         if wide := utf_16_name(file.peek(4)[:4]):
             raise DataError(f"{self.name}: the text is UTF-16; convert the file to UTF-8: iconv -f {wide} -t UTF-8")
-        if name.endswith(".jsonl"):
-            return self._lines(file)
         if name.endswith(".csv"):
             return records(file, self.name)
-        if name.endswith(".json"):
-            return self._json(file)
-        raise DataError(
-            f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), .parquet or .arrow; rename it"
-        )
+        if not name.endswith((".json", ".jsonl")):
+            raise DataError(
+                f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), .parquet or .arrow; rename it"
+            )
+        head = _head_of(file)
+        form = form_of(head, self._own_keys)
+        if form in (Form.WRAPPED, Form.SEQUENCE):
+            return iter(JsonArray(file, self.name, form))
+        if name.endswith(".jsonl"):
+            return self._lines(file)
+        return self._json(file, head)
 
-    def _json(self, file: BinaryIO) -> Iterator[RawRow]:
-        head = file.read(len(BOM)).removeprefix(BOM).lstrip()
-        while not head and (read := file.read(4096)):
+    def _json(self, file: BinaryIO, head: bytes) -> Iterator[RawRow]:
+        head = head.removeprefix(BOM).lstrip()
+        while not head and (read := file.read(HEAD_BYTES)):
             head = read.lstrip()
         file.seek(0)
         first = head[:1]
@@ -147,13 +170,31 @@ class CorpusFile:
                         problem = "begins with an object that is not whole on its line"
                         remedy = "a .json file has to be one array of rows, [{...}, ...], or to have one object a line"
                         raise DataError(f"{self.name}:{line.number}: {problem}; {remedy}") from error
-                elif is_first and line.text.lstrip().startswith(b"["):
+                elif is_first and line.text.lstrip().startswith(b"[") and not _is_of_turns(line.text):
                     bad = BadRow(
                         Reason.NOT_AN_OBJECT, "begins with '[': a file that is one array is called .json; rename it"
                     )
                 is_first = False
                 place = Place(self.name, line=line.number, byte_offset=line.byte_offset)
                 yield RawRow(place, line.text, None, bad)
+
+
+def _head_of(file: io.BufferedReader) -> bytes:
+    """Return the beginning of `file`, as far as it is not damaged, and go back to its start."""
+    head = b""
+    with suppress(EOFError, gzip.BadGzipFile, zlib.error):
+        while len(head) < HEAD_BYTES and (more := file.read1(1 << 16)):
+            head += more
+    file.seek(0)
+    return head
+
+
+def _is_of_turns(text: bytes) -> bool:
+    """Return whether a line is a list of turns: a conversation without a key."""
+    try:
+        return is_turns(parse(text.decode()))
+    except ValueError:
+        return False
 
 
 def value_of(row: RawRow) -> Any:
@@ -168,10 +209,18 @@ def value_of(row: RawRow) -> Any:
         detail = f"byte {error.start + 1} of the row is not UTF-8; {guess(row.text)}"
         raise BadRow(Reason.BAD_UTF8, detail) from error
     except ValueError as error:
-        ends = (
-            "; lines that end in CR alone are not told apart: let them end in LF" if b"\r" in row.text.strip() else ""
-        )
-        raise BadRow(Reason.BAD_JSON, f"{error}{ends}") from error
+        raise BadRow(Reason.BAD_JSON, f"{error}{_json_remedy(row.text.strip())}") from error
+
+
+def _json_remedy(text: bytes) -> str:
+    """Return what to do about `text`, which is not JSON; "" if its shape is not known."""
+    if b"\r" in text:
+        return "; lines that end in CR alone are not told apart: let them end in LF"
+    if _PYTHON.match(text):
+        return "; this is an object as Python prints it, in single quotes: write each row with json.dumps"
+    if text in (b"{", b"[", b"}", b"]", b"},"):
+        return "; an object goes over several lines: write one row a line, or one array into a .json file"
+    return ""
 
 
 def rejected(row: RawRow, bad: BadRow) -> Rejected:

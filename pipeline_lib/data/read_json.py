@@ -1,4 +1,4 @@
-"""Rows with their positions, and the reading of lines and JSON arrays in bounded memory.
+"""Rows with their positions, and the reading of lines and of JSON over several lines in bounded memory.
 
 Text that is not UTF-8 is not converted: errors name the probable encoding and the command that converts the file.
 """
@@ -6,9 +6,10 @@ Text that is not UTF-8 is not converted: errors name the probable encoding and t
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, BinaryIO
 
 from pipeline_lib.core.errors import DataError
@@ -109,7 +110,67 @@ def lines(file: BinaryIO) -> Iterator[Line]:
         offset += size_bytes
 
 
-# Splits one large JSON array into its elements, a chunk of the file at a time.
+# The form of a file: how its rows stand in it, by its beginning.
+
+HEAD_BYTES = 1 << 20
+WRAPPERS = ("data", "rows", "train", "examples", "instances", "samples", "records", "items", "dataset")
+_WRAPPED = re.compile(r'\s*\{\s*"(\w+)"\s*:\s*\[\s*(?=\{)')
+_ROLES = ("role", "from")  # keys of turns
+
+
+class Form(StrEnum):
+    """The forms of files with rows of JSON."""
+
+    LINES = "lines"  # one row a line
+    ARRAY = "array"  # [row, row, ...]
+    WRAPPED = "wrapped"  # {"data": [row, row, ...]}
+    SEQUENCE = "sequence"  # one row after the other, each over several lines
+
+
+def form_of(head: bytes, own_keys: Collection[str]) -> Form:
+    """Return the form of a file with rows of JSON that begins with `head`: LINES if no other is clear.
+
+    `own_keys` are keys of rows, which wrap no rows.
+    """
+    text = head.removeprefix(BOM).decode(errors="replace").lstrip()
+    if text.startswith("["):
+        return Form.ARRAY
+    line, _, more = text.partition("\n")
+    try:
+        row = _ANY_VALUE.decode(line)
+    except json.JSONDecodeError as error:
+        is_cut = error.pos >= len(line.rstrip()) and not error.msg.startswith("Unterminated")
+        if _is_wrapped(text, own_keys) and (is_cut or not more):
+            return Form.WRAPPED
+        is_over_lines = is_cut and bool(more) and text.startswith("{") and _begins_with_value(text, len(head))
+        return Form.SEQUENCE if is_over_lines else Form.LINES
+    except RecursionError:
+        return Form.LINES
+    is_all = isinstance(row, dict) and len(row) == 1 and not more.strip()
+    return Form.WRAPPED if is_all and _is_wrapped(text, own_keys) else Form.LINES
+
+
+def _begins_with_value(text: str, read_bytes: int) -> bool:
+    try:
+        _ANY_VALUE.raw_decode(text)
+    except (json.JSONDecodeError, RecursionError):
+        return read_bytes >= HEAD_BYTES  # the value may go on behind what was read
+    return True
+
+
+def _is_wrapped(text: str, own_keys: Collection[str]) -> bool:
+    """Return whether `text` begins with an object whose first key holds rows, and not the turns of a row."""
+    found = _WRAPPED.match(text)
+    if found is None or found[1] not in WRAPPERS or found[1] in own_keys:
+        return False
+    try:
+        first, _ = _ANY_VALUE.raw_decode(text, found.end())
+    except (json.JSONDecodeError, RecursionError):
+        return True  # longer than what was read
+    return not any(key in first for key in _ROLES)
+
+
+# Splits one large JSON array, or a sequence of objects, into its elements, a chunk of the file at a time.
 # Elements are returned as bytes. The decoder only finds where they end: it accepts errors that affect a single
 # element (NaN, a control character, a byte that is not UTF-8), so that only that row is rejected later.
 
@@ -120,12 +181,16 @@ _LONGEST_WORD = 16  # characters; a value or an error this near the end of the t
 
 
 class JsonArray:
-    """An iterable over the elements of the JSON array in a file, as rows with the text of an element each."""
+    """An iterable over the elements of the JSON array in a file, as rows with the text of an element each.
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    The array may be wrapped, or a sequence without brackets.
+    """
+
+    def __init__(self, file: BinaryIO, name: str, form: Form = Form.ARRAY) -> None:
         """Read from `file`, which messages call `name`. Reading starts with the iteration."""
         self._file = file
         self._name = name
+        self._form = form
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
         self._text = ""  # decoded text; the part from `_at` on is not consumed yet
         self._at = 0
@@ -137,20 +202,41 @@ class JsonArray:
         if self._peek() == "\ufeff":
             self._offset += len(self._take(self._at + 1))
             self._column = 1
+        if self._form == Form.SEQUENCE:
+            yield from self._sequence()
+            return
+        if self._form == Form.WRAPPED:
+            self._expect("{")
+            self._peek()
+            self._value()
+            self._expect(":")
         self._expect("[")
         number = 0
         if self._peek() != "]":
             while True:
                 number += 1
-                self._peek()
-                place = Place(self._name, row=number, byte_offset=self._offset)
-                yield RawRow(place, self._value())
+                yield self._element(number)
                 if self._peek() == "]":
                     break
                 self._expect(",")
         self._expect("]")
+        if self._form == Form.WRAPPED:
+            if self._peek() == ",":
+                raise self._error("the object holds more than its list of rows: write that list alone, [{...}, ...]")
+            self._expect("}")
         if self._peek():
             raise self._error("more text after the end of the array")
+
+    def _sequence(self) -> Iterator[RawRow]:
+        number = 0
+        while self._peek():
+            number += 1
+            yield self._element(number)
+
+    def _element(self, number: int) -> RawRow:
+        self._peek()
+        place = Place(self._name, row=number, byte_offset=self._offset)
+        return RawRow(place, self._value())
 
     def _peek(self) -> str:
         """Skip whitespace and return the next character without consuming it; "" at the end of the file."""

@@ -31,9 +31,11 @@ from pipeline_lib.data.batches import (
     Batch,
     ExactDuplicates,
     NearDuplicates,
+    PuttingAside,
     hints_of,
     losses_explained,
     shown,
+    text_size,
     thinking_default,
     wrong_file,
 )
@@ -181,7 +183,7 @@ class Source:
                 except WrongFile as wrong:
                     raise wrong_file(row, wrong, self.number) from wrong
             rows.append(row)
-            size_bytes += len(row.text) if row.text is not None else _text_size(row.value)
+            size_bytes += len(row.text) if row.text is not None else text_size(row.value)
             if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
                 yield Batch(rows, self.number, self.file, layout, reading.columns, first)
                 rows, size_bytes = [], 0
@@ -197,6 +199,8 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
     for number, input_name in enumerate(names):
         sealed = job.inputs[input_name]
         origin = sealed.manifest.spec["settings"]
+        reading = read_settings(Rows, readings[number] if readings else {})
+        own_keys = reading.columns.values()
         folder, files = sealed.folder(), []
         for name in sorted(sealed.manifest.files):
             if origin["source"] in MADE_HERE:
@@ -205,7 +209,7 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
                 shown_name = f"{origin['name']}/{name}" if "name" in origin else name
             if shown_name in taken:  # two folders with a train.jsonl each
                 shown_name = f"data.train[{number}]/{shown_name}"
-            files.append(CorpusFile(folder / name, shown_name))
+            files.append(CorpusFile(folder / name, shown_name, own_keys))
         taken.update(file.name for file in files)
         # Without local paths: the ledger must not depend on where the files are.
         if "name" in origin:  # of a hub
@@ -214,7 +218,6 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
             source_name = ", ".join(file.name for file in files[:LISTED_FILES])
             if len(files) > LISTED_FILES:
                 source_name += f" and {len(files) - LISTED_FILES} more"
-        reading = read_settings(Rows, readings[number] if readings else {})
         sizes = [file.path.stat().st_size for file in files]
         sources.append(Source(number, source_name, reading, files, sizes))
     return sources
@@ -227,17 +230,6 @@ def fraction_read(sources: Sequence[Source], current: int) -> float:
     source = sources[current]
     done += sum(source.sizes[: source.file])
     return (done + source.sizes[source.file] * source.files[source.file].fraction_read) / max(1, total)
-
-
-def _text_size(value: Any) -> int:
-    """Return the approximate size of `value`: the characters of its strings, and 8 for any other scalar."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_text_size, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_text_size, value))
-    return 8
 
 
 # Limits on lost data: the stage fails if it lost more than the config allows, with the numbers and a remedy.
@@ -455,7 +447,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
         books = _Books(job, settings, sources)
         progress = Progress(job.say, "tokenize", "rows")
         with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
-            for encoded in pool.map(batch for source in sources for batch in source.batches()):
+            batches = (batch for source in sources for batch in source.batches())
+            for encoded in pool.map(batches, PuttingAside(settings)):
                 books.take(encoded, writer, quarantine)
                 progress.update(books.rows, fraction_read(sources, encoded.source))
             writer.finish(len(sources))

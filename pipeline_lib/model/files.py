@@ -18,7 +18,8 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import cut, shortened
-from pipeline_lib.data.chat_template import ChatTemplate, has_template
+from pipeline_lib.data.batches import check_template
+from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.model.config_json import is_whole, short
 from pipeline_lib.model.families import family_in, read_geometry
@@ -361,7 +362,7 @@ def _wrong_ids(config: Mapping[str, Any], vocab: int) -> Iterator[str]:
 def _check_tokenizer(folder: Path, vocab: int) -> None:
     """Raise DataError if the tokenizer or template does not load, or if a token's id exceeds the vocabulary."""
     if has_template(folder):
-        ChatTemplate.load(folder)
+        check_template(folder)
     token, largest = max(load_tokenizer(folder).get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab:
         raise DataError(

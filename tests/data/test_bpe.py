@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from pipeline_lib.data import encode
 from pipeline_lib.data.encode import (
     CHECK_EVERY,
     FIRST_CHECKED,
@@ -72,6 +73,29 @@ def test_any_text_has_the_ids_that_tokenizers_gives_it(folder: Path, texts: list
     assert batches(folder).how == "tiktoken"
     assert ids_of(batches(folder).encode(texts)) == expected(load(folder)[0], texts)
     assert batches(folder).how == "tiktoken"
+
+
+letters = st.sampled_from(list("aZ1 9.,'-_\n\t\r!，。？好あ゙が한ㄱéß\u0301\u00a0\u3099²Ⅷ"))
+
+
+@some
+@given(text=st.text(letters, max_size=60) | mixed)
+def test_a_long_text_has_the_ids_of_the_whole(folder: Path, text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "MAX_PIECE_CHARS", 4)
+        pieces = list(encode.short_pieces(text))
+        assert "".join(pieces) == text
+    tokenizer, _ = load(folder)
+    whole = expected(tokenizer, [text])[0]
+    if not any(token in text for token in batches(folder)._added if token):
+        assert [number for ids in expected(tokenizer, pieces) for number in ids] == whole
+
+
+def test_a_long_text_is_cut_where_it_can_be() -> None:
+    text = "Some words, and 123456 numbers。" * 20_000
+    pieces = list(encode.short_pieces(text))
+    assert max(map(len, pieces)) <= encode.MAX_PIECE_CHARS and "".join(pieces) == text
+    assert list(encode.short_pieces("x" * 300_000)) == ["x" * 300_000]
 
 
 @some

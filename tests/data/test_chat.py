@@ -212,6 +212,8 @@ def test_a_template_that_writes_what_is_no_text_is_refused(template: str) -> Non
     [
         ("{{ '\\ud800' }}", "fails on messages of user: .*surrogate"),
         (3000 * "{{ (" + 3000 * ") }}", "not a chat template"),
+        (40 * "{% for a in b %}" + 40 * "{% endfor %}", "not a chat template"),
+        ("{% set number = 9 ** 99999 %}", "not a chat template"),
     ],
 )
 def test_a_template_that_makes_no_text_is_refused(template: str, said: str) -> None:

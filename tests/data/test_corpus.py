@@ -2,6 +2,7 @@ import gzip
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -11,7 +12,7 @@ from pipeline_lib.config.content import DATA_SUFFIXES
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Conversation, Reason
-from pipeline_lib.data.layouts import Layout, to_content
+from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.read_files import CorpusFile, excerpt, rejected, value_of
 from pipeline_lib.data.read_json import Place, RawRow, utf_16_name
 from tests.data.conftest import SHARED
@@ -126,7 +127,7 @@ def test_lines_without_a_row_are_an_error(tmp_path: Path, content: bytes) -> Non
     [
         (b" \n", r"rows\.json: the file is empty; expected an array"),
         (b"hello", r"rows\.json: begins with 'h'; expected an array"),
-        (b'{\n  "messages": []\n}', r"rows\.json:1: begins with an object that is not whole on its line; .*one array"),
+        (b'{\n  "messages": [\n}', r"rows\.json:1: begins with an object that is not whole on its line; .*one array"),
         (b'\n{"a": 1', r"rows\.json:2: begins with an object that is not whole"),
     ],
 )
@@ -316,3 +317,102 @@ def test_the_real_file_is_read_to_the_last_row() -> None:
     assert refused == []
     expected = [to_content(row, Layout("alpaca")) for row in json.loads(path.read_text(encoding="utf-8"))]
     assert good == expected and len(good) > 3000
+
+
+ROWS: list[dict[str, Any]] = [
+    {"instruction": "q", "output": "a\n{"},
+    {"instruction": "q2", "output": "a2", "tags": ["x"]},
+]
+PRETTY = "\n".join(json.dumps(row, indent=2) for row in ROWS)
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.json", json.dumps({"data": ROWS})),
+        ("rows.jsonl", json.dumps({"data": ROWS})),
+        ("rows.json", "\n" + json.dumps({"train": ROWS}, indent=1) + "\n"),
+        ("rows.json", json.dumps({"rows": [{**ROWS[0], "output": "a" * 2_000_000}, ROWS[1]]})),
+        ("rows.jsonl", PRETTY),
+        ("rows.json", PRETTY + "\n\n"),
+        ("rows.jsonl", PRETTY.replace("\n", "\r\n")),
+        ("rows.jsonl", "\n".join(json.dumps({**row, "pad": "a" * 2_000_000}, indent=2) for row in ROWS)),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_rows_in_another_outer_shape_are_read(tmp_path: Path, name: str, text: str, suffix: str) -> None:
+    content = text.encode()
+    path = write(tmp_path / (name + suffix), content)
+    rows = list(CorpusFile(path))
+    assert [value_of(row)["instruction"] for row in rows] == ["q", "q2"]
+    for row in rows:
+        assert content[row.place.byte_offset :].startswith(row.text or b"none")
+
+
+@pytest.mark.parametrize(
+    ("text", "own_keys", "rows"),
+    [
+        (json.dumps({"data": TURNS}), (), 1),  # turns, not rows
+        (json.dumps({"data": ROWS}), ("data",), 1),  # the config names it as a key of rows
+        (json.dumps({"items": ROWS, "instruction": "q", "output": "a"}), (), 1),
+        (json.dumps({"data": ROWS}) + "\n" + json.dumps({"data": ROWS}), (), 2),
+        (json.dumps({"choices": ROWS}), (), 1),
+        ('{"instruction": "q",\n{"instruction": "r", "output": "a"}', (), 2),  # a row that is cut
+    ],
+)
+def test_what_may_be_rows_of_their_own_is_left_as_it_is(
+    tmp_path: Path, text: str, own_keys: tuple[str, ...], rows: int
+) -> None:
+    path = write(tmp_path / "rows.jsonl", text.encode())
+    assert len(list(CorpusFile(path, own_keys=own_keys))) == rows
+
+
+def test_a_wrapped_list_with_more_beside_it_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.json", json.dumps({"data": ROWS, "version": 1}, indent=1).encode())
+    with pytest.raises(DataError, match="more than its list of rows: write that list alone"):
+        list(CorpusFile(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (b"{'instruction': 'q'}", "as Python prints it, in single quotes: write each row with json.dumps"),
+        (b"[{'role': 'user'}]", "as Python prints it"),
+        (b"{", "an object goes over several lines: write one row a line"),
+    ],
+)
+def test_shapes_that_are_no_json_are_named(tmp_path: Path, line: bytes, remedy: str) -> None:
+    path = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + line)
+    with pytest.raises(BadRow, match=remedy):
+        value_of(list(CorpusFile(path))[1])
+
+
+def test_a_conversation_without_a_key_is_a_row(tmp_path: Path) -> None:
+    for name, text in (("a.json", json.dumps([TURNS, TURNS])), ("a.jsonl", f"{json.dumps(TURNS)}\n" * 2)):
+        values = [value_of(row) for row in CorpusFile(write(tmp_path / name, text.encode()))]
+        assert [to_content(value, Layout(detect(value, {}))) for value in values] == [
+            Conversation(TURNS, None, (1,)) for _ in values
+        ]
+        assert len(values) == 2
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert detect(turns, {}) == "sharegpt"
+    assert detect(TURNS, {"messages": "dialog"}) == "messages"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"data": TURNS}, r"its turns are under 'data': set columns: \{messages: data\}"),
+        ({"chat": [{"from": "human", "value": "q"}]}, r"set columns: \{conversations: chat\}"),
+        ({"examples": ROWS, "version": 1}, "if its rows are under 'examples', write that list alone"),
+        (TURNS[0], "it is a turn, not a row"),
+        ({"instruction": ["q", "q2"], "output": ["a", "a2"]}, "holds columns, not rows: all of instruction and output"),
+        ({"instruction": {"0": "q"}, "output": {"0": "a"}}, "holds columns, not rows"),
+        ({"messages": [TURNS, TURNS]}, "holds columns, not rows: all of messages"),
+        ({"text": ["a", "b"]}, "holds columns, not rows: all of text"),
+    ],
+)
+def test_the_shape_of_a_row_that_is_none_is_named(row: Any, said: str) -> None:
+    with pytest.raises(BadRow, match=said):
+        to_content(row, Layout(detect(row, {})))

@@ -545,5 +545,15 @@ def test_tools_of_the_config_are_shown_as_they_were_written(tiny_folder: Path, t
 
 def test_tools_of_the_config_that_are_no_tools_are_refused(tiny_folder: Path) -> None:
     settings = Tokenize().model_copy(update={"tools": ('{"type": "function", "function": {}}',)})
-    with pytest.raises(DataError, match=r"tokenize.tools\[0\]: expected the name of a function"):
+    with pytest.raises(DataError, match=r"tokenize.tools\[0\].function: expected the name of a function"):
         Encoder(tiny_folder, settings)
+
+
+def test_a_greeting_is_context_as_transformers_renders_it(tiny_folder: Path) -> None:
+    messages = [{"role": "assistant", "content": "Who is there?"}, *talk(QUESTION, ANSWER).messages]
+    sample = only(encoder(tiny_folder).encode([Conversation(messages, None, (2,))])[0])
+    prompt = judge(tiny_folder).apply_chat_template(
+        messages[:2], add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+    assert sample.tokens[: len(prompt)].tolist() == prompt
+    assert np.flatnonzero(sample.supervised).tolist() == list(range(len(prompt), len(sample.tokens)))

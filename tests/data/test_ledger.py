@@ -7,7 +7,7 @@ import pytest
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.data.chat_template import repetition
-from pipeline_lib.data.layouts import KeyCounts
+from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.ledger import Encoded, FileLedger, SourceLedger, ledger_json, table, total_of, unread_lines
 
 EMPTY = Encoded(

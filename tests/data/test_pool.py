@@ -64,6 +64,21 @@ def test_a_lost_worker_says_what_it_was_at(kind: str, cause: Cause, detail: str)
     assert (caught.value.cause, caught.value.task, caught.value.position) == (cause, Harm(kind), 7)
 
 
+def test_a_task_may_run_in_the_place_of_one_whose_worker_was_lost() -> None:
+    lost: list[WorkerLost] = []
+
+    def instead(loss: WorkerLost) -> Task[int, int]:
+        lost.append(loss)
+        return Harm("memory") if loss.task == Harm("cpu") else Add(-STATE)
+
+    tasks: list[Task[int, int]] = [Add(0), Harm("cpu"), *map(Add, range(1, 12)), Harm("abort")]
+    with Pool(load, 2, TIGHT) as pool:
+        found = list(pool.map(tasks, instead))
+    assert found == [STATE, 0, *(STATE + number for number in range(1, 12)), 0]
+    assert {(loss.cause, loss.position) for loss in lost} == {(Cause.CPU, 7), (Cause.MEMORY, 7)}
+    assert len(lost) == 3
+
+
 def test_a_worker_without_progress_is_given_up() -> None:
     limits = Limits(silence_s=3)
     tasks: list[Task[int, int]] = [Add(0), Harm("silent")]

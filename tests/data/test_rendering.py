@@ -1,10 +1,11 @@
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.batches import end_of_turn, render_prompts
+from pipeline_lib.data.batches import check_template, end_of_turn, render_prompts
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.pool import Limits
@@ -44,3 +45,38 @@ def test_a_model_without_an_end_of_turn_is_refused(
     if "no end of turn" not in message:
         with pytest.raises(DataError, match=message):
             render_prompts(model, QUESTIONS, Limits(cpu_s=0.5))
+
+
+def render_questions(model: Path, limits: Limits) -> list[str]:
+    return render_prompts(model, QUESTIONS, limits)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOP,
+        "{% set number = 9 ** (9 ** 9) %}",  # jinja2 computes what is constant while it compiles
+        "{{ 9 ** (9 ** 9) }}",
+        "{% autoescape 9 ** (9 ** 9) %}{% endautoescape %}",
+        "{% set text = 'a' * 10_000_000_000 %}",
+        "{{ message }} and more " * 50_000,
+    ],
+)
+@pytest.mark.parametrize("work", [check_template, end_of_turn, render_questions])
+def test_a_template_is_compiled_within_the_limits(
+    tmp_path: Path, tiny_folder: Path, template: str, work: Callable[[Path, Limits], object]
+) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(template)
+    limits = Limits(memory_bytes=300 << 20, cpu_s=0.5)
+    with pytest.raises(DataError, match="a worker process was ended while .*: more than 0.[35]"):
+        work(model, limits)
+
+
+def test_a_template_that_wants_another_question_is_in_order(tmp_path: Path, tiny_folder: Path) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{{ raise_exception('give me tools') }}")
+    check_template(model)
+    (model / "chat_template.jinja").write_text("{{ (")
+    with pytest.raises(DataError, match="not a chat template"):
+        check_template(model)

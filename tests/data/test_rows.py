@@ -162,6 +162,45 @@ def test_one_leading_block_is_thinking_and_the_tags_of_others_are_text(messages:
     assert isinstance(content, Conversation) and content.messages == messages
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": json.dumps(SCHEMA)}},
+        {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
+        {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": json.dumps(SCHEMA["properties"])},
+        },
+    ],
+)
+def test_schemas_come_out_as_clients_send_them(tool: dict[str, Any]) -> None:
+    content = read({"messages": HELLO, "tools": [tool]})
+
+    assert isinstance(content, Conversation)
+    wanted = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+    assert json.dumps(content.tools) == json.dumps([wanted])  # the order of keys is rendered
+
+
+@pytest.mark.parametrize("key", ["input_schema", "inputSchema", "args_schema", "parameters_json_schema", "arguments"])
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)])
+def test_a_schema_under_another_name_is_refused(key: str, schema: Any) -> None:
+    tools: list[tuple[dict[str, Any], str]] = [
+        ({"name": "f", key: schema}, rf"tools\[0\]\.{key}"),
+        ({"type": "function", "function": {"name": "f", key: schema}}, rf"tools\[0\]\.function\.{key}"),
+    ]
+    for tool, place in tools:
+        with pytest.raises(BadRow, match=f"^bad_value: {place}: not read; write the schema as `parameters`"):
+            read({"messages": HELLO, "tools": [tool]})
+        function = tool.get("function", tool)
+        function["parameters"] = SCHEMA  # then the other key is a part of the tool
+        assert read({"messages": HELLO, "tools": [tool]})
+
+
 def test_tools_may_go_with_rows_that_call_none() -> None:
     rows = [{"instruction": "hello", "output": "hi"}, {"prompt": "hello", "completion": "hi"}]
 
@@ -313,10 +352,20 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
     (
         chat(("user", "a"), ("user", "b"), ("assistant", "c")),
         Reason.BAD_ROLE_ORDER,
-        "message 2 is user after user; the order",
+        "message 2 is user after user: make them one message; the order",
     ),
-    (chat(("assistant", "a"), ("user", "b")), Reason.BAD_ROLE_ORDER, "message 1 is assistant at the start"),
-    (chat(("user", "a"), ("assistant", "b"), ("system", "c")), Reason.BAD_ROLE_ORDER, "message 3 is system"),
+    (chat(("assistant", "a"), ("user", "b")), Reason.BAD_ROLE_ORDER, "1 is assistant at the start.*`loss: false`"),
+    (
+        chat(("user", "a"), ("assistant", "b"), ("system", "c")),
+        Reason.BAD_ROLE_ORDER,
+        "3 is system after .*into",
+    ),
+    (chat(("system", "a"), ("system", "b"), ("user", "c")), Reason.NO_ASSISTANT_TURN, "only system, user"),
+    (
+        chat(("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d")),
+        Reason.BAD_ROLE_ORDER,
+        "message 2 is system after system: write it into the first system message",
+    ),
     (chat(("tool", "4"), ("assistant", "4")), Reason.BAD_ROLE_ORDER, "message 1 is tool at the start"),
     (chat(("user", "a"), ("assistant", "b"), ("tool", "c")), Reason.BAD_ROLE_ORDER, "which called no tool; the order"),
     (
@@ -324,8 +373,19 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
         Reason.BAD_ROLE_ORDER,
         r"message 4 is .*no tool but in its text \(<tool_call>\): write the call as `tool_calls` of message 3; the",
     ),
-    (chat(("user", "a"), ("assistant", "b"), ("assistant", "c")), Reason.BAD_ROLE_ORDER, "assistant after assistant"),
-    ({"messages": [ASKS, CALLS, RESULT, USER]}, Reason.BAD_ROLE_ORDER, "message 4 is user after tool"),
+    (
+        chat(("user", "a"), ("assistant", "b"), ("assistant", "c")),
+        Reason.BAD_ROLE_ORDER,
+        "assistant after assistant: make them one",
+    ),
+    ({"messages": [ASKS, CALLS, RESULT, USER]}, Reason.BAD_ROLE_ORDER, "4 is user after tool: write the answer"),
+    ({"messages": [ASKS, CALLS, ASSISTANT]}, Reason.BAD_ROLE_ORDER, "3 is assistant after assistant: make them one"),
+    ({"messages": [ASKS, ASSISTANT, {**CALLS, "loss": False}, RESULT, ASSISTANT]}, Reason.BAD_ROLE_ORDER, "3 is assis"),
+    (
+        {"messages": [ASKS, ASSISTANT, {**CALLS, "reasoning_content": "why"}, RESULT, ASSISTANT]},
+        Reason.BAD_ROLE_ORDER,
+        "3 is assistant after assistant",
+    ),
     (chat(("user", "a")), Reason.NO_ASSISTANT_TURN, "only user"),
     ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, Reason.NO_ASSISTANT_TURN, "may be trained on"),
     ({"prompt": HELLO, "completion": [USER]}, Reason.NO_ASSISTANT_TURN, "may be trained on"),
@@ -361,6 +421,16 @@ BAD_ROWS: list[tuple[Any, Reason, str]] = [
     ({"messages": [USER, {**ASSISTANT, "reasoning_content": "\0"}]}, Reason.BAD_TEXT, "NUL"),
     ({"messages": HELLO, "tools": [{"name": "a", "description": "\0"}]}, Reason.BAD_TEXT, "NUL"),
     ({"messages": [{**USER, "tool_calls": [CALL]}, ASSISTANT]}, Reason.BAD_VALUE, "only the assistant calls"),
+    (
+        {"messages": HELLO, "tools": [{"name": "a", "parameters": "none"}]},
+        Reason.BAD_VALUE,
+        r"tools\[0\]\.parameters: expected an object, found text",
+    ),
+    (
+        {"messages": HELLO, "tools": [{"name": "a", "parameters": [{"name": "b"}]}]},
+        Reason.BAD_VALUE,
+        r"tools\[0\]\.parameters: expected an object, found a list",
+    ),
     ({"messages": HELLO, "tools": {}}, Reason.BAD_VALUE, "tools: expected a list, found an object"),
     ({"messages": HELLO, "tools": [{"description": "a"}]}, Reason.BAD_VALUE, "expected the name of a function"),
     ({"messages": HELLO, "tools": [{**TOOL, "type": "code"}]}, Reason.BAD_VALUE, "'code'; only functions"),
@@ -471,3 +541,32 @@ def test_messages_under_the_name_of_conversations_are_told_apart() -> None:
         read(row)
     columns = {"messages": "conversations"}
     assert to_content(row, Layout("messages", columns)) == read(chat(("user", "a"), ("assistant", "b")))
+
+
+def test_calls_one_after_the_other_and_behind_a_text_are_one_turn() -> None:
+    other = {"type": "function", "function": {"name": "time", "arguments": {}}}
+    two, more = {**CALLS, "tool_calls": [other]}, {**RESULT, "content": "noon"}
+    says = {"role": "assistant", "content": "Let me look.", "reasoning_content": "why"}
+    wanted = [ASKS, {**says, "tool_calls": [CALL, other]}, RESULT, more, ANSWERS]
+
+    assert read({"messages": [ASKS, says, CALLS, two, RESULT, more, ANSWERS]}) == Conversation(wanted, None, (1, 4))
+    turns = [
+        {"from": "human", "value": "weather?"},
+        {"from": "gpt", "value": "Let me look.", "reasoning_content": "why"},
+        {"from": "function_call", "value": CALL_TEXT},
+        {"from": "function_call", "value": json.dumps(other["function"])},
+        {"from": "observation", "value": "sunny"},
+        {"from": "observation", "value": "noon"},
+        {"from": "gpt", "value": "It is sunny."},
+    ]
+    assert read({"conversations": turns}) == Conversation(wanted, None, (1, 4))
+    excluded = [turns[0], {**turns[1], "loss": False}, {**turns[2], "loss": False}, *turns[4:]]
+    content = read({"conversations": excluded})
+    assert isinstance(content, Conversation) and content.supervised == (4,)
+
+
+def test_a_greeting_that_is_not_trained_on_is_context() -> None:
+    for before in ([], [{"role": "system", "content": "be kind"}]):
+        row = {"messages": [*before, {**ASSISTANT, "loss": False}, *HELLO]}
+        assert read(row) == Conversation([*before, ASSISTANT, *HELLO], None, (len(before) + 2,))
+        assert read({"prompt": row["messages"][:-1], "completion": "hi"}) == read(row)

@@ -16,7 +16,7 @@ from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import DataError, IntegrityError, Interrupted
 from pipeline_lib.core.files import list_files, read_json, read_jsonl, sha256_file
 from pipeline_lib.core.stage import run_stage
-from pipeline_lib.data import tokenize
+from pipeline_lib.data import batches, tokenize
 from pipeline_lib.data.conversations import Conversation
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.encode import Encoder, Sample
@@ -405,9 +405,11 @@ def no_orphans() -> Iterator[None]:
 
 
 ROWS = [row(number) for number in range(6)]
+IN_ROWS = "{% if messages[0].content != '?' %}"  # not in the question of the check of models
 LOOP = "{% for each in range(99999) %}"
-SPIN = LOOP * 3 + "{% endfor %}" * 3
-HOARD = "{% set all = namespace(text='') %}" + LOOP + "{% set all.text = all.text ~ 'a' * 50_000_000 %}{% endfor %}"
+SPIN = IN_ROWS + LOOP * 3 + "{% endfor %}" * 3 + "{% endif %}"
+FILL = LOOP + "{% set all.text = all.text ~ 'a' * 50_000_000 %}{% endfor %}"
+HOARD = "{% set all = namespace(text='') %}" + IN_ROWS + FILL + "{% endif %}"
 SURPRISE = "{% if ' 3?' in messages[0].content and not add_generation_prompt %}Surprise!{% endif %}"
 RECURSE = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
 
@@ -436,6 +438,47 @@ def test_a_hostile_template_is_stopped_and_named(
     with pytest.raises(DataError, match=message):
         pipeline.run(experiment, "tokenize")
     assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
+
+
+IN_ROW_3 = "{% if ' 3?' in messages[0].content %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "place", "cpu_s"),
+    [
+        (IN_ROW_3 + SPIN + "{% endif %}", ROWS, 4, 1.0),
+        (IN_ROW_3 + HOARD + "{% endif %}", ROWS, 4, 60.0),
+        ("", [*ROWS[:2], row(2, "x" * 3_000_000), *ROWS[3:]], 3, 60.0),  # a word, which `tokenizers` takes as a whole
+    ],
+)
+@pytest.mark.usefixtures("no_orphans")
+def test_a_row_that_exceeds_the_limits_is_put_aside(
+    pipeline: Pipeline,
+    with_template: WithTemplate,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    rows: list[Any],
+    place: int,
+    cpu_s: float,
+) -> None:
+    monkeypatch.setattr(tokenize, "LIMITS", Limits(memory_bytes=300 << 20, cpu_s=cpu_s))
+    made = pipeline.run(with_template(rows, template, max_quarantined_fraction=0.5), "tokenize")["tokenize"]
+    assert made.manifest.counts["quarantined"] == {"over_limits": 1}
+    assert made.manifest.counts["conversations"] == 5
+    (entry,) = read_jsonl(made.path / "quarantine.jsonl")
+    assert (entry["line"], entry["reason"]) == (place, "over_limits")
+    assert len(entry["excerpt"]) <= 200
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_template_that_exceeds_the_limits_in_every_row_ends_the_stage(
+    pipeline: Pipeline, with_template: WithTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "LIMITS", Limits(cpu_s=0.5))
+    monkeypatch.setattr(batches, "MOST_OVER_LIMITS", 2)
+    experiment = with_template(ROWS, SPIN, max_quarantined_fraction=0.9)
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: a worker process was ended while rendering"):
+        pipeline.run(experiment, "tokenize")
 
 
 @pytest.mark.usefixtures("no_orphans")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from pipeline_lib.data.conversations import BadRow, Content, Conversation, Text
-from pipeline_lib.data.layouts import MAX_KEYS, TRAINED_KEYS, KeyCounts, Layout, PreferenceData, detect, to_content
+from pipeline_lib.data.keys import MAX_KEYS, TRAINED_KEYS, KeyCounts, PreferenceData
+from pipeline_lib.data.layouts import Layout, detect, to_content
 
 USER: dict[str, Any] = {"role": "user", "content": "q"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "a"}
