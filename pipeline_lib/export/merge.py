@@ -29,6 +29,7 @@ from pipeline_lib.export.card import model_card
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.batch import load_probe
 from pipeline_lib.model.build import DTYPES, build_trainable
+from pipeline_lib.model.config_json import without_quantization
 from pipeline_lib.model.families import family_in
 from pipeline_lib.model.files import (
     ADAPTER,
@@ -376,7 +377,7 @@ def export(
         index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(out / INDEX_NAME, index)
     _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
-    stored_config = stretched(read_object(base / "config.json"), rope)
+    stored_config = without_quantization(stretched(read_object(base / "config.json"), rope))
     config = {key: value for key, value in stored_config.items() if key not in CODE_KEYS}
     if "text_config" not in config:
         config["use_cache"] = True

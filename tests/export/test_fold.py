@@ -362,6 +362,17 @@ def test_code_of_the_base_model_is_named_nowhere(tmp_path: Path, trained_base: P
     assert [line for line in said if "own code (auto_map)" in line]
 
 
+def test_how_the_base_was_stored_is_not_said_of_the_merged_model(tmp_path: Path, trained_base: Path) -> None:
+    """Of trainings that were made before such a base was refused."""
+    config = read_json(trained_base / "config.json")
+    gptq = {"quant_method": "gptq", "bits": 4}
+    write_json(trained_base / "config.json", {**config, "quantization_config": gptq, "quantization": {"bits": 4}})
+    job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
+    run(job)
+    assert read_json(job.out / "config.json").keys() == config.keys() | {"use_cache"}
+    AutoModelForCausalLM.from_pretrained(job.out)
+
+
 def stage_job(base: Path, trained: Path, train: Train, out: Path) -> Job:
     """A merge of what lies in those folders, as the harness would have it."""
     out.mkdir()
