@@ -25,12 +25,12 @@ from pipeline_lib.core.store import Ref, describe_file
 from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
-from pipeline_lib.export.card import model_card
+from pipeline_lib.export.card import adapter_card, loading_code, model_card
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.batch import load_probe
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.config_json import without_quantization
-from pipeline_lib.model.families import family_in
+from pipeline_lib.model.families import family_in, read_geometry
 from pipeline_lib.model.files import (
     ADAPTER,
     INDEX_NAME,
@@ -41,6 +41,7 @@ from pipeline_lib.model.files import (
     read_object,
     refuse_unreadable_kinds,
 )
+from pipeline_lib.model.geometry import OF_HEADS
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.streaming import StreamedModel
@@ -91,6 +92,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], value_of: Callable[[Entr
 # adapter folded in. Adapters are folded in fp32 and rounded once. At most one whole trained tensor and one of the base
 # are in memory, and the plan covers every tensor of the base before the first is read.
 
+UNNAMED_BASE = "FOLDER OF THE BASE MODEL"  # in the code that loads adapters on a model that no hub has
 PEFT_PREFIX = "base_model.model."
 _NAMED_AT_MOST = 5
 
@@ -293,6 +295,13 @@ def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out
     write_json(folder / "adapter_config.json", plain)
 
 
+def adapter_code(base: Path, model: Mapping[str, Any], train: Train, rope: Rope | None) -> str:
+    """Return the code that loads the adapters on the base in the folder `base`, with these settings in the spec."""
+    name = str(model.get("name")) if model.get("source") == "huggingface" else UNNAMED_BASE
+    skipped = OF_HEADS if read_geometry(base).delta is not None else ()
+    return loading_code(train, name, skipped, is_stretched=rope is not None)
+
+
 def finite(value: Tensor, entry: Entry) -> Tensor:
     """Return `value`. Raises TrainingError if not all of it is finite."""
     low, high = value.aminmax()  # both are NaN if any value is; allocates no tensor of the same size
@@ -327,15 +336,19 @@ def run(job: Job) -> dict[str, Any]:
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype], rope)
+    loading = ""
     if train.method == "lora":
-        export_adapter(fold.trained, train, job.inputs["model"].manifest.spec["settings"], job.out)
+        model = job.inputs["model"].manifest.spec["settings"]
+        loading = adapter_code(base, model, train, rope)
+        export_adapter(fold.trained, train, model, job.out)
+        write_text(job.out / "adapter" / "README.md", adapter_card(loading))
     if code := sorted(CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())):
         job.say(
             f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
         )
     parity = compare_with_trained(job.out, trained, train) if is_proven else {"unproven": UNPROVEN}
     write_json(job.out / "parity.json", parity)
-    tell_origin(job, train, parity, fold.beside)
+    tell_origin(job, train, parity, fold.beside, loading)
     if not is_proven:
         job.say(f"merge: {UNPROVEN}")
         return parity
@@ -382,8 +395,7 @@ def export(
     if "text_config" not in config:
         config["use_cache"] = True
     if dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        config = _with_dtype(config, dtype)
     write_json(out / "config.json", config)
     for name in (*TOKENIZER_FILES, *MEDIA_FILES):
         if name != GENERATION_NAME and (base / name).exists():
@@ -396,6 +408,15 @@ def export(
         write_json(out / GENERATION_NAME, stopping)
 
 
+def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config.json `config` with `dtype`, also in the text model's part, which transformers loads by it."""
+    plain = {key: value for key, value in config.items() if key != "torch_dtype"}
+    named = {**plain, "dtype": str(dtype).removeprefix("torch.")}
+    if isinstance(config.get("text_config"), dict):
+        named["text_config"] = _with_dtype(config["text_config"], dtype)
+    return named
+
+
 def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
     """Raise TrainingError unless the files in `out` hold exactly `entries`, by name, shape and dtype."""
     written = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
@@ -406,10 +427,11 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype that config.json in `folder` names: fp32, fp16, or bf16, which is also the default."""
-    config = read_json(folder / "config.json")
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+    """Return the dtype that config.json in `folder` names for the text model: fp32, fp16, or bf16, the default."""
+    config = read_object(folder / "config.json")
+    text = family_in(config).text(config)
+    name = next((part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
 
 
 def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
@@ -461,10 +483,13 @@ def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
     }
 
 
-def tell_origin(job: Job, train: Train, parity: Mapping[str, Any], beside: Sequence[str] = ()) -> None:
+def tell_origin(
+    job: Job, train: Train, parity: Mapping[str, Any], beside: Sequence[str] = (), loading: str = ""
+) -> None:
     """Write lineage.json and README.md, which record what the model was made from and how it was checked.
 
-    `beside` are the beginnings of the names of tensors that were copied from the base.
+    `beside` are the beginnings of the names of tensors that were copied from the base; `loading` is the code that loads
+    the adapters, if there are any.
 
     The data's token ledger is left out if it is missing from the store or has been changed.
     """
@@ -478,5 +503,5 @@ def tell_origin(job: Job, train: Train, parity: Mapping[str, Any], beside: Seque
         path = job.store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
         if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
             ledger = read_one(Ledger, path)
-    card = model_card(job.spec.ref, model_type, train, training, parity, record, ledger, beside)
+    card = model_card(job.spec.ref, model_type, train, training, parity, record, ledger, beside, loading)
     write_text(job.out / "README.md", card)

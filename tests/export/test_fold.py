@@ -29,7 +29,7 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import export, export_adapter, plan_fold, run
+from pipeline_lib.export.merge import export, export_adapter, plan_fold, run, stored_dtype
 from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
@@ -284,6 +284,23 @@ def test_the_precision_that_is_asked_for_is_written_and_named(tmp_path: Path, ti
     config = read_json(out / "config.json")
     assert config["dtype"] == "float32" and "torch_dtype" not in config
     assert {tensor.dtype for tensors in tensors_of(out).values() for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
+def test_a_text_model_in_a_whole_one_loads_in_the_precision_that_is_written(
+    tmp_path: Path, tiny: Path, kind: str
+) -> None:
+    """By the line of the README, which names no dtype."""
+    base = write_base(tmp_path / "base", kind, tiny, torch.bfloat16)
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", {**config, "text_config": {**config["text_config"], "dtype": "bfloat16"}})
+    model = load_base(base, torch.float32)
+    train_a_little(model, tmp_path / "trained")
+    out = merge(base, tmp_path, Train(precision="fp32"), torch.float32)
+    assert stored_dtype(out) == torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=1e-4, atol=1e-4)
 
 
 BLOCK = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), np.repeat([0, 1], 12).astype(np.int32))
