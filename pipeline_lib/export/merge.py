@@ -26,8 +26,8 @@ from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.export.card import adapter_card, loading_code, model_card
+from pipeline_lib.export.proof import prove
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
-from pipeline_lib.model.batch import load_probe
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.config_json import without_quantization
 from pipeline_lib.model.families import family_in, read_geometry
@@ -44,7 +44,6 @@ from pipeline_lib.model.files import (
 from pipeline_lib.model.geometry import OF_HEADS
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.rope import stretched
-from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
@@ -310,8 +309,8 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
     return value
 
 
-# The stage itself. The exported folder has the same weight files and tensors as the base. It is read back from disk
-# layer by layer and has to reproduce the trained model's probe logits; otherwise the stage fails, publishing nothing.
+# The stage itself. The exported folder has the same weight files and tensors as the base. It is read back from disk and
+# has to be the trained model (export/proof.py); otherwise the stage fails, publishing nothing.
 
 LEDGER_NAME = "ledger.json"
 UNPROVEN = (
@@ -319,8 +318,7 @@ UNPROVEN = (
     "another model than the trained one, and its logits were not compared with that one's"
 )
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # refer to the base's own code, which is not exported
-# Relative differences of logits that rounding explains: sums in another order in fp32; weights and matmuls in bf16.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+REFUSED = "refused"  # the folder of the run's directory with a model that the proof refused
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -346,15 +344,18 @@ def run(job: Job) -> dict[str, Any]:
         job.say(
             f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
         )
-    parity = compare_with_trained(job.out, trained, train) if is_proven else {"unproven": UNPROVEN}
+    parity = prove_or_keep(job, base, trained, train) if is_proven else {"unproven": UNPROVEN}
     write_json(job.out / "parity.json", parity)
     tell_origin(job, train, parity, fold.beside, loading)
     if not is_proven:
         job.say(f"merge: {UNPROVEN}")
         return parity
     job.say(
-        f"merge: exported logits differ by {parity['relative_difference']:.1e} of their size from the trained model's "
-        f"(tolerance {parity['tolerance']:.0e}, {parity['compared_logits']:,} compared)"
+        f"merge: exported tensors differ by {parity['value_difference']:.1e} of their size from the trained weights, "
+        f"beside rounding (tolerance {parity['value_tolerance']:.0e}), and logits by "
+        f"{parity['relative_difference']:.1e} from the trained model's (tolerance {parity['tolerance']:.0e}, "
+        f"{parity['compared_logits']:,} compared); rounding the weights changes logits by "
+        f"{parity['rounding_difference']:.1e}"
     )
     return parity
 
@@ -426,14 +427,6 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
         raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again")
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype that config.json in `folder` names for the text model: fp32, fp16, or bf16, the default."""
-    config = read_object(folder / "config.json")
-    text = family_in(config).text(config)
-    name = next((part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
-    return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
-
-
 def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
     """Return the generation `config` with the chat template's end-of-turn token among its stop tokens.
 
@@ -448,39 +441,22 @@ def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits 
     return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
 
 
-def compare_with_trained(exported: Path, trained: Path, train: Train) -> dict[str, Any]:
-    """Compare the exported model's logits with the trained model's probe and return the figures of `judge`."""
-    block, expected = load_probe(trained)
-    dtype = stored_dtype(exported)
-    is_exact = dtype == torch.float32 and train.precision == "fp32"
-    tolerance = TOLERANCES[torch.float32 if is_exact else torch.bfloat16]
-    found = StreamedModel(exported, dtype, torch.device("cpu")).probe_logits(block)
-    return judge(found, expected, tolerance)
+def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str, Any]:
+    """Return the figures of the proof of `job.out`.
 
-
-def judge(found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """Return the figures of the comparison.
-
-    Raises TrainingError if the shapes differ, or if the norm of the difference relative to the norm of the expected
-    logits exceeds `tolerance`.
+    Raises TrainingError if it is not the trained model. It is then kept in the run's directory, which the error names.
     """
-    if found.shape != expected.shape:
-        raise TrainingError(f"exported logits have shape {tuple(found.shape)}, trained ones {tuple(expected.shape)}")
-    difference = found - expected
-    relative = float(difference.norm() / expected.norm())
-    agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
-    if not relative <= tolerance:  # also true for NaN
+    kept = job.run_dir / REFUSED
+    shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
+    try:
+        return prove(job.out, base, trained, train, torch.device("cpu"))
+    except TrainingError as error:
+        shutil.move(job.out, kept)
         raise TrainingError(
-            f"the exported model is not the trained one: logits differ by {relative:.2e} of their size, "
-            f"tolerance {tolerance:.0e}; nothing was published"
-        )
-    return {
-        "compared_logits": expected.numel(),
-        "max_abs_difference": float(difference.abs().max()),
-        "relative_difference": relative,
-        "tolerance": tolerance,
-        "top1_agreement": agreement,
-    }
+            f"{error}. Nothing was published; the refused model is in {kept}, and the training stays as it is. Run "
+            "snakemake again: if the same is said again, this is a bug in the merge, so report it with this message. "
+            "The refused model loads like any other, but do not rely on it"
+        ) from error
 
 
 def tell_origin(

@@ -29,7 +29,8 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import export, export_adapter, plan_fold, run, stored_dtype
+from pipeline_lib.export.merge import export, export_adapter, plan_fold, run
+from pipeline_lib.export.proof import stored_dtype
 from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
@@ -232,7 +233,7 @@ def test_layer_by_layer_is_the_whole_model(base: Path) -> None:
     block = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), documents)
     for dtype in (torch.float32, torch.bfloat16):
         whole = probe_logits(load_base(base, dtype), block, torch.device("cpu"))
-        assert torch.equal(StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block), whole)
+        assert torch.equal(StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block)[0], whole)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -330,8 +331,12 @@ def test_the_stage_publishes_only_what_answers_as_the_trained_model_did(
         read_json(job.out / "generation_config.json")["eos_token_id"][:1]
     )
     save_probe(trained, BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, torch.device("cpu")))
-    with pytest.raises(TrainingError, match="is not the trained one"):
-        run(stage_job(base, trained, train, tmp_path / "again"))
+    again = stage_job(base, trained, train, tmp_path / "again")
+    with pytest.raises(TrainingError, match="is not the trained one") as failure:
+        run(again)
+    kept = again.run_dir / "refused"
+    assert f"the refused model is in {kept}" in str(failure.value)
+    assert (kept / "config.json").exists() and not again.out.exists()
 
 
 @pytest.fixture
