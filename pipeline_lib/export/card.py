@@ -151,8 +151,8 @@ def _proof(parity: Mapping[str, Any]) -> str:
     if parity.get("unproven"):
         return f"This model is not proven to be the trained one: {parity['unproven']}."
     return (
-        f"The exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} of "
-        f"their size (tolerance {parity['tolerance']:.0e})."
+        "The exported weights are the trained ones, each rounded once, and these reproduce the trained model's logits "
+        f"within {parity['relative_difference']:.1e} of their size (tolerance {parity['tolerance']:.0e})."
     )
 
 
