@@ -202,7 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.merges", description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case, counted from 0")
     parser.add_argument("--cases", type=int, default=None, help="so many of the cases")
+    parser.add_argument("--right", action="store_true", help="no wrong merges")
     given = parser.parse_args()
+    kinds = () if given.right else (*PLANS, *FILES)
     chosen = list(cases())[given.first :][: given.cases]
     torch.set_num_threads(1)
     wrong: dict[str, list[tuple[float, float, bool]]] = {}
@@ -220,7 +222,7 @@ def main() -> None:
             except TrainingError as error:
                 figures = f"REFUSED {merges.by_value('right'):.1e} {before:.1e} {error}"
             print(f"{case!s:<68} {figures}", flush=True)
-            for kind in filter(merges.make_wrong, (*PLANS, *FILES)):
+            for kind in filter(merges.make_wrong, kinds):
                 try:
                     merges.proven("wrong")
                     is_refused = False
@@ -231,6 +233,8 @@ def main() -> None:
                 if not is_refused:
                     print(f"    PUBLISHED: {kind}, tensors {row[0]:.1e}, bf16 logits {row[1]:.1e}", flush=True)
     print(f"\n{published} right merges published\n")
+    if not wrong:
+        return
     print(f"{'wrong merges':<24} {'refused':>9} {'least tensors':>14} {'least bf16 logits':>18} {'within 3e-2':>12}")
     for kind, rows in wrong.items():
         refused = f"{sum(is_refused for _, _, is_refused in rows)} of {len(rows)}"
