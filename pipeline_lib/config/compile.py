@@ -30,7 +30,7 @@ Learn = Callable[[Config], None]
 
 VERSIONS = {
     **{"download": 2, "tokenize": 3, "shard": 2, "plan": 16},
-    **{"train": 3, "merge": 3, "evaluate": 3, "report": 2},
+    **{"train": 3, "merge": 4, "evaluate": 3, "report": 2},
 }
 
 # The end results of an experiment; results/NAME links to them.
