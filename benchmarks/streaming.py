@@ -158,7 +158,7 @@ def merge_once(folder: Path, method: str) -> dict[str, Any]:
     merged_s, merged_bytes = time.monotonic() - start_s, peak_bytes()
     length = 1024
     block = Block(np.arange(length, dtype=np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
-    logits = StreamedModel(folder / "out", torch.bfloat16, torch.device("cpu")).probe_logits(block)
+    logits = StreamedModel(folder / "out", torch.bfloat16, torch.device("cpu")).probe_logits(block)[0]
     return {
         "merge_s": merged_s,
         "proof_s": time.monotonic() - start_s - merged_s,

@@ -30,7 +30,7 @@ Learn = Callable[[Config], None]
 
 VERSIONS = {
     **{"download": 2, "tokenize": 3, "shard": 2, "plan": 16},
-    **{"train": 4, "merge": 3, "evaluate": 3, "report": 2},
+    **{"train": 4, "merge": 4, "evaluate": 3, "report": 2},
 }
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
 CONSTANT_RATE_VERSION = 3

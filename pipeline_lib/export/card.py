@@ -3,6 +3,7 @@
 Names of files and repositories are escaped, so that nothing in them becomes markup, YAML or another column.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -34,6 +35,8 @@ from pipeline_lib.report.results import Ledger, Training, modes_in
 HUBS = ("huggingface", "modelscope")
 MOST_ROWS = 40  # per table; lineage.json has all of them
 SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "epochs", "seed")
+_DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of frozen weights
+_HEAD = "lm_head"
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
 
@@ -47,10 +50,12 @@ def model_card(
     record: Record,
     ledger: Ledger,
     beside: Sequence[str] = (),
+    adapter_code: str = "",
 ) -> str:
     """Return the text of README.md for the model folder `this`; `ledger` may be empty if the data is unknown.
 
-    `beside` are the beginnings of the names of tensors that were copied from the base.
+    `beside` are the beginnings of the names of tensors that were copied from the base. `adapter_code` is the
+    `loading_code` of the adapters, if there are any.
     """
     made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
     base = base_model(record)
@@ -68,12 +73,12 @@ def model_card(
         f"{_proof(parity)}",
         *_stretched(made),
         *_untrained(beside),
-        *(["", "`adapter/` holds the adapters alone, for peft."] if train.method == "lora" else []),
         "",
         "How well it does on held-out answers is measured after this page is written: see the report of the "
         "experiment. Licences are not recorded: those of the base model and of the data hold.",
         "",
         *_calling(made),
+        *_adapters(adapter_code),
         *_table("Base model", ("from", "sha256"), _files(made, "model")),
         *_table("Data", ("source", "rows", "samples kept", "supervised tokens"), sources),
         *_table("Files of the data", ("from", "sha256"), _files(made, "data")),
@@ -87,13 +92,67 @@ def model_card(
     return "\n".join(lines)
 
 
+def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: bool) -> str:
+    """Return the Python code that loads the adapters on their `base`, so that they are the trained model.
+
+    The folder of the adapters is the working directory's `adapter`. `base` is a name on Hugging Face, or a folder.
+    `skipped` are the linears of decoder layers that a base in 4 bits leaves as they are.
+    """
+    dtype = f"torch.{_DTYPES[train.precision]}"
+    options = [f"dtype={dtype}"]
+    imports, quantization = ["AutoModelForCausalLM"], []
+    if is_stretched:
+        imports.insert(0, "AutoConfig")
+        options.append('config=AutoConfig.from_pretrained(".")')
+    if train.lora.base == "nf4":
+        imports.append("BitsAndBytesConfig")
+        options.append("quantization_config=four_bits")
+        quantization = [
+            "four_bits = BitsAndBytesConfig(",
+            "    load_in_4bit=True,",
+            '    bnb_4bit_quant_type="nf4",',
+            "    bnb_4bit_use_double_quant=True,",
+            f"    bnb_4bit_compute_dtype={dtype},",
+        ]
+        if skipped:  # replaces transformers' own list, which has the head alone
+            quantization.append(f"    llm_int8_skip_modules={json.dumps([*skipped, _HEAD])},")
+        quantization += [")"]
+    lines = [
+        "import torch",
+        "from peft import PeftModel",
+        f"from transformers import {', '.join(imports)}",
+        "",
+        *quantization,
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, {', '.join(options)})",
+        'model = PeftModel.from_pretrained(base, "adapter")',
+    ]
+    return "\n".join(lines)
+
+
+def adapter_card(code: str) -> str:
+    """Return the text of README.md for the folder of the adapters, which `code` loads."""
+    front = yaml.safe_dump({"library_name": "peft", "pipeline_tag": "text-generation"}, sort_keys=False).rstrip()
+    return "\n".join(["---", front, "---", "", *_adapters(code)])
+
+
+def _adapters(code: str) -> list[str]:
+    """Return a section on loading the adapters alone; no lines without `code`."""
+    if not code:
+        return []
+    text = (
+        "`adapter/` holds the adapters alone, for peft. They are the trained model only on a base that is loaded like "
+        "this, from the folder that contains `adapter/`:"
+    )
+    return ["## The adapters alone", "", text, "", "```python", code, "```", ""]
+
+
 def _proof(parity: Mapping[str, Any]) -> str:
     """Return the sentence about the comparison with the trained model, or about its absence."""
     if parity.get("unproven"):
         return f"This model is not proven to be the trained one: {parity['unproven']}."
     return (
-        f"The exported weights reproduce the trained model's logits within {parity['relative_difference']:.1e} of "
-        f"their size (tolerance {parity['tolerance']:.0e})."
+        "The exported weights are the trained ones, each rounded once, and these reproduce the trained model's logits "
+        f"within {parity['relative_difference']:.1e} of their size (tolerance {parity['tolerance']:.0e})."
     )
 
 

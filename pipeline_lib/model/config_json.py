@@ -1,8 +1,9 @@
-"""Checks of the numbers in a model's config.json, which came from anywhere."""
+"""Checks of a model's config.json, which came from anywhere: its numbers, and how its weights are stored."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import cut
 
 # Upper bounds far above any real model, to catch typing errors. That of layers and experts is lower, since the code
@@ -34,3 +35,34 @@ def wrong_heads(config: Mapping[str, Any]) -> Iterator[str]:
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if kv_heads is not None and heads % kv_heads:
         yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
+
+
+# Keys that say how the base's own weights are stored: transformers', mlx's, and compressed-tensors' former one. Where
+# the weights are plain, a key that was left over makes loaders take the model for a quantized one.
+QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
+
+
+def refuse_quantized(config: Mapping[str, Any], origin: str) -> None:
+    """Raise DataError if `config`, a config.json called `origin` in messages, describes quantized weights."""
+    found = sorted(_quantizations(config))
+    if found:
+        raise DataError(
+            f"{origin}: its weights are quantized ({', '.join(found)}), and training starts from F32, BF16 or F16: "
+            "name the model that it was made from, or, if this is a copy whose weights are plain again, delete that "
+            "key in a local folder"
+        )
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` without the keys that describe quantized weights, in its parts too."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return {key: without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of `config` that describe quantized weights; in a part of it, with the part's name."""
+    for key, value in config.items():
+        if key in QUANTIZATION_KEYS and value:
+            yield key
+        elif isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in _quantizations(value))

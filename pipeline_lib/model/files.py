@@ -21,7 +21,7 @@ from pipeline_lib.core.text import cut, shortened
 from pipeline_lib.data.batches import check_template
 from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.model.config_json import is_whole, short
+from pipeline_lib.model.config_json import is_whole, refuse_quantized, short
 from pipeline_lib.model.families import family_in, read_geometry
 from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
 
@@ -328,6 +328,7 @@ def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[s
         config_path = folder / "config.json"
         config = read_object(config_path)
         geometry = read_geometry(folder)
+        refuse_quantized(config, str(config_path))
         if wrong := list(_wrong_ids(family_in(config).text(config), geometry.vocab)):
             raise DataError(f"{config_path}: {'; '.join(wrong)}")
         problems += generation_problems(folder)

@@ -6,7 +6,7 @@ on a device with room for its two largest parts, in about the time of reading it
 All arithmetic is transformers' own, called with one layer at a time: results are those of the whole model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,44 +24,58 @@ from pipeline_lib.model.attention import PACKED_FLASH
 from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, probe_positions, token_losses
 from pipeline_lib.model.build import decoder_layers, empty_base
 from pipeline_lib.model.files import Piece
-from pipeline_lib.model.weights import match_tensors
+from pipeline_lib.model.weights import Stored, match_tensors
+
+Fill = Callable[[Tensor], object]  # fills a tensor of a parameter's shape with the parameter's values
+
+
+def fill_from(pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> Fill:
+    """Return what fills a parameter from the tensors `stored` in files, of which `pieces` make it up."""
+
+    def fill(values: Tensor) -> None:
+        for piece in pieces:
+            everything = tuple(slice(0, size) for size in piece.sizes)
+            stored[piece.name].copy_to(values[piece.slices], everything)
+
+    return fill
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter of a part: its place in its module, its empty value, and the tensors in the files that make it up."""
+    """A parameter of a part: its place in its module, its empty value, and what reads its values."""
 
     module: nn.Module
     name: str
     empty: nn.Parameter
-    pieces: list[Piece]
+    fill: Fill
 
 
-class StreamedModel:
-    """The model of a Hugging Face folder on `device`, in evaluation mode, with at most two parts in memory."""
+class Streamed:
+    """A model on `device`, in evaluation mode, with one part in memory, or two if the next is read meanwhile."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, rope: Rope | None = None) -> None:
-        """Build the model with `rope` and without weights; `dtype` is that of weights and activations.
+    def __init__(
+        self, model: Any, fills: Mapping[int, Fill], dtype: torch.dtype, device: torch.device, reads_ahead: bool = True
+    ) -> None:
+        """Take transformers' `model` without weights, which may contain adapters, and activations in `dtype`.
 
-        Raises DataError unless the files hold exactly the model that config.json describes.
+        `fills` has each parameter's values, by the parameter's id.
         """
         self.dtype, self.device = dtype, device
-        self._model = empty_base(folder, dtype, PACKED_FLASH, rope)
+        self._reads_ahead = reads_ahead
+        self._model = model
         self._model.train(False)
-        self._stored, sources = match_tensors(self._model, folder)
-        pieces = {id(parameter): first for parameter, _, (first, *_) in sources}
         self._base: Any = self._model.base_model
         self._norm: Any = self._base.norm
         self._layers = decoder_layers(self._model)
         for module in self._model.modules():  # rotary frequencies
             module._buffers = {name: None if it is None else it.to(device) for name, it in module._buffers.items()}
         embedding: Any = self._model.get_input_embeddings()
-        head: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: Any = self._model.get_output_embeddings()
         self._embedding = embedding
         self._parts = [[embedding], *([layer] for layer in self._layers), [self._norm, head]]
         self._slots = [
             [
-                _Slot(module, name, parameter, pieces[id(parameter)])
+                _Slot(module, name, parameter, fills[id(parameter)])
                 for root in part
                 for module in root.modules()
                 for name, parameter in module._parameters.items()
@@ -87,16 +101,15 @@ class StreamedModel:
         """
         return self._run(batches, waiting, partial(token_losses, self._model))
 
-    def probe_logits(self, block: Block) -> Tensor:
-        """Return `probe_logits` of the model: logits [K, V] at the probe's positions of `block`, in fp32 on the CPU."""
-        batch = make_batch([block])
-        positions = probe_positions(batch).to(self.device)
+    def probe_logits(self, *blocks: Block) -> list[Tensor]:
+        """Return the logits [K, V] of the model at the probe's positions of each block, in fp32 on the CPU."""
+        batches = [make_batch([block]) for block in blocks]
 
         def finish(there: Batch, hidden: Tensor) -> Tensor:
+            positions = probe_positions(there).to(self.device)
             return logits_at(self._model, there, positions, hidden)[0].float()
 
-        (logits,) = self._run([batch], self.waiting_room(batch.tokens.numel()), finish)
-        return logits
+        return self._run(batches, self.waiting_room(sum(batch.tokens.numel() for batch in batches)), finish)
 
     @torch.no_grad()
     def _run(
@@ -133,7 +146,7 @@ class StreamedModel:
             coming = pool.submit(self._read, 0, stream)
             for number in range(last + 1):
                 values = coming.result()
-                if number < last:
+                if number < last and self._reads_ahead:
                     coming = pool.submit(self._read, number + 1, stream)
                 # transformers' forward passes through these layers and this norm, and no others.
                 self._base.layers = nn.ModuleList(self._layers[number - 1 : number] if 0 < number < last else [])
@@ -148,6 +161,8 @@ class StreamedModel:
                     del values, value
                     for slot in self._slots[number]:
                         slot.module._parameters[slot.name] = slot.empty
+                if number < last and not self._reads_ahead:
+                    coming = pool.submit(self._read, number + 1, stream)
 
     def _read(self, number: int, stream: Any) -> list[nn.Parameter]:
         """Read the weights of a part to the device; on a GPU beside what it computes, in a stream of its own."""
@@ -156,10 +171,22 @@ class StreamedModel:
         with torch.no_grad(), beside:
             for slot in self._slots[number]:
                 values = torch.empty(slot.empty.shape, dtype=slot.empty.dtype, device=self.device)
-                for piece in slot.pieces:
-                    everything = tuple(slice(0, size) for size in piece.sizes)
-                    self._stored[piece.name].copy_to(values[piece.slices], everything)
+                slot.fill(values)
                 found.append(nn.Parameter(values, requires_grad=False))
             if stream is not None:
                 stream.synchronize()
         return found
+
+
+class StreamedModel(Streamed):
+    """The model of a Hugging Face folder."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, rope: Rope | None = None) -> None:
+        """Build the model with `rope` and without weights; `dtype` is that of weights and activations.
+
+        Raises DataError unless the files hold exactly the model that config.json describes.
+        """
+        model = empty_base(folder, dtype, PACKED_FLASH, rope)
+        stored, sources = match_tensors(model, folder)
+        fills = {id(parameter): fill_from(first, stored) for parameter, _, (first, *_) in sources}
+        super().__init__(model, fills, dtype, device)

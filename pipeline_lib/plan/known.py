@@ -31,6 +31,7 @@ from pipeline_lib.core.units import MIB
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions, Snapshot
+from pipeline_lib.model.config_json import refuse_quantized
 from pipeline_lib.model.families import checked_geometry, geometry_in, published, read_geometry
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
@@ -80,8 +81,12 @@ def find_geometry(config: Config, store: Store) -> Geometry | None:
 def _find_geometry(config: Config, store: Store) -> Geometry | None:
     model = config.model
     if isinstance(model, LocalModel):
-        folder = Path(model.path)
-        return read_geometry(folder, may_be_planned=True) if (folder / "config.json").is_file() else None
+        path = Path(model.path) / "config.json"
+        if not path.is_file():
+            return None
+        geometry = read_geometry(path.parent, may_be_planned=True)
+        refuse_quantized(read_json(path), str(path))
+        return geometry
     # The model's key does not depend on the data, so data that is not known yet is left out.
     alone = config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
     if sealed := _sealed(alone, store, "model"):
@@ -164,12 +169,9 @@ def _looked_up(model: HubModel, store: Store) -> Geometry | None:
     config = entry.get("config")
     if not isinstance(config, dict):
         return None
-    geometry = checked_geometry(config, f"{where}: config.json", may_be_planned=True)
-    if config.get("quantization_config"):
-        raise DataError(
-            f"{where}: its weights are quantized (quantization_config in its config.json), and training starts from "
-            "F32, BF16 or F16: name the model that it was made from"
-        )
+    origin = f"{where}: config.json"
+    geometry = checked_geometry(config, origin, may_be_planned=True)
+    refuse_quantized(config, origin)
     return geometry
 
 

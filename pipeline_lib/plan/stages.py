@@ -41,7 +41,7 @@ _MERGE_CPUS = 8
 _STAGE_BYTES = 2_000_000_000
 _DATA_BYTES = 8_000_000_000
 _IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
-# The merge holds a tensor of the base in fp32, its trained one, and their result; the proof two parts of the model.
+# The merge holds a tensor of the base in fp32, its trained one, and their result; the proof a part of the model.
 _MERGED_BYTES = 2 * FP32_BYTES + HALF_BYTES
 _UNKNOWN_PARAMETERS = 10**10
 
@@ -145,19 +145,22 @@ def reading_need(stage: str, read_bytes: int) -> Need:
 def merge_need(run: Run, read_bytes: int) -> Need:
     """Return what it takes to merge a base model and trained weights of `read_bytes` bytes together.
 
-    They are verified and read, a model no larger is written and read again, and one block passes through it, cut to
-    PROBE_TOKENS. The model is read tensor by tensor, and for the proof part by part.
+    They are verified and read, and a model no larger is written. For the proof all are read again, the first two twice,
+    and one block passes through the model, cut to PROBE_TOKENS. The model is read tensor by tensor, and for the proof
+    part by part.
     """
     cpus = min(_MERGE_CPUS, run.cluster.cpus_per_node)
-    work_s = verifying_s(read_bytes) + 2 * read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
+    work_s = verifying_s(read_bytes) + 4 * read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
     largest = max_tensor = _UNKNOWN_PARAMETERS // 10
     if run.geometry is not None:
         largest = largest_part_parameters(run.geometry)
         max_tensor = run.geometry.largest_tensor
         work_s += pass_s(
-            run.geometry, min(run.workload.block_tokens, PROBE_TOKENS), cpus_of(cpus, "bf16").speeds(End.BAD)
+            run.geometry, min(run.workload.block_tokens, PROBE_TOKENS), cpus_of(cpus, "fp32").speeds(End.BAD)
         )
-    proof_bytes = HALF_BYTES * (2 * largest + max_tensor)  # two parts, and a tensor that is read
+    proof_bytes = FP32_BYTES * largest + HALF_BYTES * max_tensor  # a part, and a tensor that is read
+    if run.train.method == "lora" and run.train.lora.of_experts:
+        proof_bytes += 2 * FP32_BYTES * max_tensor  # peft's product of the factors, before and after scaling
     host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, proof_bytes)
     return Need("merge", cpus, host_bytes, work_s, disk_bytes=HALF_BYTES * run.parameters)
 

@@ -240,7 +240,7 @@ class Sample(Lenient):
 
 
 class Parity(Lenient):
-    """The difference between the logits of the exported model and of the trained one, or why it was not measured."""
+    """The difference between the exported model and the trained one, or why it was not measured."""
 
     unproven: Text = None
     compared_logits: Count = None
@@ -248,3 +248,7 @@ class Parity(Lenient):
     relative_difference: Number = None
     tolerance: Number = None
     top1_agreement: Number = None
+    positions_apart: Count = None
+    value_difference: Number = None
+    value_tolerance: Number = None
+    rounding_difference: Number = None

@@ -52,7 +52,6 @@ def test_a_hub_reads_what_it_wants_to_know(card: ModelCard) -> None:
     assert (told["library_name"], told["pipeline_tag"]) == ("transformers", "text-generation")
     assert told["tags"] == ["qwen3", "sft"]
     assert front_matter(ModelCard(page(Ledger(), "lora")))["tags"] == ["qwen3", "sft", "lora"]
-    assert "`adapter/` holds the adapters alone" in page(Ledger(), "lora")
 
 
 def test_a_reader_finds_the_chain(card: ModelCard) -> None:

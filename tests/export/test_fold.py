@@ -30,6 +30,7 @@ from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.export.merge import export, export_adapter, plan_fold, run
+from pipeline_lib.export.proof import stored_dtype
 from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
@@ -232,7 +233,7 @@ def test_layer_by_layer_is_the_whole_model(base: Path) -> None:
     block = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), documents)
     for dtype in (torch.float32, torch.bfloat16):
         whole = probe_logits(load_base(base, dtype), block, torch.device("cpu"))
-        assert torch.equal(StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block), whole)
+        assert torch.equal(StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block)[0], whole)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -286,6 +287,23 @@ def test_the_precision_that_is_asked_for_is_written_and_named(tmp_path: Path, ti
     assert {tensor.dtype for tensors in tensors_of(out).values() for tensor in tensors.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
+def test_a_text_model_in_a_whole_one_loads_in_the_precision_that_is_written(
+    tmp_path: Path, tiny: Path, kind: str
+) -> None:
+    """By the line of the README, which names no dtype."""
+    base = write_base(tmp_path / "base", kind, tiny, torch.bfloat16)
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", {**config, "text_config": {**config["text_config"], "dtype": "bfloat16"}})
+    model = load_base(base, torch.float32)
+    train_a_little(model, tmp_path / "trained")
+    out = merge(base, tmp_path, Train(precision="fp32"), torch.float32)
+    assert stored_dtype(out) == torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=1e-4, atol=1e-4)
+
+
 BLOCK = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), np.repeat([0, 1], 12).astype(np.int32))
 
 
@@ -313,8 +331,12 @@ def test_the_stage_publishes_only_what_answers_as_the_trained_model_did(
         read_json(job.out / "generation_config.json")["eos_token_id"][:1]
     )
     save_probe(trained, BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, torch.device("cpu")))
-    with pytest.raises(TrainingError, match="is not the trained one"):
-        run(stage_job(base, trained, train, tmp_path / "again"))
+    again = stage_job(base, trained, train, tmp_path / "again")
+    with pytest.raises(TrainingError, match="is not the trained one") as failure:
+        run(again)
+    kept = again.run_dir / "refused"
+    assert f"the refused model is in {kept}" in str(failure.value)
+    assert (kept / "config.json").exists() and not again.out.exists()
 
 
 @pytest.fixture
@@ -360,6 +382,17 @@ def test_code_of_the_base_model_is_named_nowhere(tmp_path: Path, trained_base: P
     run(replace(job, say=said.append))
     assert not any("auto_map" in path.read_text() for path in job.out.glob("*.json"))
     assert [line for line in said if "own code (auto_map)" in line]
+
+
+def test_how_the_base_was_stored_is_not_said_of_the_merged_model(tmp_path: Path, trained_base: Path) -> None:
+    """Of trainings that were made before such a base was refused."""
+    config = read_json(trained_base / "config.json")
+    gptq = {"quant_method": "gptq", "bits": 4}
+    write_json(trained_base / "config.json", {**config, "quantization_config": gptq, "quantization": {"bits": 4}})
+    job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
+    run(job)
+    assert read_json(job.out / "config.json").keys() == config.keys() | {"use_cache"}
+    AutoModelForCausalLM.from_pretrained(job.out)
 
 
 def stage_job(base: Path, trained: Path, train: Train, out: Path) -> Job:

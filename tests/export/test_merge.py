@@ -10,18 +10,33 @@ from tokenizers import Tokenizer
 
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.data.pool import Limits
-from pipeline_lib.export.merge import judge, stop_at_end_of_turn, stored_dtype
+from pipeline_lib.export.merge import stop_at_end_of_turn
+from pipeline_lib.export.proof import judge, stored_dtype
 
 
 def test_logits_that_differ_are_refused_with_the_figures() -> None:
     expected = torch.randn(4, 10)
-    assert judge(expected + 1e-6, expected, 1e-4)["relative_difference"] < 1e-4
-    with pytest.raises(TrainingError, match="logits differ by .* tolerance 1e-04; nothing was published"):
-        judge(expected * 1.01, expected, 1e-4)
+    assert judge(expected + 1e-6, expected, 1e-4, has_experts=False)["relative_difference"] < 1e-4
+    with pytest.raises(TrainingError, match="logits differ by .* at 4 of 4 by more than the tolerance, 1e-04"):
+        judge(expected * 1.01, expected, 1e-4, has_experts=True)
     with pytest.raises(TrainingError, match="logits differ by nan"):
-        judge(expected * float("nan"), expected, 1e-4)
+        judge(expected * float("nan"), expected, 1e-4, has_experts=True)
     with pytest.raises(TrainingError, match="shape"):
-        judge(expected[:2], expected, 1e-4)
+        judge(expected[:2], expected, 1e-4, has_experts=False)
+
+
+def test_positions_at_which_other_experts_were_chosen_are_judged_apart() -> None:
+    expected = torch.randn(9, 10)
+    found = expected + 1e-6
+    found[:2] += 0.05 * expected[:2].norm(dim=1, keepdim=True) / 10**0.5
+    figures = judge(found, expected, 1e-4, has_experts=True)
+    assert figures["positions_apart"] == 2
+    assert figures["relative_difference"] < 1e-5
+    with pytest.raises(TrainingError, match="at 2 of 9"):
+        judge(found, expected, 1e-4, has_experts=False)
+    found[0] = -expected[0]
+    with pytest.raises(TrainingError, match=r"differ by 2\.0"):
+        judge(found, expected, 1e-4, has_experts=True)
 
 
 @pytest.mark.parametrize("stops", [None, 0, [0]])

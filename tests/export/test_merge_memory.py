@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.export.merge import export, plan_fold
+from pipeline_lib.export.proof import Reference, compare_tensors
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.train.checkpoint import save_tensors
@@ -50,6 +51,9 @@ def merge_and_replay(folder: Path, method: str) -> None:
     export(plan_fold(base, folder / method, METHODS[method]), base, {}, out, None)
     length = 32
     block = Block(np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
+    reference = Reference(out, base, folder / method, METHODS[method])
+    compare_tensors(reference)
+    reference.streamed(torch.float32, torch.device("cpu")).probe_logits(block)
     StreamedModel(out, torch.bfloat16, torch.device("cpu")).probe_logits(block)
 
 

@@ -1,5 +1,6 @@
 """Merging adapters that were trained on a base in 4 bits: into that base, proven, or into the original, unproven."""
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,18 @@ from bitsandbytes import functional as bnb
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Job
-from pipeline_lib.export.merge import run
+from pipeline_lib.export.merge import UNNAMED_BASE, run
 from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.weights import load_weights
 from tests.export.test_fold import BLOCK, TOKENS, leave_training, logits_of, stage_job
-from tests.train.loading import SIZES, write_random
+from tests.train.loading import SIZES, multimodal, write_random
 
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {**SIZES, "hidden_size": 192, "intermediate_size": 320, "head_dim": 48, "vocab_size": 512}
@@ -32,8 +33,15 @@ TRAIN = Train(method="lora", precision="fp32", lora=LORA)
 @pytest.fixture
 def base(tmp_path: Path, tiny: Path) -> Path:
     """A model in several files, whose inputs are multiples of 64."""
-    model = Qwen3ForCausalLM(Qwen3Config(**WIDE, tie_word_embeddings=True))
-    folder = write_random(tmp_path / "base", model, torch.float32, max_shard_size="300KB")
+    return write_wide(tmp_path / "base", "qwen3", tiny)
+
+
+def write_wide(folder: Path, kind: str, tiny: Path) -> Path:
+    if kind == "qwen3.5":
+        model = multimodal({**WIDE, "linear_key_head_dim": 16, "linear_value_head_dim": 16})
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**WIDE, tie_word_embeddings=True))
+    write_random(folder, model, torch.float32, max_shard_size="300KB")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((tiny / name).read_bytes())
     return folder
@@ -70,7 +78,7 @@ def test_the_trained_base_is_merged_and_proven(base: Path, tmp_path: Path, train
     job = job_of(base, tmp_path, said)
     parity = run(job)
     assert parity["relative_difference"] < 1e-5
-    assert "of their size from the trained model's" in said[-1]
+    assert "from the trained model's" in said[-1]
     assert "QLoRA (base in 4 bits: NF4) fine-tuning" in (job.out / "README.md").read_text()
     stored, merged = weights_of(base), weights_of(job.out)
     assert merged.keys() == stored.keys()
@@ -104,23 +112,32 @@ def test_the_original_base_is_merged_and_nothing_is_claimed(base: Path, tmp_path
     assert not torch.allclose(expected, logits_of(trained), atol=1e-2)
 
 
-def test_the_adapter_on_bitsandbytes_own_base_gives_the_trained_logits(
-    base: Path, tmp_path: Path, trained: nn.Module
+def loaded_by_the_card(folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model that the code in adapter/README.md loads."""
+    card = (folder / "adapter" / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert code in (folder / "README.md").read_text()
+    script = folder / "load.py"
+    script.write_text(code.replace(UNNAMED_BASE, str(base)))
+    monkeypatch.chdir(folder)
+    return runpy.run_path(str(script))["model"].train()  # else some CPUs compute in bf16
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5"])
+def test_the_adapter_is_the_trained_model_on_the_base_that_its_card_loads(
+    kind: str, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = job_of(base, tmp_path, [])
+    """With transformers, bitsandbytes and peft alone; of Qwen3.5 some linears of a layer are not quantized."""
+    folder = write_wide(tmp_path / "base", kind, tiny)
+    train = TRAIN.model_copy(update={"lora": LORA.model_copy(update={"targets": "all-linear"})})
+    trained = build_trainable(folder, train)
+    load_weights(trained, folder, CPU, train.seed)
+    leave_training(trained, tmp_path / "trained")
+    job = stage_job(folder, tmp_path / "trained", train, tmp_path / "out")
     run(job)
-    four_bits = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    loaded = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, quantization_config=four_bits, device_map="cpu"
-    )
-    module = loaded.model.layers[0].mlp.up_proj
-    assert type(module).__name__ == "Linear4bit"
-    model = PeftModel.from_pretrained(loaded, job.out / "adapter").train()  # else some CPUs compute in bf16
+    model = loaded_by_the_card(job.out, folder, monkeypatch)
+    names = {name.rpartition(".")[2] for name, each in model.named_modules() if type(each).__name__ == "Linear4bit"}
+    assert not names & {"in_proj_a", "in_proj_b", "lm_head"}
     with torch.no_grad():
         found = model(TOKENS).logits
     expected = logits_of(trained)

@@ -72,6 +72,18 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "config: infinite": (edit("config.json", initializer_range=float("inf")), "config.json: initializer_range: inf"),
     "config: padding outside": (edit("config.json", pad_token_id=10**6), "config.json: pad_token_id: 1000000 is not"),
     "config: nested": (replace("config.json", "[" * 100_000), "config.json: does not read as JSON"),
+    "config: quantized": (
+        edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        "config.json: its weights are quantized (quantization_config)",
+    ),
+    "config: quantized by mlx": (
+        edit("config.json", quantization={"bits": 4, "group_size": 64}),
+        "config.json: its weights are quantized (quantization)",
+    ),
+    "config: a part is quantized": (
+        edit("config.json", text_config={"quantization_config": {"quant_method": "compressed-tensors"}}),
+        "config.json: its weights are quantized (text_config.quantization_config)",
+    ),
     "vocabulary": (edit("config.json", vocab_size=100), "config.json says vocab_size 100"),
     "tokenizer": (replace("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
     "tokenizer config": (replace("tokenizer_config.json", "[" * 100_000), "tokenizer_config.json: cannot read"),

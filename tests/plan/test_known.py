@@ -131,6 +131,9 @@ def test_a_local_model_is_read_where_it_lies(tmp_path: Path) -> None:
     assert geometry_of(config, Store(tmp_path / "store")).layers == 3
     elsewhere = load_config(written(tmp_path, text.replace("PATH", str(tmp_path / "nowhere"))))
     assert find_geometry(elsewhere, Store(tmp_path / "store")) is None
+    write_json(tmp_path / "base" / "config.json", {**SIZES, "num_hidden_layers": 3, "quantization": {"bits": 4}})
+    with pytest.raises(DataError, match=r"base/config\.json: its weights are quantized"):
+        find_geometry(config, Store(tmp_path / "store"))
     write_json(tmp_path / "base" / "config.json", {"model_type": "gemma2"})
     with pytest.raises(DataError, match="model_type 'gemma2' is not one of"):
         find_geometry(config, Store(tmp_path / "store"))

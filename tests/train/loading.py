@@ -60,7 +60,7 @@ def multimodal(sizes: dict[str, Any], has_experts: bool = False) -> PreTrainedMo
     config: Any = kind(
         text_config={
             **(experts if has_experts else {}),
-            **{**sizes, **linear, "layer_types": kinds, "tie_word_embeddings": True},
+            **{**linear, **sizes, "layer_types": kinds, "tie_word_embeddings": True},
             "rope_parameters": {**rope, "mrope_section": [1, 1, 0]},
         },
         vision_config={

@@ -1,0 +1,291 @@
+"""The proof that an exported folder is the trained model: its tensors by value, and the logits that the training left.
+
+Rounding the weights changes logits, by a few percent where it changes a router's choice of experts, and so it hides a
+slightly wrong merge. So no weight is rounded before logits are compared:
+
+1. The exported config.json with the trained weights, which nothing merged or rounded, gives the logits of the probe.
+2. Each exported tensor is the trained one, rounded to its dtype. Adapters are merged by peft for this, under the names
+   of the training's own model, and none of the code that wrote the files is used.
+
+The model is read part by part, and the tensors module by module: at most a part in fp32 is in memory.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.data.blocks import Block
+from pipeline_lib.model.batch import load_probe
+from pipeline_lib.model.build import DTYPES, build_trainable
+from pipeline_lib.model.families import family_in
+from pipeline_lib.model.files import Piece, read_object
+from pipeline_lib.model.nf4 import rounded
+from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
+from pipeline_lib.model.weights import (
+    Stored,
+    find_tensors,
+    match_tensors,
+    quantized_linears,
+    without_adapters,
+)
+from pipeline_lib.train.checkpoint import load_tensors
+from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.state import WEIGHTS
+
+# By what `python -m benchmarks.merges` measured (benchmarks/RESULTS.md).
+VALUE_TOLERANCE = 1e-5  # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order
+LOGIT_TOLERANCE = 1e-4  # of logits in fp32
+_NOISES = 4  # after a training in bf16 or fp16, logits may differ by so many times the noise of bf16
+_FLIPPED_TOLERANCE = 0.5  # at positions where a router chose other experts
+_NOISE_TOKENS = 1024  # of the probe's block, by which the noise is measured
+_ROWS_AT_ONCE = 2**24  # values that are compared at once
+_SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+
+
+def prove(exported: Path, base: Path, trained: Path, train: Train, device: torch.device) -> dict[str, Any]:
+    """Return the figures of the comparison of the folder `exported` with what `train` made of `base`, in `trained`.
+
+    Raises TrainingError if the exported model is not the trained one.
+    """
+    reference = Reference(exported, base, trained, train)
+    try:
+        values = compare_tensors(reference)
+    except DataError as error:  # the files do not hold the model of their config.json
+        raise TrainingError(f"the exported model is not the trained one: {error}") from error
+    return {**compare_logits(reference, device), **values}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The trained model: what the exported config.json describes, with the base's weights and the trained ones."""
+
+    exported: Path
+    base: Path
+    trained: Path
+    train: Train
+
+    def built(self, dtype: torch.dtype) -> nn.Module:
+        """Return the model as it was trained, on the meta device, computing in `dtype`; no linear is quantized."""
+        lora = self.train.lora.model_copy(update={"base": "unquantized"})
+        precision = next(name for name, each in DTYPES.items() if each == dtype)
+        train = self.train.model_copy(update={"lora": lora, "precision": precision, "attention": "flash"})
+        train = train.model_copy(update={"router_aux_loss": 0.0})  # only the logits are wanted
+        model = build_trainable(self.exported, train)
+        if train.method == "full":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+        return model
+
+    def fills(self, model: nn.Module) -> dict[int, Fill]:
+        """Return what fills each parameter of `model`, which `built` returned, by the parameter's id."""
+        stored, sources = match_tensors(model, self.base)
+        quantized = {name for _, name in quantized_linears(build_trainable(self.exported, self.train))}
+        fills: dict[int, Fill] = {}
+        for parameter, names, (first, *_) in sources:
+            fills[id(parameter)] = fill_from(first, stored)
+            if names[0] in quantized:
+                fills[id(parameter)] = partial(self._fill_quantized, stored[names[0]])
+        for name, parameter in trainable(model).items():
+            fills[id(parameter)] = partial(self._fill_trained, name)
+        return fills
+
+    def streamed(self, dtype: torch.dtype, device: torch.device) -> Streamed:
+        """Return the model for passes in `dtype`, with one part in memory."""
+        model = self.built(dtype)
+        return Streamed(without_adapters(model), self.fills(model), dtype, device, reads_ahead=False)
+
+    def _fill_quantized(self, stored: Stored, values: Tensor) -> None:
+        values.copy_(rounded(stored.read(), DTYPES[self.train.precision], stored.name))
+
+    def _fill_trained(self, name: str, values: Tensor) -> None:
+        is_read_in_place = values.dtype == torch.float32 and values.device.type == "cpu"
+        whole = values if is_read_in_place else torch.empty(values.shape, dtype=torch.float32)
+        load_tensors(self.trained / WEIGHTS, {name: whole})
+        if not is_read_in_place:
+            values.copy_(whole)
+
+
+# The tensors by value.
+
+
+def compare_tensors(reference: Reference) -> dict[str, Any]:
+    """Return by how much exported tensors differ from the trained ones beyond rounding, at most.
+
+    Raises TrainingError naming the tensor that differs too much, and DataError if the files do not match config.json.
+    """
+    largest, compared = 0.0, 0
+    for written, difference in differences(reference):
+        if not difference <= VALUE_TOLERANCE:
+            raise TrainingError(
+                f"the exported model is not the trained one: {written.name} in {written.path.name} differs by "
+                f"{difference:.1e} of its size from the trained weights, beside rounding; tolerance "
+                f"{VALUE_TOLERANCE:.0e}"
+            )
+        largest = max(largest, difference)
+        compared += 1
+    return {"value_difference": largest, "value_tolerance": VALUE_TOLERANCE, "compared_tensors": compared}
+
+
+def differences(reference: Reference) -> Iterator[tuple[Stored, float]]:
+    """Yield each exported tensor, and by how much it differs from the trained one beyond rounding.
+
+    Raises DataError if the files do not match config.json.
+    """
+    model = reference.built(torch.float32)
+    fills = reference.fills(model)
+    written, sources = match_tensors(model, reference.exported)
+    copies = {id(parameter): of_one for parameter, _, of_one in sources}
+    for unit in _units(model):
+        for parameter, values in _merged(unit, fills):
+            for piece in (piece for of_one in copies.pop(parameter, ()) for piece in of_one):
+                yield written[piece.name], _difference(values, piece, written[piece.name])
+    yield from _beside(reference)
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters; an adapted one is yielded once, with all that it contains."""
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if _is_adapted(module) or module._parameters:
+            yield module
+        if not _is_adapted(module):
+            waiting += module.children()
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Return whether `module` is one of peft's, which has an adapter beside what it adapts."""
+    return hasattr(module, "lora_A")
+
+
+@torch.no_grad()
+def _merged(unit: nn.Module, fills: Mapping[int, Fill]) -> list[tuple[int, Tensor]]:
+    """Return the id and the values in fp32 of each parameter in `unit`, with the adapters of `unit` merged by peft."""
+    modules: list[Any] = list(unit.modules()) if _is_adapted(unit) else [unit]
+    slots = [(module, name) for module in modules for name, it in module._parameters.items() if it is not None]
+    empty = [module._parameters[name] for module, name in slots]
+    for (module, name), parameter in zip(slots, empty, strict=True):
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        fills[id(parameter)](values)
+        module._parameters[name] = nn.Parameter(values, requires_grad=False)
+    for module in modules:
+        if _is_adapted(module):
+            module.merge()
+    merged = [module._parameters[name] for module, name in slots]
+    for (module, name), parameter in zip(slots, empty, strict=True):
+        module._parameters[name] = parameter
+    return [(id(parameter), values.detach()) for parameter, values in zip(empty, merged, strict=True)]
+
+
+def _difference(expected: Tensor, piece: Piece, written: Stored) -> float:
+    """Return how far `written` is from the `piece` of `expected`, beyond rounding: the most of all values.
+
+    It is relative to the root mean square of the values. A value of NaN gives infinity.
+    """
+    wanted = expected[piece.slices].reshape(written.shape)
+    found = written.read()
+    rows = max(1, _ROWS_AT_ONCE // max(1, math.prod(wanted.shape[1:])))
+    largest, squares = 0.0, 0.0
+    for first in range(0, len(wanted), rows):
+        ours, theirs = wanted[first : first + rows], found[first : first + rows]
+        beyond = (ours - theirs.float()).abs_() - _half_steps(theirs)
+        largest = max(largest, float(beyond.nan_to_num(math.inf).max()))
+        squares += float(ours.square().sum())
+    if largest <= 0.0:
+        return 0.0
+    return largest / math.sqrt(squares / wanted.numel()) if squares else math.inf
+
+
+def _half_steps(values: Tensor) -> Tensor:
+    """Return half the distance between neighbours of each of `values`: as far as rounding may move a value."""
+    sizes = values.float().abs()
+    mantissas, _ = torch.frexp(sizes)
+    powers = sizes.div_(mantissas)  # of two, by which the distance between neighbours goes
+    return powers.mul_(0.5 ** (_SIGNIFICANT_BITS[values.dtype] + 1)).masked_fill_(values == 0, 0.0)
+
+
+def _beside(reference: Reference) -> Iterator[tuple[Stored, float]]:
+    """Yield each tensor beside the text model, and 0 if it is the base's bit for bit, infinity if not."""
+    parts = family_in(read_object(reference.base / "config.json")).beside
+    if not parts:
+        return
+    stored, written = (find_tensors(folder) for folder in (reference.base, reference.exported))
+    for name in (name for name in stored if name.startswith(parts)):
+        is_kept = name in written and torch.equal(stored[name].read(), written[name].read())
+        yield stored[name], 0.0 if is_kept else math.inf
+
+
+# The logits. The noise of bf16 is measured: logits in bf16 against those in fp32, both of the trained model.
+
+
+def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]:
+    """Return the figures of `judge` for the trained model's logits, and by how much rounding changes the exported ones.
+
+    Raises TrainingError if the trained weights with the exported config.json do not give the logits of the probe.
+    """
+    block, expected = load_probe(reference.trained)
+    start = Block(block.tokens[:_NOISE_TOKENS], block.supervised[:_NOISE_TOKENS], block.documents[:_NOISE_TOKENS])
+    found, exact = reference.streamed(torch.float32, device).probe_logits(block, start)
+    modules = reference.built(torch.float32).named_modules()
+    has_experts = any(name.endswith(".experts") for name, _ in modules)
+    tolerance = LOGIT_TOLERANCE
+    if DTYPES[reference.train.precision] != torch.float32:
+        # That of bf16 for fp16 too: it is the larger one, and without autocast fp16 may overflow.
+        (noisy,) = reference.streamed(torch.bfloat16, device).probe_logits(start)
+        noise = by_position(noisy, exact)
+        tolerance = max(tolerance, _NOISES * float(noise.median() if has_experts else noise.max()))
+    figures = judge(expected, found, tolerance, has_experts)
+    own = stored_dtype(reference.exported)
+    (exported,) = StreamedModel(reference.exported, own, device).probe_logits(start)
+    return {**figures, "rounding_difference": float((exported - exact).norm() / exact.norm())}
+
+
+def by_position(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the norm of the difference of logits [K, V] relative to the norm of `expected`, by position: [K]."""
+    sizes: Tensor = torch.linalg.vector_norm(expected, dim=-1)
+    distances: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
+    return distances.div_(sizes)
+
+
+def judge(found: Tensor, expected: Tensor, tolerance: float, has_experts: bool) -> dict[str, Any]:
+    """Return the figures of the comparison of the logits `found` and `expected`.
+
+    Raises TrainingError if the shapes differ, or if a position differs by more than `tolerance`. In a model with
+    experts, fewer than half of the positions may differ by more: routers that chose other experts there.
+    """
+    if found.shape != expected.shape:
+        raise TrainingError(f"exported logits have shape {tuple(expected.shape)}, trained ones {tuple(found.shape)}")
+    difference = by_position(found, expected)
+    is_near = difference <= tolerance  # false for NaN
+    apart = int((~is_near).sum())
+    is_flipped = has_experts and 2 * apart < len(difference) and bool((difference <= _FLIPPED_TOLERANCE).all())
+    if apart and not is_flipped:
+        raise TrainingError(
+            f"the exported model is not the trained one: logits differ by {float(difference.max()):.2e} of their size "
+            f"at a position, and at {apart} of {len(difference)} by more than the tolerance, {tolerance:.0e}"
+        )
+    near, exact = found[is_near], expected[is_near]
+    return {
+        "compared_logits": expected.numel(),
+        "max_abs_difference": float((near - exact).abs().max()),
+        "relative_difference": float((near - exact).norm() / exact.norm()),
+        "tolerance": tolerance,
+        "positions_apart": apart,
+        "top1_agreement": float((found.argmax(-1) == expected.argmax(-1)).float().mean()),
+    }
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype that config.json in `folder` names for the text model: fp32, fp16, or bf16, the default."""
+    config = read_object(folder / "config.json")
+    text = family_in(config).text(config)
+    name = next((part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
+    return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)

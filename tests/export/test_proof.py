@@ -1,0 +1,59 @@
+"""A right merge is proven however much rounding changes its logits, and a slightly wrong one never is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.merges import LORAS, Case, Merges
+from benchmarks.wrong_merges import FILES, PLANS
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.errors import TrainingError
+
+FULL = Train(precision="fp32", lr=1e-3)
+CASES = {
+    "full": Case(2, 4, 1, 32, tied=True, train=FULL),
+    "lora": Case(3, 8, 2, 32, train=Train(method="lora", precision="bf16", lr=1e-2, lora=LORAS["lora"])),
+    "experts": Case(2, 4, 2, 32, train=Train(method="lora", precision="fp32", lr=1e-2, lora=LORAS["lora of experts"])),
+    "dora": Case(
+        3,
+        tied=True,
+        train=Train(method="lora", precision="fp32", lr=1e-2, lora=LORAS["dora"]),
+        stored=torch.float32,
+    ),
+    "dense": Case(12, hidden=32, train=FULL.model_copy(update={"precision": "bf16"})),
+}
+# What these models have nothing of: adapters, experts, an adapter of both projections.
+MISSING = {
+    ("wrong projection", "experts"),
+    *(("alpha off by 1 %", kind) for kind in ("full", "dense")),
+    *(("two experts swapped", kind) for kind in ("dora", "dense")),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def merges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Merges:
+    """A model that was trained for a few steps, rightly merged."""
+    return Merges.of(CASES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def test_a_right_merge_is_proven(merges: Merges) -> None:
+    figures = merges.proven("right")
+    assert figures["value_difference"] < 1e-6
+    assert figures["relative_difference"] <= figures["tolerance"]
+    assert (figures["tolerance"] == 1e-4) == (merges.case.train.precision == "fp32")
+
+
+@pytest.mark.parametrize("wrong", [*PLANS, *FILES])
+def test_a_slightly_wrong_merge_is_refused(merges: Merges, wrong: str) -> None:
+    there_is_one = merges.make_wrong(wrong)
+    assert there_is_one == ((wrong, next(name for name, case in CASES.items() if case is merges.case)) not in MISSING)
+    if there_is_one:
+        with pytest.raises(TrainingError, match="the exported model is not the trained one"):
+            merges.proven("wrong")
+
+
+def test_rounding_that_changes_the_choice_of_experts_refuses_nothing(tmp_path: Path) -> None:
+    merges = Merges.of(CASES["full"], tmp_path)
+    assert merges.by_logits("right") > 3e-2  # in bf16, by which it was refused before
+    assert merges.proven("right")["relative_difference"] < 1e-5
