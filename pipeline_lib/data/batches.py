@@ -22,7 +22,7 @@ from pipeline_lib.core.errors import DataError, Interrupted
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.data.conversations import BadRow, Content, Conversation, Message, Reason, Text, WrongFile
+from pipeline_lib.data.conversations import BadRow, Content, Message, Reason, Text, WrongFile
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.layouts import KeyCounts, Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded, TooLong
@@ -189,6 +189,12 @@ def thinking_default(state: Encoder, guard: Guard) -> str | None:
     """Return the chat template's default of `enable_thinking`: a task, because a template is untrusted code."""
     with guard.at(0):
         return state.thinking_default()
+
+
+def lacks_generation_prompt(state: Encoder, guard: Guard) -> bool:
+    """Return whether the chat template writes no generation prompt: a task, because a template is untrusted code."""
+    with guard.at(0):
+        return state.lacks_generation_prompt()
 
 
 def hints_of(drops: Sequence[str], state: Encoder, guard: Guard) -> dict[str, str]:
@@ -374,27 +380,24 @@ def render_prompts(
     return prompts
 
 
-def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
-    # The answer has thinking, because some templates begin every turn with thinking.
-    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
-    conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
-    with guard.at(0):
-        sample = state.encode([conversation])[0][-1]
-    return int(sample.tokens[-1]) if isinstance(sample, Sample) else None
-
-
-def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
+def end_of_turn(folder: Path, limits: Limits | None = None) -> int | None:
     """Return the id of the token that ends an answer of the model in `folder`, found in a limited process.
 
-    Raises DataError if there is none, or if the template fails or exceeds its limits; Interrupted if the process is
-    killed.
+    Return None if the chat template ends no answer with a control token, fails or exceeds its limits: then no
+    conversation was trained. Raises Interrupted if the process is killed.
     """
     load = partial(Encoder, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
-    with losses_explained(folder), Pool(load, 1, limits) as pool:
-        (end,) = pool.map([_end_of_turn])
-    if end is None:
-        raise DataError(f"{folder}: the chat template has no end of turn")
+    try:
+        with losses_explained(folder), Pool(load, 1, limits) as pool:
+            (end,) = pool.map([_end_of_turn])
+    except DataError:
+        return None
     return end
+
+
+def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
+    with guard.at(0):
+        return state.end_of_turn()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,6 +266,9 @@ _ID_BYTES = 4
 _CHANCE_CHARS = 24  # a shorter thought may occur by chance in the text that the template writes around an answer
 
 
+_SIMPLE_ANSWER = "An answer."
+
+
 class Drop(StrEnum):
     """The reasons why a sample is not trained on. The names are stable: ledgers contain them."""
 
@@ -503,6 +506,35 @@ class Encoder:
             yield Sample(tokens[:limit], supervised[:limit], truncated=True, asked_to_think=begun)
         else:
             yield Drop.OVER_LONG  # also if truncation would leave only the prompt
+
+    def end_of_turn(self) -> int | None:
+        """Return the id of the last control token behind an answer, None if the template renders none."""
+        question: Message = {"role": "user", "content": "A question."}
+        answer: Message = {"role": "assistant", "content": _SIMPLE_ANSWER}
+        system: Message = {"role": "system", "content": "A system message."}
+        # Some templates refuse a conversation without a system message, or with the thinking switch off.
+        for messages, thinking in product(([question, answer], [system, question, answer]), (False, True)):
+            with suppress(DataError):
+                full = self.template.render(messages, enable_thinking=thinking)
+                _, found, end = full.rpartition(_SIMPLE_ANSWER)
+                ids = self._control_ids(self._batches.encode([end])[0])
+                if found and len(ids):
+                    return int(ids[-1])
+        return None
+
+    def lacks_generation_prompt(self) -> bool:
+        """Return whether the template renders a question in the same way with a generation prompt and without."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            with_prompt, without = (self.template.render(question, None, value) for value in (True, False))
+        except DataError:  # the template fails on this question
+            return False
+        return with_prompt == without
+
+    def _control_ids(self, tokens: bytes) -> NDArray[np.int32]:
+        """Return the control tokens among `tokens`, in order."""
+        ids = np.frombuffer(tokens, dtype=np.int32)
+        return ids[self._is_control.take(ids, mode="clip")]
 
     def thinking_default(self) -> str | None:
         """Return which prompt the template renders if `enable_thinking` is not given: `on`, `off`, or `other`.

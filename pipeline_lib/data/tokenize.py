@@ -32,6 +32,7 @@ from pipeline_lib.data.batches import (
     ExactDuplicates,
     NearDuplicates,
     hints_of,
+    lacks_generation_prompt,
     losses_explained,
     shown,
     thinking_default,
@@ -413,6 +414,10 @@ def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
 LIMITS = Limits()
 BYTES_PER_WORKER = 1 << 20  # bytes of input; loading the tokenizer again costs as much as half a second of encoding
 QUARANTINE_NAME = "quarantine.jsonl"
+NO_GENERATION_PROMPT = (
+    "tokenize: the chat template writes no generation prompt, so the model learns to begin its answers itself, with "
+    "what the template writes before them; a server that adds a prompt of its own asks otherwise than in training"
+)
 
 
 def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
@@ -464,6 +469,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
             job.say(line)
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([thinking_default])
+            if any(pool.map([lacks_generation_prompt])):
+                job.say(NO_GENERATION_PROMPT)
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)

@@ -414,12 +414,13 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
     """Return the generation `config` with the chat template's end-of-turn token among its stop tokens.
 
-    Base models name another token, so that the tuned model would not stop after its answer. Without a chat template in
-    `folder` the config is unchanged. Raises DataError if the template ends no turn, or exceeds its `limits`.
+    Base models name another token, so that the tuned model would not stop after its answer. The config is unchanged
+    without a chat template in `folder`, or if the template ends no answer within its `limits`: then the model was
+    trained on raw text.
     """
-    if not has_template(folder):
+    end = end_of_turn(folder, limits) if has_template(folder) else None
+    if end is None:
         return dict(config)
-    end = end_of_turn(folder, limits)
     named = config.get("eos_token_id")
     stops = named if isinstance(named, list) else [] if named is None else [named]
     return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
