@@ -29,7 +29,7 @@ Refuse = Callable[[Config], None]
 Learn = Callable[[Config], None]
 
 VERSIONS = {
-    **{"download": 2, "tokenize": 3, "shard": 2, "plan": 16},
+    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 16},
     **{"train": 3, "merge": 3, "evaluate": 3, "report": 2},
 }
 

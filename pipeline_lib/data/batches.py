@@ -147,14 +147,15 @@ class Batch:
                 continue
             except WrongFile as wrong:
                 raise wrong_file(row, wrong, self.source) from wrong
-            if (token := state.control_token_in(content)) is not None:
-                bad_rows.append(_forged(row, content, token))
-                continue
             with guard.at(position):
                 try:
-                    turns = state.render(content)
+                    token = state.control_token_in(content)
+                    turns = [] if token else state.render(content)
                 except DataError as error:
                     raise DataError(f"{row.place}: {error}") from error
+            if token is not None:
+                bad_rows.append(_forged(row, content, token))
+                continue
             rendered.append(turns)
             contents.append(content)
             places.append(row.place)
@@ -398,6 +399,20 @@ def end_of_turn(folder: Path, limits: Limits | None = None) -> int | None:
 def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
     with guard.at(0):
         return state.end_of_turn()
+
+
+def refuse_unrendered_defaults(folder: Path, settings: Tokenize, limits: Limits | None = None) -> None:
+    """Raise DataError if the template in `folder` leaves out the system message or the tools of `settings`.
+
+    It is rendered in a limited process. Raises Interrupted if the process is killed.
+    """
+    with losses_explained(folder), Pool(partial(Encoder, folder, settings, fast=False), 1, limits) as pool:
+        list(pool.map([_refuse_unrendered_defaults]))
+
+
+def _refuse_unrendered_defaults(state: Encoder, guard: Guard) -> None:
+    with guard.at(0):
+        state.refuse_unrendered_defaults()
 
 
 @contextmanager

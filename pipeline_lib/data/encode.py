@@ -4,7 +4,7 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,8 +31,18 @@ from pipeline_lib.data.chat_template import (
     thinking_of,
     without_thinking,
 )
-from pipeline_lib.data.conversations import BadRow, Content, Fields, Message, Text, check_json, tools_of
+from pipeline_lib.data.conversations import (
+    BadRow,
+    Content,
+    Fields,
+    Message,
+    Text,
+    TextParts,
+    check_json,
+    tools_of,
+)
 from pipeline_lib.data.documents import Document
+from pipeline_lib.data.parts import Part, RenderedParts, shape_of
 
 # Fast tokenization of batches of repetitive texts: the same ids as `tokenizers`, several times faster.
 #
@@ -279,6 +289,16 @@ class Drop(StrEnum):
     OVER_LONG = "over_long"
     THINKING_NOT_SEPARABLE = "thinking_not_separable"
     THINKING_NOT_RENDERED = "thinking_not_rendered"
+    CALLS_NOT_RENDERED = "calls_not_rendered"
+    TOOLS_NOT_RENDERED = "tools_not_rendered"
+    MESSAGE_NOT_RENDERED = "message_not_rendered"
+
+
+_LEFT_OUT = {
+    Part.CALLS: Drop.CALLS_NOT_RENDERED,
+    Part.TOOLS: Drop.TOOLS_NOT_RENDERED,
+    Part.MESSAGE: Drop.MESSAGE_NOT_RENDERED,
+}
 
 
 @dataclass(frozen=True)
@@ -298,6 +318,7 @@ class Rendered(NamedTuple):
     asked_to_think: bool | None = None  # the thinking switch that the prompt was rendered with
     thinking: int = 0  # characters of `full` up to the end of thinking that is masked
     drop: Drop | None = None  # why the turn is dropped, if not because its prompt is no prefix
+    is_continued: bool = False  # whether the answer begins with a line end, which must not join that of the prompt
 
 
 class _Span(NamedTuple):
@@ -345,6 +366,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+_BARRED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # how control tokens are written
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts))) or "(?!)")
+
+
 class Encoder:
     """An encoder of conversations and texts, with the tokenizer and the chat template of one model."""
 
@@ -362,8 +390,8 @@ class Encoder:
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last entry is for all higher ids
         self._is_control[list(special)] = True
-        contents = sorted(token.content for token in special.values())
-        self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        self._special = {token.content for token in special.values()}
+        self._control_text = _any_of(self._special)
         self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
         self._tools = default_tools(settings.tools)
         for text in _texts([settings.system, self._tools]):
@@ -378,13 +406,60 @@ class Encoder:
         """The chat template, loaded on first use: texts need none, and it is untrusted code. Raises DataError."""
         return ChatTemplate.load(self._folder, self.settings.chat_template_kwargs)
 
+    @cached_property
+    def _parts(self) -> RenderedParts:
+        """What the template leaves out. Raises DataError if that is the config's own system message or tools."""
+        self.refuse_unrendered_defaults()
+        return RenderedParts(self.template.render)
+
+    def refuse_unrendered_defaults(self) -> None:
+        """Raise DataError if the template leaves out the config's system message or tools."""
+        question: list[Message] = [*self._system, {"role": "user", "content": "A question."}]
+        try:
+            full = self.template.render(question, self._tools)
+        except DataError:  # the template fails on this question
+            return
+        parts = RenderedParts(self.template.render)
+        left_out = parts.left_out(question, self._tools, shape_of(self._tools), full, 0)
+        key = {Part.TOOLS: "tokenize.tools", Part.MESSAGE: "tokenize.system"}.get(left_out or Part.CALLS)
+        if key == "tokenize.tools" or (key == "tokenize.system" and self._system):
+            raise DataError(
+                f"{key}: the chat template of {self._folder} does not render it, or not all of it: take the key out, "
+                "or a model whose template renders it"
+            )
+
+    @cached_property
+    def _control_in_turns(self) -> re.Pattern[str]:
+        """A pattern for the control tokens that forge a turn: the special ones, and the template's own.
+
+        R1's tokenizer calls <｜User｜> not special.
+        """
+        call = {"type": "function", "function": {"name": "a_name", "arguments": {}}}
+        messages: list[Message] = [
+            {"role": "system", "content": "A system message."},
+            {"role": "user", "content": "A question."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "A result."},
+            {"role": "assistant", "content": "An answer."},
+        ]
+        written = ""
+        for end in range(2, len(messages) + 1):
+            with suppress(DataError):  # the template has no calls, or no results
+                written += self.template.render(messages[:end], None, messages[end - 1]["role"] != "assistant")
+        added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        return _any_of(self._special | {text for text in added if _BARRED.fullmatch(text) and text in written})
+
     def control_token_in(self, content: Content) -> str | None:
         """Return a control token (`<|im_end|>`, ...) in a text of `content`, tools and calls included, or None.
 
-        The tokenizer would encode it as the real token, so the text could end a turn or forge another.
+        The tokenizer would encode it as the real token, so the text could end a turn or forge another. Raises DataError
+        if a conversation has no template.
         """
-        values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
-        found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
+        if isinstance(content, Text):
+            texts, control = [content.text], self._control_text
+        else:
+            texts, control = _texts([content.messages, content.tools]), self._control_in_turns
+        found = map(control.search, texts)
         return next((match[0] for match in found if match), None)
 
     def encode(self, contents: Sequence[Content]) -> list[list[Sample | Drop]]:
@@ -396,7 +471,9 @@ class Encoder:
         if isinstance(content, Text):
             return [Rendered(None, content.text)]
         strip = self.settings.thinking == "strip"
-        messages = [without_thinking(message) for message in content.messages] if strip else content.messages
+        messages = [self._joined(message) for message in content.messages]
+        if strip:
+            messages = [without_thinking(message) for message in messages]
         system = [] if messages[0]["role"] == "system" else self._system
         tools = content.tools or self._tools
         thinking = thinking_modes(messages)
@@ -404,7 +481,23 @@ class Encoder:
         if self.settings.train_on == "last_assistant":
             last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
             turns = [last] if last in turns else []
-        return [self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn]) for turn in turns]
+        tools_shape = shape_of(tools)
+        rendered, begin = [], 0
+        for turn in turns:
+            given = [*system, *messages[: turn + 1]]
+            one = self._render_turn(given, tools, thinking[turn])
+            if one.drop is None and (part := self._parts.left_out(given, tools, tools_shape, one.full, begin)):
+                one = one._replace(drop=_LEFT_OUT[part])
+            rendered.append(one)
+            begin = len(given)
+        return rendered
+
+    def _joined(self, message: Message) -> Message:
+        """Return `message` with its text parts joined as the template joins them."""
+        content = message["content"]
+        if not isinstance(content, TextParts):
+            return message
+        return {**message, "content": self.template.part_separator.join(content.parts)}
 
     def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
         may_refuse = self.settings.prompt_thinking == "on"
@@ -417,8 +510,11 @@ class Encoder:
         full = self.template.render(messages, tools, enable_thinking=asked)
         if self._is_thinking_left_out(messages, tools, full, len(prompt)):
             return Rendered(prompt, full, asked, drop=Drop.THINKING_NOT_RENDERED)
+        is_continued = _begins_with_line_end(prompt, full)
+        if opens_thinking(prompt) and not thinking_of(messages[-1]):
+            is_continued = False  # the line end is that of an empty block, in which a model would think
         if not thinking or self.settings.thinking != "mask":
-            return Rendered(prompt, full, asked)
+            return Rendered(prompt, full, asked, is_continued=is_continued)
         end = end_of_thinking(messages[-1], full, len(prompt))
         return Rendered(prompt, full, asked, end or 0, Drop.THINKING_NOT_SEPARABLE if end is None else None)
 
@@ -469,10 +565,13 @@ class Encoder:
             if not len(self._end_of_text):
                 return Drop.NO_END_OF_TURN
             return _Turn(b"", text, (_Span(1, length, None),)) if length > 1 else Drop.NOTHING_SUPERVISED
+        if rendered.drop not in (None, Drop.MESSAGE_NOT_RENDERED):  # the latter follows from what is wrong below
+            return rendered.drop
+        if prompt and not full.startswith(prompt) and rendered.is_continued:
+            # The tokenizer joins line ends, and the model, which is given that of the prompt, writes another.
+            full = prompt + self._batches.encode([rendered.full[len(rendered.prompt) :]])[0]
         if not prompt or not full.startswith(prompt):
             return Drop.PROMPT_NOT_PREFIX
-        if rendered.drop is not None:
-            return rendered.drop
         if not full.startswith(thinking):
             return Drop.THINKING_NOT_SEPARABLE
         written = len(prompt) // _ID_BYTES
@@ -482,6 +581,8 @@ class Encoder:
         start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
         if end <= start + 1:
             return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
+        if rendered.drop is not None:
+            return rendered.drop
         return _Turn(prompt, full[: end * _ID_BYTES], (_Span(start, end, rendered.asked_to_think),))
 
     def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
@@ -570,6 +671,12 @@ class Encoder:
         return _HINTS[drop]
 
 
+def _begins_with_line_end(prompt: str, full: str) -> bool:
+    """Return whether `full` continues a `prompt` that ends a line with white space."""
+    is_prefix = full.startswith(prompt) and prompt.endswith("\n")
+    return is_prefix and full[len(prompt) :][:1].isspace()
+
+
 def _asked_to_think(spans: Sequence[_Span]) -> tuple[bool, ...]:
     return tuple(span.asked_to_think for span in spans if span.asked_to_think is not None)
 
@@ -598,6 +705,13 @@ _HINTS = {
     Drop.THINKING_NOT_RENDERED: "the chat template leaves out what these answers think, so it would not be learned: "
     "take a model whose template renders it, write it as <think>...</think> at the start of the answer if the template "
     "keeps that, or set tokenize.thinking to strip to train on the answers alone",
+    Drop.CALLS_NOT_RENDERED: "the chat template leaves out calls of these conversations, or a part of their arguments, "
+    "so the model would learn to stop instead of calling: take a model whose template renders calls, also beside text",
+    Drop.TOOLS_NOT_RENDERED: "the chat template leaves out the tools of these rows, or a part of their schemas, so the "
+    "model would learn to call what it was not told of: take a model whose template renders tools, or set columns: "
+    "{tools: ignore} to train without them",
+    Drop.MESSAGE_NOT_RENDERED: "the chat template leaves out the text of a message of these conversations, for its "
+    "role or its place, so the model would learn answers without what was said: take a model whose template has it",
 }
 
 

@@ -16,6 +16,7 @@ from pipeline_lib.data.conversations import (
     Message,
     Reason,
     Text,
+    TextParts,
     WrongFile,
     calls_in,
     calls_of,
@@ -368,7 +369,7 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
 
 
 def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
-    """Return the text of a turn. Text parts are joined by newlines, as servers do for templates that expect text."""
+    """Return the text of a turn, in which text parts are joined; the template says how."""
     value = turn.value(key)
     if value is None and may_be_null:
         return ""
@@ -384,7 +385,7 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
             detail = f'expected {{"type": "text", "text": ...}}, found a part of type {kind}; only text is supported'
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}[{number}]: {detail}")
         texts.append(text)
-    return "\n".join(texts)
+    return TextParts.of(texts)
 
 
 def _is_trained_on(turn: Fields) -> bool:

@@ -244,7 +244,10 @@ def _text_size(value: Any) -> int:
 # Limits on lost data: the stage fails if it lost more than the config allows, with the numbers and a remedy.
 
 NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
-ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
+ALWAYS_NAMED = (
+    *(Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED),
+    *(Drop.CALLS_NOT_RENDERED, Drop.TOOLS_NOT_RENDERED, Drop.MESSAGE_NOT_RENDERED),
+)
 NAMED_KEYS = 20
 OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # rows may lack these
 TRUNCATED = "truncated"

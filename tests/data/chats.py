@@ -34,6 +34,7 @@ INSTRUCT = """\
 
 # Thinks always: the prompt itself opens the thinking, as with Qwen3-Thinking-2507.
 THINKING = """\
+{%- for tool in tools or [] %}{{- tool | tojson + '\n' }}{% endfor %}
 {%- for message in messages %}
     {%- set parts = message.content.split('</think>') %}
     {%- set thought = message.reasoning_content or (parts[0].split('<think>')[-1] if parts | length > 1 else '') %}
@@ -58,14 +59,20 @@ _EFFORT = """\
 {%- endif %}
 """
 _FAMILY = """\
+{%- macro text_of(content) %}
+    {%- if content is string %}{{- content }}{% else %}
+        {%- for part in content or [] %}{{- part.text }}{% endfor %}
+    {%- endif %}
+{%- endmacro %}
 {%- if tools %}{% set system.text = system.text + 'Tools: ' + tools | tojson + '\n\n' %}{% endif %}
-{%- if messages[0].role == 'system' %}{% set system.text = system.text + messages[0].content | trim %}{% endif %}
+{%- set about = text_of(messages[0].content) if messages[0].role == 'system' else '' %}
+{%- set system.text = system.text + about | trim %}
 {%- if system.text %}{{- '<|im_start|>system\n' + system.text + '<|im_end|>\n' }}{% endif %}
 {%- set last = namespace(question=0) %}
 {%- for message in messages if message.role == 'user' %}{% set last.question = loop.length %}{% endfor %}
 {%- set now = namespace(question=0) %}
 {%- for message in messages %}
-    {%- set content, thought = message.content | trim, (message.reasoning_content or '') | trim %}
+    {%- set content, thought = text_of(message.content) | trim, (message.reasoning_content or '') | trim %}
     {%- if message.role == 'user' %}
         {%- set now.question = now.question + 1 %}
         {{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
@@ -289,9 +296,15 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
             options["enable_thinking"] = False
             prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         full = tokenizer.apply_chat_template(messages, **options)
-        written = full[len(prompt) :]
+        written, opens = full[len(prompt) :], tokenizer.decode(prompt).endswith("<think>\n")
         thought = conversation.messages[number].get("reasoning_content", "")
         is_lost = thought.strip() and "reasoning_content" not in tokenizer.chat_template
+        if full[: len(prompt)] != prompt and (is_thinking_on(messages[-1:], 0) or not opens):
+            # The model's answer begins with a token of its own, which may be a line end.
+            before, whole = tokenizer.decode(prompt), tokenizer.decode(full)
+            if whole.startswith(before) and before.endswith("\n") and whole[len(before) :][:1].isspace():
+                written = tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+                full = prompt + written
         fits = full[: len(prompt)] == prompt and not is_lost
         found.append((prompt, written[: len(written) - written[::-1].index(end_of_turn)]) if fits else None)
     return found
