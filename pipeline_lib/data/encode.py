@@ -42,7 +42,7 @@ from pipeline_lib.data.conversations import (
     tools_of,
 )
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.parts import Part, RenderedParts, shape_of
+from pipeline_lib.data.parts import Part, RenderedParts, control_tokens_of, shape_of, unrendered_default
 
 # Fast tokenization of batches of repetitive texts: the same ids as `tokenizers`, several times faster.
 #
@@ -366,9 +366,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-_BARRED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # how control tokens are written
-
-
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts))) or "(?!)")
 
@@ -414,40 +411,17 @@ class Encoder:
 
     def refuse_unrendered_defaults(self) -> None:
         """Raise DataError if the template leaves out the config's system message or tools."""
-        question: list[Message] = [*self._system, {"role": "user", "content": "A question."}]
-        try:
-            full = self.template.render(question, self._tools)
-        except DataError:  # the template fails on this question
-            return
-        parts = RenderedParts(self.template.render)
-        left_out = parts.left_out(question, self._tools, shape_of(self._tools), full, 0)
-        key = {Part.TOOLS: "tokenize.tools", Part.MESSAGE: "tokenize.system"}.get(left_out or Part.CALLS)
-        if key == "tokenize.tools" or (key == "tokenize.system" and self._system):
+        if key := unrendered_default(self.template.render, self._system, self._tools):
             raise DataError(
-                f"{key}: the chat template of {self._folder} does not render it, or not all of it: take the key out, "
-                "or a model whose template renders it"
+                f"tokenize.{key}: the chat template of {self._folder} does not render it, or not all of it: take the "
+                "key out, or a model whose template renders it"
             )
 
     @cached_property
     def _control_in_turns(self) -> re.Pattern[str]:
-        """A pattern for the control tokens that forge a turn: the special ones, and the template's own.
-
-        R1's tokenizer calls <｜User｜> not special.
-        """
-        call = {"type": "function", "function": {"name": "a_name", "arguments": {}}}
-        messages: list[Message] = [
-            {"role": "system", "content": "A system message."},
-            {"role": "user", "content": "A question."},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "A result."},
-            {"role": "assistant", "content": "An answer."},
-        ]
-        written = ""
-        for end in range(2, len(messages) + 1):
-            with suppress(DataError):  # the template has no calls, or no results
-                written += self.template.render(messages[:end], None, messages[end - 1]["role"] != "assistant")
+        """A pattern for the control tokens that forge a turn: the special ones, and the template's own."""
         added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
-        return _any_of(self._special | {text for text in added if _BARRED.fullmatch(text) and text in written})
+        return _any_of(self._special | control_tokens_of(self.template.render, added))
 
     def control_token_in(self, content: Content) -> str | None:
         """Return a control token (`<|im_end|>`, ...) in a text of `content`, tools and calls included, or None.

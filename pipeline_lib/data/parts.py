@@ -6,7 +6,9 @@ shape is rendered once with a mark in the place of each text, and the marks are 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -143,3 +145,41 @@ def _is_in(text: str, full: str) -> bool:
     if text in full or json.dumps(text, ensure_ascii=False)[1:-1] in full:
         return True
     return all(word in full for word in text.split())
+
+
+def unrendered_default(render: Callable[..., str], system: Sequence[Message], tools: Tools) -> str | None:
+    """Return which key of the config the template of `render` leaves out: `tools`, `system`, or None."""
+    question: list[Message] = [*system, {"role": "user", "content": "A question."}]
+    try:
+        full = render(question, tools)
+    except DataError:  # the template fails on this question
+        return None
+    left_out = RenderedParts(render).left_out(question, tools, shape_of(tools), full, 0)
+    if left_out == Part.TOOLS:
+        return "tools"
+    return "system" if left_out == Part.MESSAGE and system else None
+
+
+_BARRED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # how control tokens are written
+
+
+def control_tokens_of(render: Callable[..., str], added: Collection[str]) -> set[str]:
+    """Return those of the `added` tokens that the template of `render` writes for turns.
+
+    R1's tokenizer does not call <｜User｜> special. Tags such as <think> are not among them: rows may hold them.
+    """
+    call = {"type": "function", "function": {"name": "a_name", "arguments": {}}}
+    messages: list[Message] = [
+        {"role": "system", "content": "A system message."},
+        {"role": "user", "content": "A question."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "A result."},
+        {"role": "assistant", "content": "An answer."},
+    ]
+    written = ""
+    for end in range(2, len(messages) + 1):
+        with suppress(DataError):  # the template has no calls, or no results
+            written += render(messages[:end], None, messages[end - 1]["role"] != "assistant")
+    with suppress(DataError):
+        written += render([messages[1], messages[-1]])
+    return {text for text in added if _BARRED.fullmatch(text) and text in written}
