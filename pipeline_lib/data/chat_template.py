@@ -18,6 +18,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from pipeline_lib.config.content import TEMPLATES_FOLDER, TEMPLATES_SUFFIX
 from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
@@ -352,17 +353,25 @@ def has_template(folder: Path) -> bool:
 def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
     """Return the template ("" if there is none), a separate one for tools or None, and the path of their file."""
     path = folder / TEMPLATE_NAME
+    named = {file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}"))}
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), None, str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot read the chat template ({_one_line(error)})") from error
+        named["default"] = path
+    if named:  # as in transformers, files come before the other places
+        texts = {name: _read_template(file) for name, file in named.items()}
+        return texts.get("default", ""), texts.get("tool_use"), str(path)
     value = config.get("chat_template")  # a single text, or a list of named ones
-    named = {"default": value} if isinstance(value, str) else {}
+    listed = {"default": value} if isinstance(value, str) else {}
     for item in value if isinstance(value, list) else ():
         if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str):
-            named[item["name"]] = item["template"]
-    return named.get("default", ""), named.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
+            listed[item["name"]] = item["template"]
+    return listed.get("default", ""), listed.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read the chat template ({_one_line(error)})") from error
 
 
 def _one_line(error: Exception) -> str:

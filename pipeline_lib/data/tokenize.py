@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.config.content import TOKENIZER_FILES
+from pipeline_lib.config.content import TEMPLATES_FOLDER, TOKENIZER_FILES, tokenizer_files
 from pipeline_lib.config.schema import IGNORE, Rows, Tokenize
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core import units
@@ -415,6 +415,7 @@ def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
 # The stage itself: read the sources, encode in workers, write the arrays, and report.
 
 LIMITS = Limits()
+READ_OF_MODEL = (*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*")
 BYTES_PER_WORKER = 1 << 20  # bytes of input; loading the tokenizer again costs as much as half a second of encoding
 QUARANTINE_NAME = "quarantine.jsonl"
 NO_GENERATION_PROMPT = (
@@ -439,11 +440,14 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
     # The chat template and the tokenizer decide the tokens beside the data.
-    model = job.inputs["model"].folder(*TOKENIZER_FILES)
+    model = job.inputs["model"].folder(*READ_OF_MODEL)
     if (model / TEMPLATE_NAME).is_file():
         template_sha256 = sha256_file(model / TEMPLATE_NAME)
     else:
         template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
+    named = {name: sha256_file(model / name) for name in tokenizer_files(model) if name.startswith(TEMPLATES_FOLDER)}
+    if named:
+        template_sha256 = sha256_text(canonical_json([named, template_sha256]))
     return {
         **counts,
         "thinking_default": books.thinking_default,
@@ -457,7 +461,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     given = dict(job.spec.settings)
     sources = open_sources(job, given.pop("sources", None))
     settings = read_settings(Tokenize, given)
-    model = job.inputs["model"].folder(*TOKENIZER_FILES)
+    model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool:
         books = _Books(job, settings, sources)

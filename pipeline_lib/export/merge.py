@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, TOKENIZER_FILES
+from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
@@ -384,8 +384,9 @@ def export(
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(out / "config.json", config)
-    for name in (*TOKENIZER_FILES, *MEDIA_FILES):
+    for name in (*tokenizer_files(base), *MEDIA_FILES):
         if name != GENERATION_NAME and (base / name).exists():
+            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, out / name)
     tokenizer = read_tokenizer_config(out)
     if tokenizer.keys() & CODE_KEYS:  # else the file stays unchanged
