@@ -1,6 +1,7 @@
 """What a row holds is rendered or the row is dropped with its reason, under each published template."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.conversations import Content
 from pipeline_lib.data.encode import Drop, Encoder, Sample
 from pipeline_lib.data.layouts import layout_of, to_content
+from pipeline_lib.data.tokenize import NO_GENERATION_PROMPT
 
 from .chats import (
     ANSWER,
@@ -26,9 +28,11 @@ from .chats import (
     judge,
     learned,
     say,
+    set_template,
     supervised_turns,
     talk,
 )
+from .conftest import Pipeline
 
 LOOK = say("assistant", "I look.", tool_calls=[call(place="Bonn", more={"deep": [{"deeper": "unheard-of"}]})])
 CALL = say("assistant", "", tool_calls=[call(place="Bonn")])
@@ -170,6 +174,22 @@ def test_answers_that_begin_with_a_line_end_are_learned(qwen_folder: Path, tmp_p
     encoder = Encoder(folder, Tokenize())
     samples = encoder.encode([talk(QUESTION, say("assistant", "\n\nFine."), QUESTION, ANSWER)])[0]
     assert learned(folder, samples) == [["\n\nFine.<|im_end|>"], ["Fine, 谢谢!<|im_end|>"]]
+
+
+@pytest.mark.parametrize("name", ["chatml", "no generation prompt"])
+def test_drops_are_booked_and_a_missing_prompt_is_named(
+    pipeline: Pipeline, tiny_folder: Path, tmp_path: Path, name: str
+) -> None:
+    pipeline.model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    set_template(pipeline.model, TEMPLATES[name])
+    rows = [{"messages": [QUESTION, say("assistant", f"Fine {number}.")]} for number in range(5)]
+    rows.append({"messages": [QUESTION, CALL]})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = pipeline.tokenize(path, tokenize={"max_dropped_fraction": 0.5})
+    total = json.loads((made.path / "ledger.json").read_text())["total"]
+    assert (total["kept"], total["dropped"]) == (5, {"calls_not_rendered": 1})
+    assert (NO_GENERATION_PROMPT in pipeline.said) == (name == "no generation prompt")
 
 
 def content_of(row: Any) -> Content:
