@@ -29,6 +29,8 @@ GENERATION_NAME = "generation_config.json"
 # What serving a model of pictures, video and text needs beside; training does not read them.
 MEDIA_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_NAME)
+TEMPLATES_FOLDER = "additional_chat_templates"  # of named templates, such as tool_use.jinja
+TEMPLATES_SUFFIX = ".jinja"
 
 # Identifies content that is made from the running Python's documentation.
 RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
@@ -167,8 +169,24 @@ def model_key(model: ModelSource) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model folder that are used, sorted: those at its top level with a known name or suffix."""
-    return sorted(path for path in folder.iterdir() if is_model_file(path.name) and path.is_file())
+    """Return the files of a model folder that are used, sorted; their names have to be known, or their suffixes."""
+    found = [*folder.iterdir(), *_templates(folder)]
+    return sorted(path for path in found if is_model_file(name_in(folder, path)) and path.is_file())
+
+
+def name_in(folder: Path, file: Path) -> str:
+    """Return the name of `file` as the files of the model in `folder` are named."""
+    return file.relative_to(folder).as_posix()
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of the files in `folder` that decide the tokens of a model, and its generation config."""
+    named = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return named + [name_in(folder, path) for path in _templates(folder)]
+
+
+def _templates(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}") if path.is_file())
 
 
 def data_files(pattern: str, split: str | None = None) -> list[Path]:
@@ -227,9 +245,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether a file with this name, at the top level of a model's folder or repository, is used."""
-    if "/" in name:
-        return False
+    """Return whether a file with this name in a model's folder or repository is used."""
+    folder, _, last = name.rpartition("/")
+    if folder:
+        return folder == TEMPLATES_FOLDER and last.endswith(TEMPLATES_SUFFIX)
     return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES, *MEDIA_FILES)
 
 
@@ -272,7 +291,7 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
         if not (folder / "tokenizer.json").is_file():
             problems.append(f"model.tokenizer: {str(folder)!r} holds no tokenizer.json")
             return {}
-        return {name: _hash(folder / name, cache) for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return {name: _hash(folder / name, cache) for name in tokenizer_files(folder)}
     folder = Path(model.path)
     if not folder.is_dir():
         problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()})")
@@ -281,7 +300,7 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
     if missing := missing_model_files(file.name for file in files):
         problems.append(f"model.path: {str(folder)!r} has no {', '.join(missing)}")
         return {}
-    hashes = {file.name: _hash(file, cache) for file in files}
+    hashes = {name_in(folder, file): _hash(file, cache) for file in files}
     if cache is not None:
         problems += _not_as_sealed(folder, hashes)
     return hashes

@@ -23,7 +23,7 @@ from pipeline_lib.core.errors import DataError, Interrupted
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.data.conversations import BadRow, Content, Conversation, Message, Reason, Text, WrongFile
+from pipeline_lib.data.conversations import BadRow, Content, Message, Reason, Text, WrongFile
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.layouts import Layout, detect, to_content
@@ -156,13 +156,14 @@ class Batch:
                     continue
                 except WrongFile as wrong:
                     raise wrong_file(row, wrong, self.source) from wrong
-                if (token := state.control_token_in(content)) is not None:
-                    bad_rows.append(_forged(row, content, token))
-                    continue
                 try:
-                    turns = state.render(content)
+                    token = state.control_token_in(content)
+                    turns = [] if token else state.render(content)
                 except DataError as error:
                     raise DataError(f"{row.place}: {error}") from error
+                if token is not None:
+                    bad_rows.append(_forged(row, content, token))
+                    continue
                 prints.append(_prints(content, turns, state.settings))
             if self.is_slow:
                 with guard.at(position, _size_of_rendered(turns)):
@@ -253,6 +254,12 @@ def thinking_default(state: Encoder, guard: Guard) -> str | None:
     """Return the chat template's default of `enable_thinking`: a task, because a template is untrusted code."""
     with guard.at(0):
         return state.thinking_default()
+
+
+def lacks_generation_prompt(state: Encoder, guard: Guard) -> bool:
+    """Return whether the chat template writes no generation prompt: a task, because a template is untrusted code."""
+    with guard.at(0):
+        return state.lacks_generation_prompt()
 
 
 def hints_of(drops: Sequence[str], state: Encoder, guard: Guard) -> dict[str, str]:
@@ -495,27 +502,38 @@ def render_prompts(
     return prompts
 
 
-def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
-    # The answer has thinking, because some templates begin every turn with thinking.
-    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": "?"}
-    conversation = Conversation([{"role": "user", "content": "?"}, answer], tools=None, supervised=(1,))
-    with guard.at(0):
-        sample = state.encode([conversation])[0][-1]
-    return int(sample.tokens[-1]) if isinstance(sample, Sample) else None
-
-
-def end_of_turn(folder: Path, limits: Limits | None = None) -> int:
+def end_of_turn(folder: Path, limits: Limits | None = None) -> int | None:
     """Return the id of the token that ends an answer of the model in `folder`, found in a limited process.
 
-    Raises DataError if there is none, or if the template fails or exceeds its limits; Interrupted if the process is
-    killed.
+    Return None if the chat template ends no answer with a control token, fails or exceeds its limits: then no
+    conversation was trained. Raises Interrupted if the process is killed.
     """
     load = partial(Encoder, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
-    with losses_explained(folder), Pool(load, 1, limits) as pool:
-        (end,) = pool.map([_end_of_turn])
-    if end is None:
-        raise DataError(f"{folder}: the chat template has no end of turn")
+    try:
+        with losses_explained(folder), Pool(load, 1, limits) as pool:
+            (end,) = pool.map([_end_of_turn])
+    except DataError:
+        return None
     return end
+
+
+def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
+    with guard.at(0):
+        return state.end_of_turn()
+
+
+def refuse_unrendered_defaults(folder: Path, settings: Tokenize, limits: Limits | None = None) -> None:
+    """Raise DataError if the template in `folder` leaves out the system message or the tools of `settings`.
+
+    It is rendered in a limited process. Raises Interrupted if the process is killed.
+    """
+    with losses_explained(folder), Pool(partial(Encoder, folder, settings, fast=False), 1, limits) as pool:
+        list(pool.map([_refuse_unrendered_defaults]))
+
+
+def _refuse_unrendered_defaults(state: Encoder, guard: Guard) -> None:
+    with guard.at(0):
+        state.refuse_unrendered_defaults()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from pipeline_lib.config.content import TEMPLATES_FOLDER, TEMPLATES_SUFFIX
 from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
@@ -252,7 +253,43 @@ class ChatTemplate:
             return False
         return thought in apart and apart != in_text_too
 
+    @cached_property
+    def part_separator(self) -> str:
+        """What the template writes between two text parts; if it reads no parts, the line end that servers write."""
+        first, second = "first part", "second part"
+        parts = [{"type": "text", "text": text} for text in (first, second)]
+        try:
+            text = self._write([{"role": "user", "content": parts}], None, {})
+        except DataError:
+            return "\n"
+        _, has_first, rest = text.partition(first)
+        between, has_second, _ = rest.partition(second)
+        is_read = has_first and has_second and "type" not in between  # else Python's text of the list is written
+        return between if is_read else "\n"
+
+    @cached_property
+    def _manner(self) -> "_Manner":
+        """How the template wants messages that call a tool: the first manner in which it renders the call."""
+        for manner in _MANNERS:
+            call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a_value"}}}
+            message = manner.of({"role": "assistant", "content": "", "tool_calls": [call]})
+            try:
+                text = self._write([{"role": "user", "content": "?"}, message], None, {})
+            except DataError:
+                continue
+            # With single quotes it is Python's text of a dict, and no JSON.
+            if "a_name" in text and "a_value" in text and "'a_key'" not in text:
+                return manner
+        return _MANNERS[0]
+
     def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
+        is_calling = any(message.get("tool_calls") for message in messages)
+        made = [self._manner.of(message) for message in messages] if is_calling else messages
+        return self._write(made, tools, variables)
+
+    def _write(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
         template = self._plain if tools is None else self._with_tools
@@ -275,6 +312,38 @@ class ChatTemplate:
         return text
 
 
+@dataclass(frozen=True)
+class _Manner:
+    """How a message with calls is given to a template.
+
+    Without text its content may be null, which transformers leaves out; arguments may be JSON text.
+    """
+
+    is_content_null: bool
+    are_arguments_text: bool
+
+    def of(self, message: Message) -> Message:
+        """Return `message` in this manner; one without calls stays as it is."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        made = dict(message)
+        if self.is_content_null and not message["content"]:
+            made["content"] = None
+        if self.are_arguments_text:
+            made["tool_calls"] = [_with_text_arguments(call) for call in calls]
+        return made
+
+
+# OpenAI's servers give null and text; templates are written for what they read.
+_MANNERS = [_Manner(is_null, is_text) for is_text in (False, True) for is_null in (False, True)]
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def no_template(folder: Path) -> DataError:
     """Return the error for conversations if the model in `folder` has no chat template."""
     return DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
@@ -288,17 +357,25 @@ def has_template(folder: Path) -> bool:
 def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
     """Return the template ("" if there is none), a separate one for tools or None, and the path of their file."""
     path = folder / TEMPLATE_NAME
+    named = {file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}"))}
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), None, str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot read the chat template ({_one_line(error)})") from error
+        named["default"] = path
+    if named:  # as in transformers, files come before the other places
+        texts = {name: _read_template(file) for name, file in named.items()}
+        return texts.get("default", ""), texts.get("tool_use"), str(path)
     value = config.get("chat_template")  # a single text, or a list of named ones
-    named = {"default": value} if isinstance(value, str) else {}
+    listed = {"default": value} if isinstance(value, str) else {}
     for item in value if isinstance(value, list) else ():
         if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str):
-            named[item["name"]] = item["template"]
-    return named.get("default", ""), named.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
+            listed[item["name"]] = item["template"]
+    return listed.get("default", ""), listed.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read the chat template ({_one_line(error)})") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -62,6 +62,20 @@ _TYPE_NAMES: dict[type, str] = {
     type(None): "null",
 }
 
+
+class TextParts(str):
+    """The text of a message that a row gives in `parts`, joined by line ends; a template may join them otherwise."""
+
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[str]) -> "TextParts":
+        """Return the joined text, which keeps its `parts`."""
+        text = cls("\n".join(parts))
+        text.parts = tuple(parts)
+        return text
+
+
 MAX_TURNS = 1000
 CALL_IN_TEXT = "<tool_call>"  # the tag with which templates write a call
 OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"

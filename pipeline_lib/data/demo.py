@@ -27,10 +27,11 @@ from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import require_space, write_json, write_text
 from pipeline_lib.core.stage import Say
+from pipeline_lib.data.bpe import SPLIT_PATTERN
 from pipeline_lib.data.chat_template import TEMPLATE_NAME, TOKENIZER_CONFIG_NAME, read_tokenizer_config, special_tokens
 from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import bits, key_of
-from pipeline_lib.data.encode import SPLIT_PATTERN, TOKENIZER_NAME, load_tokenizer
+from pipeline_lib.data.encode import TOKENIZER_NAME, load_tokenizer
 
 # Reads the documentation of the public objects of the running Python's standard library.
 # It is equal in every run of the same Python: no memory addresses, no installation paths, no hash-dependent order.

@@ -14,12 +14,13 @@ from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,
     RUNNING_PYTHON,
-    TOKENIZER_FILES,
     data_files,
     is_data_file,
     is_model_file,
     missing_model_files,
     model_files,
+    name_in,
+    tokenizer_files,
 )
 from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel
 from pipeline_lib.config.section import read_settings
@@ -29,6 +30,7 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
+from pipeline_lib.data.agreement import refuse_other_tokens
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
 from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
@@ -49,7 +51,7 @@ def run(job: Job) -> dict[str, Any]:
         origin = job.spec.where.get("path", f"{source} model {job.spec.settings.get('name')}")
         _check_generation(job, origin)
         if kind == "model":
-            _refuse_unusable_model(job.out, origin)
+            _refuse_unusable_model(job.out, origin, Path(job.spec.where.get("path", job.out)))
     names = list_files(job.out)
     size_bytes = sum((job.out / name).stat().st_size for name in names)
     job.say(f"download: {kind} from {source}: {count(len(names), 'files')}, {size_bytes / 1e6:.1f} MB")
@@ -60,13 +62,14 @@ def local_model(job: Job) -> None:
     """Take the model files of a Hugging Face folder on this machine, without its generation_config.json."""
     folder = Path(job.spec.where["path"])
     files = model_files(folder) if folder.is_dir() else []
-    _take([file for file in files if file.name != GENERATION_NAME], job, link_weights_or_copy)
+    named = {name_in(folder, file): file for file in files if file.name != GENERATION_NAME}
+    _take(named, job, link_weights_or_copy)
 
 
 def local_generation(job: Job) -> None:
     """Copy the generation_config.json of a Hugging Face folder on this machine, if it has one."""
     file = Path(job.spec.where["path"]) / GENERATION_NAME
-    _take([file] if file.is_file() else [], job, shutil.copyfile)
+    _take({file.name: file} if file.is_file() else {}, job, shutil.copyfile)
 
 
 def tiny_model(job: Job) -> None:
@@ -76,15 +79,15 @@ def tiny_model(job: Job) -> None:
     if tokenizer is None:
         _require_same_python(job)
     else:
-        found = [Path(tokenizer) / name for name in TOKENIZER_FILES]
-        _take([path for path in found if path.is_file()], job, shutil.copyfile)
+        _take({name: Path(tokenizer) / name for name in tokenizer_files(Path(tokenizer))}, job, shutil.copyfile)
     build_tiny(settings, job.out, job.say)
 
 
 def local_files(job: Job) -> None:
     """Copy conversation files on this machine."""
     # Copied, not linked: people edit these files, and an edit through a hard link would change sealed content.
-    _take(data_files(job.spec.where["path"], job.spec.where.get("split")), job, shutil.copyfile)
+    files = data_files(job.spec.where["path"], job.spec.where.get("split"))
+    _take({file.name: file for file in files}, job, shutil.copyfile)
 
 
 def pydoc_rows(job: Job) -> None:
@@ -181,25 +184,27 @@ def _own_settings(job: Job) -> dict[str, Any]:
     return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
 
 
-def _take(files: Sequence[Path], job: Job, bring: Callable[[Path, Path], Any]) -> None:
-    """Bring the files into the job's directory with `bring`, and check their names and hashes against the spec.
+def _take(files: Mapping[str, Path], job: Job, bring: Callable[[Path, Path], Any]) -> None:
+    """Bring the files by name into the job's directory with `bring`, and check names and hashes against the spec.
 
     Raises DataError if they differ, DiskFull before anything is copied.
     """
     wanted: Mapping[str, str] = job.spec.settings["content"]
     place = next(iter(job.spec.where.values()))
     remedy = "run again to take it as it is now"
-    if differing := sorted({file.name for file in files} ^ wanted.keys()):
+    if differing := sorted(files.keys() ^ wanted.keys()):
         raise DataError(f"{place}: changed since the config was read ({', '.join(differing)} came or went); {remedy}")
-    total_bytes = sum(file.stat().st_size for file in files)
+    total_bytes = sum(file.stat().st_size for file in files.values())
     require_space(job.out, total_bytes, f"a copy of {place}")
     progress = Progress(job.say, f"download: {place}", "MB")
     done_bytes = 0
-    for file in files:
-        bring(file, job.out / file.name)
-        if sha256_file(job.out / file.name) != wanted[file.name]:
+    for name, file in files.items():
+        target = job.out / name
+        target.parent.mkdir(exist_ok=True)
+        bring(file, target)
+        if sha256_file(target) != wanted[name]:
             raise DataError(f"{file}: changed since the config was read; {remedy}")
-        done_bytes += (job.out / file.name).stat().st_size
+        done_bytes += target.stat().st_size
         progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
 
 
@@ -215,11 +220,12 @@ def _check_generation(job: Job, origin: str) -> None:
         job.say(f"download: warning: {text}; it is left out, and nothing of it is published")
 
 
-def _refuse_unusable_model(folder: Path, origin: str) -> None:
+def _refuse_unusable_model(folder: Path, origin: str, taken_from: Path) -> None:
     try:
         if problems := problems_of(folder):
             raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
         refuse_untaken_config(folder)
+        refuse_other_tokens(folder, taken_from)
         refuse_not_finite(folder)
     except DataError as error:
         raise DataError(str(error).replace(str(folder), origin)) from error

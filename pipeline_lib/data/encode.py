@@ -2,25 +2,22 @@
 
 import json
 import re
-import unicodedata
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, cached_property
-from itertools import accumulate, chain, pairwise
+from functools import cached_property
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.core.errors import DataError, PipelineError
-from pipeline_lib.core.text import redact
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.bpe import BatchTokenizer
 from pipeline_lib.data.chat_template import (
     ChatTemplate,
     end_of_thinking,
@@ -31,253 +28,19 @@ from pipeline_lib.data.chat_template import (
     thinking_of,
     without_thinking,
 )
-from pipeline_lib.data.conversations import BadRow, Content, Fields, Message, Text, check_json, tools_of
+from pipeline_lib.data.conversations import (
+    BadRow,
+    Content,
+    Fields,
+    Message,
+    Text,
+    TextParts,
+    check_json,
+    tools_of,
+)
 from pipeline_lib.data.documents import Document
+from pipeline_lib.data.parts import Part, RenderedParts, control_tokens_of, shape_of, unrendered_default
 
-# Fast tokenization of batches of repetitive texts: the same ids as `tokenizers`, several times faster.
-#
-# Added tokens are cut out of a text before any other step, so the pieces between them can be encoded separately, and
-# each distinct piece of a batch only once. Pieces go through tiktoken if its result is provably the same for this
-# tokenizer; else whole texts go through `tokenizers`. In addition, some texts of every run are compared with
-# `tokenizers`: a difference raises WrongIds, and the stage starts again with `tokenizers` alone.
-
-# Qwen's split pattern; tokens never cross the boundaries of words, single digits, punctuation and line ends.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# The only supported rule: both regular expression engines are known to agree on it for every code point.
-_PRE_TOKENIZER = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-    ],
-}
-_PLAIN_BPE: Mapping[str, Any] = {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
-
-FIRST_CHECKED = 64  # texts at the start of a run that are compared with tokenizers
-CHECK_EVERY = 8  # later, one text in this many batches is compared
-MAX_PIECE_CHARS = 100_000  # tiktoken's regular expressions run out of stack on a million spaces
-MAX_CHECKED_CHARS = 1_000_000  # `tokenizers` takes some 200 bytes of memory for each character of a text
-# Borders that no token of SPLIT_PATTERN crosses and that NFC does not touch: a letter or digit before an ASCII
-# character that is no letter, or before Chinese punctuation; a digit before any ASCII character.
-_BORDER = re.compile(
-    r"(?<=[0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])(?=[\x00-@\[-`{-\x7f\u3001\u3002\uff01\uff0c"
-    r"\uff1a\uff1b\uff1f])|(?<=[0-9])(?=[\x00-\x7f])"
-)
-
-
-class NotConvertible(Exception):
-    """The reason why tiktoken would not give the same ids. BatchTokenizer then uses `tokenizers`."""
-
-
-class WrongIds(PipelineError):
-    """The error for ids of tiktoken that differ from those of `tokenizers`: no ids of the run can be used."""
-
-
-class BatchTokenizer:
-    """`Tokenizer.encode(text, add_special_tokens=False)` for batches. `how` names the implementation in use."""
-
-    def __init__(self, tokenizer: Tokenizer, description: Mapping[str, Any], fast: bool = True) -> None:
-        """Use `tokenizer` and its tokenizer.json, `description`. Unless `fast`, do not use tiktoken."""
-        self.how = "tokenizers, whole texts"
-        self._tokenizer = tokenizer
-        self._texts = 0
-        self._batches = 0
-        added = tokenizer.get_added_tokens_decoder()
-        self._added = {token.content: _as_bytes([number]) for number, token in added.items()} | {"": b""}
-        self._tiktoken: Callable[[str], list[int]] | None = None
-        if fast:
-            try:
-                self._cut = _cutter(list(added.values()))
-                self._tiktoken = to_tiktoken(description).encode_ordinary
-                self.how = "tiktoken"
-            except NotConvertible as error:
-                self.how += f" ({error})"
-
-    def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the ids of each text as the bytes of an int32 array, which are cheap to compare and to join.
-
-        Raises WrongIds if a compared text differs.
-        """
-        if self._tiktoken is None:
-            return self._encode_whole(texts)
-        split_texts = [self._split(text) for text in texts]
-        ids = dict(self._added)
-        others = []
-        for piece in {piece for pieces in split_texts for piece in pieces}.difference(ids):
-            if is_plain(piece):
-                ids[piece] = _as_bytes(self._tiktoken(piece))
-            else:
-                others.append(piece)
-        ids.update(zip(others, self._encode_whole(others), strict=True))
-        encoded = [b"".join([ids[piece] for piece in pieces]) for pieces in split_texts]
-        if (text := self._differing(texts, encoded)) is not None:
-            raise WrongIds(f"{self.how} and tokenizers differ on {redact(text)!r:.80}")
-        return encoded
-
-    def _split(self, text: str) -> list[str]:
-        """Return the pieces of `text`, added tokens among them, that can be encoded separately."""
-        pieces = self._cut.split(text)
-        if len(text) <= MAX_PIECE_CHARS:
-            return pieces
-        return list(chain.from_iterable(map(short_pieces, pieces)))
-
-    def _encode_whole(self, texts: Sequence[str]) -> list[bytes]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False) if texts else []
-        return [_as_bytes(encoding.ids) for encoding in encodings]
-
-    def _differing(self, texts: Sequence[str], encoded: Sequence[bytes]) -> str | None:
-        """Choose texts to check; return the first that `tokenizers` encodes differently, or None."""
-        usable = [number for number, text in enumerate(texts) if text and len(text) <= MAX_CHECKED_CHARS]
-        chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
-        if usable and not chosen and self._batches % CHECK_EVERY == 0:
-            chosen = [usable[self._batches // CHECK_EVERY % len(usable)]]
-        self._texts += len(usable)
-        self._batches += 1
-        expected = self._encode_whole([texts[number] for number in chosen])
-        return next((texts[n] for n, ids in zip(chosen, expected, strict=True) if encoded[n] != ids), None)
-
-
-def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
-    """Return a pattern that finds added tokens as `tokenizers` does, leftmost and longest. Raises NotConvertible."""
-    if any(token.normalized or token.lstrip or token.rstrip or token.single_word for token in added):
-        raise NotConvertible("it has added tokens that depend on the text around them")
-    contents = sorted((token.content for token in added), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, contents))})" if contents else "((?!))")
-
-
-def short_pieces(text: str) -> Iterator[str]:
-    """Yield pieces of `text`, of at most MAX_PIECE_CHARS where it has borders, whose ids are those of the whole."""
-    start = 0
-    while len(text) - start > MAX_PIECE_CHARS and (border := _BORDER.search(text, start + MAX_PIECE_CHARS // 2)):
-        yield text[start : border.start()]
-        start = border.start()
-    yield text[start:]
-
-
-def is_plain(piece: str) -> bool:
-    """Return whether tiktoken may encode `piece`: it is short enough, and in NFC under every Unicode version."""
-    if len(piece) > MAX_PIECE_CHARS:
-        return False
-    if piece.isascii():
-        return True
-    # The normalization of assigned characters never changes; characters newer than this Python's tables may compose.
-    return _assigned().fullmatch(piece) is not None and unicodedata.is_normalized("NFC", piece)
-
-
-@cache
-def _assigned() -> re.Pattern[str]:
-    """Return a pattern for texts of characters below U+40000 that this Python's Unicode tables assign."""
-    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0x40000)])
-    edges = np.flatnonzero(np.diff(known, prepend=False, append=False)).tolist()
-    ranges = (f"\\U{first:08x}-\\U{end - 1:08x}" for first, end in zip(edges[::2], edges[1::2], strict=True))
-    return re.compile(f"[{''.join(ranges)}]*+")
-
-
-def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
-    """Return a tiktoken encoding with the same ids as a tokenizer.json, for NFC text without added tokens.
-
-    tiktoken merges the neighbours whose joint bytes are the token of lowest id; `tokenizers` merges the pair that
-    comes first in its list of merges. Both are the same if the list is in the order of ids and each token, encoded by
-    itself, becomes that token: then its bytes cannot result from another pair, because all earlier merges inside them
-    are the same (by induction over ids). Raises NotConvertible if one of these conditions does not hold.
-    """
-    model = description["model"]
-    # Older files lack some of these keys; the defaults are the values in _PLAIN_BPE.
-    if any(model.get(key, value) != value for key, value in _PLAIN_BPE.items()) or "merges" not in model:
-        raise NotConvertible("not a plain BPE")
-    if description.get("normalizer") != {"type": "NFC"}:
-        raise NotConvertible("its normalizer is not NFC")
-    pre_tokenizer = json.loads(json.dumps(description.get("pre_tokenizer")))
-    with suppress(TypeError, LookupError):
-        pre_tokenizer["pretokenizers"][1].pop("trim_offsets", None)  # affects the offsets of tokens, not their ids
-    if pre_tokenizer != _PRE_TOKENIZER:
-        raise NotConvertible("it splits texts in another way than Qwen")
-    vocab = dict(model["vocab"])
-    for token in description.get("added_tokens", ()):  # added tokens never reach the BPE
-        vocab.pop(token["content"], None)
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]  # older files: "a b"
-    _check_merges(vocab, pairs)
-    joined = "".join(vocab).translate(_bytes_by_letter()).encode("latin-1")
-    ends = accumulate(map(len, vocab), initial=0)
-    ranks = {joined[start:end]: number for (start, end), number in zip(pairwise(ends), vocab.values(), strict=True)}
-    return tiktoken.Encoding("converted", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
-
-
-def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> None:
-    """Raise NotConvertible unless merging `pairs` in order makes all of `vocab` but the bytes, in the order of ids."""
-    letters = {chr(letter) for letter in _bytes_by_letter()}
-    made = [text for text in sorted(vocab, key=vocab.__getitem__) if text not in letters]
-    if len(made) != len(pairs) or not letters <= vocab.keys():
-        raise NotConvertible("its tokens are not all made of bytes, each in one way")
-    if len(set(vocab.values())) != len(vocab):
-        raise NotConvertible("it has tokens that share an id")
-    if made != [first + second for first, second in pairs]:
-        raise NotConvertible("its merges are not in the order of ids")
-    try:
-        first, second = (np.array([vocab[pair[side]] for pair in pairs], dtype=np.int64) for side in (0, 1))
-    except KeyError as error:
-        raise NotConvertible(f"it merges the added token {error}") from error
-    if not _makes_each(first, second, np.array([vocab[text] for text in made], dtype=np.int64)):
-        raise NotConvertible("it has tokens that it never makes")
-
-
-def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArray[np.int64]) -> bool:
-    """Return whether encoding the text of each token of `made` (ids, ascending) ends with merging `first` and `second`.
-
-    It does if no earlier merge crosses the border between the two halves. So the halves are split again at that
-    border, undoing the latest merge each time: two neighbours across the border must not be a pair that would have
-    been merged before.
-    """
-    size = 1 + max(made.max(), first.max(), second.max()) if len(made) else 0
-    left_of, right_of, when = (np.full(size, -1) for _ in range(3))  # -1: a byte, which no merge makes
-    left_of[made], right_of[made], when[made] = first, second, made
-    pairs = first * size + second
-    order = np.argsort(pairs)
-    pairs, joins = pairs[order], made[order]
-    if np.any(np.maximum(when[first], when[second]) >= made):
-        return False
-    left, right, before = first, second, made  # merges from `before` on come too late to matter
-    while len(left):
-        pair = left * size + right
-        place = np.minimum(np.searchsorted(pairs, pair), len(pairs) - 1)
-        if np.any((pairs[place] == pair) & (joins[place] < before)):
-            return False
-        is_divisible = np.maximum(when[left], when[right]) >= 0
-        left, right = left[is_divisible], right[is_divisible]
-        is_left_later = when[left] > when[right]  # of equal merges the left one comes first
-        before = np.where(is_left_later, left, right + 1)
-        left, right = np.where(is_left_later, right_of[left], left), np.where(is_left_later, right, left_of[right])
-    return True
-
-
-@cache
-def _bytes_by_letter() -> dict[int, int]:
-    """Return the byte of each letter of byte-level BPE: printable latin-1 as itself, others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
-    if letters.keys() != set(map(ord, pre_tokenizers.ByteLevel.alphabet())):
-        raise NotConvertible("tokenizers writes bytes in letters that are not known here")
-    return letters
-
-
-def _as_bytes(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
-
-
-# Encoding of conversations to samples.
-#
 # For each assistant turn, inference gives the model the messages before it with a generation prompt, and the model
 # continues from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn, and the tokens
 # after them, up to the end-of-turn token, are supervised. Tokens that the prompt already contains (Qwen3's empty
@@ -287,6 +50,9 @@ TOKENIZER_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ID_BYTES = 4
 _CHANCE_CHARS = 24  # a shorter thought may occur by chance in the text that the template writes around an answer
+
+
+_SIMPLE_ANSWER = "An answer."
 
 
 class Drop(StrEnum):
@@ -299,6 +65,16 @@ class Drop(StrEnum):
     OVER_LONG = "over_long"
     THINKING_NOT_SEPARABLE = "thinking_not_separable"
     THINKING_NOT_RENDERED = "thinking_not_rendered"
+    CALLS_NOT_RENDERED = "calls_not_rendered"
+    TOOLS_NOT_RENDERED = "tools_not_rendered"
+    MESSAGE_NOT_RENDERED = "message_not_rendered"
+
+
+_LEFT_OUT = {
+    Part.CALLS: Drop.CALLS_NOT_RENDERED,
+    Part.TOOLS: Drop.TOOLS_NOT_RENDERED,
+    Part.MESSAGE: Drop.MESSAGE_NOT_RENDERED,
+}
 
 
 @dataclass(frozen=True)
@@ -318,6 +94,7 @@ class Rendered(NamedTuple):
     asked_to_think: bool | None = None  # the thinking switch that the prompt was rendered with
     thinking: int = 0  # characters of `full` up to the end of thinking that is masked
     drop: Drop | None = None  # why the turn is dropped, if not because its prompt is no prefix
+    is_continued: bool = False  # whether the answer begins with a line end, which must not join that of the prompt
 
 
 class _Span(NamedTuple):
@@ -365,6 +142,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts))) or "(?!)")
+
+
 class Encoder:
     """An encoder of conversations and texts, with the tokenizer and the chat template of one model."""
 
@@ -382,8 +163,8 @@ class Encoder:
         special = {n: token for n, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         self._is_control = np.zeros(2 + max(special, default=0), dtype=np.bool_)  # the last entry is for all higher ids
         self._is_control[list(special)] = True
-        contents = sorted(token.content for token in special.values())
-        self._control_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        self._special = {token.content for token in special.values()}
+        self._control_text = _any_of(self._special)
         self._system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
         self._tools = default_tools(settings.tools)
         for text in _texts([settings.system, self._tools]):
@@ -398,13 +179,37 @@ class Encoder:
         """The chat template, loaded on first use: texts need none, and it is untrusted code. Raises DataError."""
         return ChatTemplate.load(self._folder, self.settings.chat_template_kwargs)
 
+    @cached_property
+    def _parts(self) -> RenderedParts:
+        """What the template leaves out. Raises DataError if that is the config's own system message or tools."""
+        self.refuse_unrendered_defaults()
+        return RenderedParts(self.template.render)
+
+    def refuse_unrendered_defaults(self) -> None:
+        """Raise DataError if the template leaves out the config's system message or tools."""
+        if key := unrendered_default(self.template.render, self._system, self._tools):
+            raise DataError(
+                f"tokenize.{key}: the chat template of {self._folder} does not render it, or not all of it: take the "
+                "key out, or a model whose template renders it"
+            )
+
+    @cached_property
+    def _control_in_turns(self) -> re.Pattern[str]:
+        """A pattern for the control tokens that forge a turn: the special ones, and the template's own."""
+        added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        return _any_of(self._special | control_tokens_of(self.template.render, added))
+
     def control_token_in(self, content: Content) -> str | None:
         """Return a control token (`<|im_end|>`, ...) in a text of `content`, tools and calls included, or None.
 
-        The tokenizer would encode it as the real token, so the text could end a turn or forge another.
+        The tokenizer would encode it as the real token, so the text could end a turn or forge another. Raises DataError
+        if a conversation has no template.
         """
-        values: list[Any] = [content.text] if isinstance(content, Text) else [content.messages, content.tools]
-        found = map(self._control_text.search, chain.from_iterable(map(_texts, values)))
+        if isinstance(content, Text):
+            texts, control = [content.text], self._control_text
+        else:
+            texts, control = _texts([content.messages, content.tools]), self._control_in_turns
+        found = map(control.search, texts)
         return next((match[0] for match in found if match), None)
 
     def encode(self, contents: Sequence[Content]) -> list[list[Sample | Drop]]:
@@ -416,7 +221,9 @@ class Encoder:
         if isinstance(content, Text):
             return [Rendered(None, content.text)]
         strip = self.settings.thinking == "strip"
-        messages = [without_thinking(message) for message in content.messages] if strip else content.messages
+        messages = [self._joined(message) for message in content.messages]
+        if strip:
+            messages = [without_thinking(message) for message in messages]
         system = [] if messages[0]["role"] == "system" else self._system
         tools = content.tools or self._tools
         thinking = thinking_modes(messages)
@@ -424,7 +231,23 @@ class Encoder:
         if self.settings.train_on == "last_assistant":
             last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
             turns = [last] if last in turns else []
-        return [self._render_turn([*system, *messages[: turn + 1]], tools, thinking[turn]) for turn in turns]
+        tools_shape = shape_of(tools)
+        rendered, begin = [], 0
+        for turn in turns:
+            given = [*system, *messages[: turn + 1]]
+            one = self._render_turn(given, tools, thinking[turn])
+            if one.drop is None and (part := self._parts.left_out(given, tools, tools_shape, one.full, begin)):
+                one = one._replace(drop=_LEFT_OUT[part])
+            rendered.append(one)
+            begin = len(given)
+        return rendered
+
+    def _joined(self, message: Message) -> Message:
+        """Return `message` with its text parts joined as the template joins them."""
+        content = message["content"]
+        if not isinstance(content, TextParts):
+            return message
+        return {**message, "content": self.template.part_separator.join(content.parts)}
 
     def _render_turn(self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool) -> Rendered:
         may_refuse = self.settings.prompt_thinking == "on"
@@ -437,8 +260,11 @@ class Encoder:
         full = self.template.render(messages, tools, enable_thinking=asked)
         if self._is_thinking_left_out(messages, tools, full, len(prompt)):
             return Rendered(prompt, full, asked, drop=Drop.THINKING_NOT_RENDERED)
+        is_continued = _begins_with_line_end(prompt, full)
+        if opens_thinking(prompt) and not thinking_of(messages[-1]):
+            is_continued = False  # the line end is that of an empty block, in which a model would think
         if not thinking or self.settings.thinking != "mask":
-            return Rendered(prompt, full, asked)
+            return Rendered(prompt, full, asked, is_continued=is_continued)
         end = end_of_thinking(messages[-1], full, len(prompt))
         return Rendered(prompt, full, asked, end or 0, Drop.THINKING_NOT_SEPARABLE if end is None else None)
 
@@ -489,10 +315,13 @@ class Encoder:
             if not len(self._end_of_text):
                 return Drop.NO_END_OF_TURN
             return _Turn(b"", text, (_Span(1, length, None),)) if length > 1 else Drop.NOTHING_SUPERVISED
+        if rendered.drop not in (None, Drop.MESSAGE_NOT_RENDERED):  # the latter follows from what is wrong below
+            return rendered.drop
+        if prompt and not full.startswith(prompt) and rendered.is_continued:
+            # The tokenizer joins line ends, and the model, which is given that of the prompt, writes another.
+            full = prompt + self._batches.encode([rendered.full[len(rendered.prompt) :]])[0]
         if not prompt or not full.startswith(prompt):
             return Drop.PROMPT_NOT_PREFIX
-        if rendered.drop is not None:
-            return rendered.drop
         if not full.startswith(thinking):
             return Drop.THINKING_NOT_SEPARABLE
         written = len(prompt) // _ID_BYTES
@@ -502,6 +331,8 @@ class Encoder:
         start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
         if end <= start + 1:
             return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
+        if rendered.drop is not None:
+            return rendered.drop
         return _Turn(prompt, full[: end * _ID_BYTES], (_Span(start, end, rendered.asked_to_think),))
 
     def _fit(self, turn: _Turn) -> Iterator[Sample | Drop]:
@@ -526,6 +357,35 @@ class Encoder:
             yield Sample(tokens[:limit], supervised[:limit], truncated=True, asked_to_think=begun)
         else:
             yield Drop.OVER_LONG  # also if truncation would leave only the prompt
+
+    def end_of_turn(self) -> int | None:
+        """Return the id of the last control token behind an answer, None if the template renders none."""
+        question: Message = {"role": "user", "content": "A question."}
+        answer: Message = {"role": "assistant", "content": _SIMPLE_ANSWER}
+        system: Message = {"role": "system", "content": "A system message."}
+        # Some templates refuse a conversation without a system message, or with the thinking switch off.
+        for messages, thinking in product(([question, answer], [system, question, answer]), (False, True)):
+            with suppress(DataError):
+                full = self.template.render(messages, enable_thinking=thinking)
+                _, found, end = full.rpartition(_SIMPLE_ANSWER)
+                ids = self._control_ids(self._batches.encode([end])[0])
+                if found and len(ids):
+                    return int(ids[-1])
+        return None
+
+    def lacks_generation_prompt(self) -> bool:
+        """Return whether the template renders a question in the same way with a generation prompt and without."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            with_prompt, without = (self.template.render(question, None, value) for value in (True, False))
+        except DataError:  # the template fails on this question
+            return False
+        return with_prompt == without
+
+    def _control_ids(self, tokens: bytes) -> NDArray[np.int32]:
+        """Return the control tokens among `tokens`, in order."""
+        ids = np.frombuffer(tokens, dtype=np.int32)
+        return ids[self._is_control.take(ids, mode="clip")]
 
     def thinking_default(self) -> str | None:
         """Return which prompt the template renders if `enable_thinking` is not given: `on`, `off`, or `other`.
@@ -561,6 +421,12 @@ class Encoder:
         return _HINTS[drop]
 
 
+def _begins_with_line_end(prompt: str, full: str) -> bool:
+    """Return whether `full` continues a `prompt` that ends a line with white space."""
+    is_prefix = full.startswith(prompt) and prompt.endswith("\n")
+    return is_prefix and full[len(prompt) :][:1].isspace()
+
+
 def _asked_to_think(spans: Sequence[_Span]) -> tuple[bool, ...]:
     return tuple(span.asked_to_think for span in spans if span.asked_to_think is not None)
 
@@ -589,6 +455,13 @@ _HINTS = {
     Drop.THINKING_NOT_RENDERED: "the chat template leaves out what these answers think, so it would not be learned: "
     "take a model whose template renders it, write it as <think>...</think> at the start of the answer if the template "
     "keeps that, or set tokenize.thinking to strip to train on the answers alone",
+    Drop.CALLS_NOT_RENDERED: "the chat template leaves out calls of these conversations, or a part of their arguments, "
+    "so the model would learn to stop instead of calling: take a model whose template renders calls, also beside text",
+    Drop.TOOLS_NOT_RENDERED: "the chat template leaves out the tools of these rows, or a part of their schemas, so the "
+    "model would learn to call what it was not told of: take a model whose template renders tools, or set columns: "
+    "{tools: ignore} to train without them",
+    Drop.MESSAGE_NOT_RENDERED: "the chat template leaves out the text of a message of these conversations, for its "
+    "role or its place, so the model would learn answers without what was said: take a model whose template has it",
 }
 
 

@@ -13,6 +13,7 @@ from pipeline_lib.data.conversations import (
     Message,
     Reason,
     Text,
+    TextParts,
     WrongFile,
     calls_in,
     calls_of,
@@ -172,7 +173,7 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
 
 
 def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
-    """Return the text of a turn. Text parts are joined by newlines, as servers do for templates that expect text."""
+    """Return the text of a turn, in which text parts are joined; the template says how."""
     value = turn.value(key)
     if value is None and may_be_null:
         return ""
@@ -189,7 +190,7 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}[{number}]: {detail}")
         turn.add_part(part, f"{turn.shown(key)}[{number}]", f"{turn.name_of(key)}[]", ("type", "text"))
         texts.append(text)
-    return "\n".join(texts)
+    return TextParts.of(texts)
 
 
 def _is_trained_on(turn: Fields) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.config.content import TOKENIZER_FILES
+from pipeline_lib.config.content import TEMPLATES_FOLDER, TOKENIZER_FILES, tokenizer_files
 from pipeline_lib.config.schema import IGNORE, Rows, Tokenize
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core import units
@@ -33,16 +33,18 @@ from pipeline_lib.data.batches import (
     NearDuplicates,
     PuttingAside,
     hints_of,
+    lacks_generation_prompt,
     losses_explained,
     shown,
     text_size,
     thinking_default,
     wrong_file,
 )
+from pipeline_lib.data.bpe import WrongIds
 from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tokenizer_config, repetition, trained_modes
 from pipeline_lib.data.conversations import BadRow, WrongFile
 from pipeline_lib.data.documents import ARRAYS, Samples
-from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, Encoder, WrongIds
+from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, Encoder
 from pipeline_lib.data.layouts import Layout, layout_of
 from pipeline_lib.data.ledger import (
     Encoded,
@@ -235,7 +237,10 @@ def fraction_read(sources: Sequence[Source], current: int) -> float:
 # Limits on lost data: the stage fails if it lost more than the config allows, with the numbers and a remedy.
 
 NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
-ALWAYS_NAMED = (Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED)
+ALWAYS_NAMED = (
+    *(Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED),
+    *(Drop.CALLS_NOT_RENDERED, Drop.TOOLS_NOT_RENDERED, Drop.MESSAGE_NOT_RENDERED),
+)
 NAMED_KEYS = 20
 OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # rows may lack these
 TRUNCATED = "truncated"
@@ -403,8 +408,13 @@ def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
 # The stage itself: read the sources, encode in workers, write the arrays, and report.
 
 LIMITS = Limits()
+READ_OF_MODEL = (*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*")
 BYTES_PER_WORKER = 1 << 20  # bytes of input; loading the tokenizer again costs as much as half a second of encoding
 QUARANTINE_NAME = "quarantine.jsonl"
+NO_GENERATION_PROMPT = (
+    "tokenize: the chat template writes no generation prompt, so the model learns to begin its answers itself, with "
+    "what the template writes before them; a server that adds a prompt of its own asks otherwise than in training"
+)
 
 
 def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
@@ -423,11 +433,14 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
     # The chat template and the tokenizer decide the tokens beside the data.
-    model = job.inputs["model"].folder(*TOKENIZER_FILES)
+    model = job.inputs["model"].folder(*READ_OF_MODEL)
     if (model / TEMPLATE_NAME).is_file():
         template_sha256 = sha256_file(model / TEMPLATE_NAME)
     else:
         template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
+    named = {name: sha256_file(model / name) for name in tokenizer_files(model) if name.startswith(TEMPLATES_FOLDER)}
+    if named:
+        template_sha256 = sha256_text(canonical_json([named, template_sha256]))
     return {
         **counts,
         "thinking_default": books.thinking_default,
@@ -441,7 +454,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     given = dict(job.spec.settings)
     sources = open_sources(job, given.pop("sources", None))
     settings = read_settings(Tokenize, given)
-    model = job.inputs["model"].folder(*TOKENIZER_FILES)
+    model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool:
         books = _Books(job, settings, sources)
@@ -457,6 +470,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
             job.say(line)
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([thinking_default])
+            if any(pool.map([lacks_generation_prompt])):
+                job.say(NO_GENERATION_PROMPT)
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)

@@ -14,6 +14,7 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.memory import host_free_bytes
+from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.data.batches import render_prompts
 from pipeline_lib.data.blocks import BlockReader, documents_of
@@ -127,7 +128,12 @@ def bounded(settings: Evaluate, answers: Answers) -> Evaluate:
 
 
 def generate_all(
-    model: PreTrainedModel, folder: Path, documents: Sequence[Document], settings: Evaluate, context: Context
+    model: PreTrainedModel,
+    folder: Path,
+    documents: Sequence[Document],
+    settings: Evaluate,
+    context: Context,
+    say: Say,
 ) -> list[dict[str, Any]]:
     """Return {prompt, reference, answer} for each of the user's prompts and for a sample of the held-out documents.
 
@@ -135,7 +141,7 @@ def generate_all(
     """
     tokenizer = load_tokenizer(folder)
     answers = []
-    for asked, text in zip(settings.prompts, rendered(folder, settings.prompts, context), strict=True):
+    for asked, text in zip(settings.prompts, rendered(folder, settings.prompts, context, say), strict=True):
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
         answers.append({"prompt": asked, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
@@ -150,11 +156,18 @@ def generate_all(
     return answers
 
 
-def rendered(folder: Path, prompts: Sequence[str], context: Context) -> Sequence[str]:
-    """Return the prompts rendered by the chat template in `folder`; unchanged if there is none."""
+def rendered(folder: Path, prompts: Sequence[str], context: Context, say: Say) -> Sequence[str]:
+    """Return the prompts rendered by the chat template in `folder`; unchanged if there is none, or if it fails.
+
+    A model that was trained on raw text may have a template that cannot be used.
+    """
     if not prompts or not has_template(folder):
         return prompts
-    return render(folder, [[{"role": "user", "content": prompt}] for prompt in prompts], context)
+    try:
+        return render(folder, [[{"role": "user", "content": prompt}] for prompt in prompts], context)
+    except DataError as error:
+        say(f"evaluate: the prompts are asked as they are, without the chat template: {error}")
+        return prompts
 
 
 def render(folder: Path, conversations: Sequence[Sequence[Message]], context: Context) -> list[str]:

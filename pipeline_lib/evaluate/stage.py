@@ -78,7 +78,8 @@ def run(job: Job) -> dict[str, Any]:
             model = load_to_answer(folder, place, ropes[name])
             if name == "base" and generation:
                 model.generation_config = GenerationConfig.from_dict(generation)
-            answers[name] = generate_all(model, folders["base"], documents, bounded(settings, place), context)
+            asked = bounded(settings, place)
+            answers[name] = generate_all(model, folders["base"], documents, asked, context, job.say)
             del model
             gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
     unigram = unigram_loss(training, held_out)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, TOKENIZER_FILES
+from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
@@ -398,8 +398,9 @@ def export(
     if dtype is not None:
         config = _with_dtype(config, dtype)
     write_json(out / "config.json", config)
-    for name in (*TOKENIZER_FILES, *MEDIA_FILES):
+    for name in (*tokenizer_files(base), *MEDIA_FILES):
         if name != GENERATION_NAME and (base / name).exists():
+            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, out / name)
     tokenizer = read_tokenizer_config(out)
     if tokenizer.keys() & CODE_KEYS:  # else the file stays unchanged
@@ -430,12 +431,13 @@ def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
 def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
     """Return the generation `config` with the chat template's end-of-turn token among its stop tokens.
 
-    Base models name another token, so that the tuned model would not stop after its answer. Without a chat template in
-    `folder` the config is unchanged. Raises DataError if the template ends no turn, or exceeds its `limits`.
+    Base models name another token, so that the tuned model would not stop after its answer. The config is unchanged
+    without a chat template in `folder`, or if the template ends no answer within its `limits`: then the model was
+    trained on raw text.
     """
-    if not has_template(folder):
+    end = end_of_turn(folder, limits) if has_template(folder) else None
+    if end is None:
         return dict(config)
-    end = end_of_turn(folder, limits)
     named = config.get("eos_token_id")
     stops = named if isinstance(named, list) else [] if named is None else [named]
     return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}

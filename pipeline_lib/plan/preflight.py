@@ -1,7 +1,6 @@
 """Check before any job is submitted whether a config can work at all."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,18 +148,33 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
         except (DataError, OSError):  # named where the files are hashed
             continue
     if formats - {"text", "auto", None}:
-        yield from _no_template(config)
+        yield from _of_template(config)
 
 
-def _no_template(config: Config) -> Iterator[str]:
-    """Yield a problem if the model's files are on this machine and have no chat template, which conversations need."""
+def _of_template(config: Config) -> Iterator[str]:
+    """Yield what conversations lack in the chat template, if the model's files are on this machine.
+
+    It has to be there, and to render the system message and the tools of the config.
+    """
     from pipeline_lib.data.chat_template import has_template, no_template
 
     model = config.model
     path = model.path if isinstance(model, LocalModel) else model.tokenizer if isinstance(model, TinyModel) else None
-    with suppress(DataError):  # a file that cannot be read is named where the model is looked at
-        if path is not None and Path(path).is_dir() and not has_template(Path(path)):
-            yield f"{model_key(model)}: {no_template(Path(path))}"
+    if path is None or not Path(path).is_dir():
+        return
+    try:
+        is_there = has_template(Path(path))
+    except DataError:  # a file that cannot be read is named where the model is looked at
+        return
+    if not is_there:
+        yield f"{model_key(model)}: {no_template(Path(path))}"
+    elif config.tokenize.system or config.tokenize.tools:
+        from pipeline_lib.data.batches import refuse_unrendered_defaults
+
+        try:
+            refuse_unrendered_defaults(Path(path), config.tokenize)
+        except DataError as error:
+            yield str(error)
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:

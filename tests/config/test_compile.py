@@ -335,11 +335,11 @@ def test_the_digests_of_a_config_never_change() -> None:
     assert digests(compiled(TINY)) == {
         "model": "2ee978dff2974324",
         "data.0": "dceee265e3fe3e37",
-        "tokenize": "eb5a08dc1b4ba82d",
-        "shard": "c12ede34718bece1",
-        "plan": "a6e86d33b55ec22d",
-        "train": "03c05b451a357a4b",
-        "merge": "9603d8e4b4f479fc",
-        "evaluate": "374764d0455c5047",
-        "report": "7e9226ba2e2ddb8f",
+        "tokenize": "5163851f986d89e0",
+        "shard": "d7abeb47a98ddeb9",
+        "plan": "5f00d0b1ef5fa2c0",
+        "train": "af3ef5dff96785df",
+        "merge": "eca390b138ccd432",
+        "evaluate": "07c409646bdb816e",
+        "report": "c15a5dd3cbf4d7d0",
     }

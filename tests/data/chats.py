@@ -1,15 +1,18 @@
 """Conversations for tests, templates in the manner of other models, and transformers as the judge of both."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from pipeline_lib.config.schema import Tokenize
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.data import chat_template
 from pipeline_lib.data.conversations import Conversation, Message
 from pipeline_lib.data.encode import Encoder, Sample
 
@@ -31,6 +34,7 @@ INSTRUCT = """\
 
 # Thinks always: the prompt itself opens the thinking, as with Qwen3-Thinking-2507.
 THINKING = """\
+{%- for tool in tools or [] %}{{- tool | tojson + '\n' }}{% endfor %}
 {%- for message in messages %}
     {%- set parts = message.content.split('</think>') %}
     {%- set thought = message.reasoning_content or (parts[0].split('<think>')[-1] if parts | length > 1 else '') %}
@@ -55,14 +59,20 @@ _EFFORT = """\
 {%- endif %}
 """
 _FAMILY = """\
+{%- macro text_of(content) %}
+    {%- if content is string %}{{- content }}{% else %}
+        {%- for part in content or [] %}{{- part.text }}{% endfor %}
+    {%- endif %}
+{%- endmacro %}
 {%- if tools %}{% set system.text = system.text + 'Tools: ' + tools | tojson + '\n\n' %}{% endif %}
-{%- if messages[0].role == 'system' %}{% set system.text = system.text + messages[0].content | trim %}{% endif %}
+{%- set about = text_of(messages[0].content) if messages[0].role == 'system' else '' %}
+{%- set system.text = system.text + about | trim %}
 {%- if system.text %}{{- '<|im_start|>system\n' + system.text + '<|im_end|>\n' }}{% endif %}
 {%- set last = namespace(question=0) %}
 {%- for message in messages if message.role == 'user' %}{% set last.question = loop.length %}{% endfor %}
 {%- set now = namespace(question=0) %}
 {%- for message in messages %}
-    {%- set content, thought = message.content | trim, (message.reasoning_content or '') | trim %}
+    {%- set content, thought = text_of(message.content) | trim, (message.reasoning_content or '') | trim %}
     {%- if message.role == 'user' %}
         {%- set now.question = now.question + 1 %}
         {{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
@@ -111,6 +121,76 @@ FAMILIES = {
     "qwen3.8": _family(_UNLESS_OFF, "preserve_thinking is undefined or preserve_thinking", "false", _EFFORT),
 }
 
+# The manners of the published templates, written anew: what each renders of a conversation, not its words.
+_TOOLS = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + (about + '\\n\\n' if about else '') + '# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson }}{% endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif about %}{{- '<|im_start|>system\\n' + about + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if content or not loop.first }}{{- '<tool_call>\\n{"name": "' + call.function.name }}
+            {{- '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+_GIVEN = "{%- set about = messages[0].content if messages[0].role == 'system' else '' %}"
+_BY_DEFAULT = "{%- set about = messages[0].content if messages[0].role == 'system' else 'You help.' %}"
+# Reads text as it stands, and neither calls nor tools. It writes `message['content']` as published ones do.
+_EACH = """\
+{% for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}"""
+# Cuts what answers think, and opens a block itself; the arguments of calls have to be text, and their content null.
+_R1 = """\
+{%- set now = namespace(system='', is_tool=false, outputs=0) %}
+{%- for message in messages if message['role'] == 'system' %}{% set now.system = message['content'] %}{% endfor %}
+{{- bos_token }}{{- now.system }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {%- set now.is_tool = false %}{{- '<｜User｜>' + message['content'] }}
+    {%- elif message['role'] == 'assistant' and message['content'] is none %}
+        {%- set now.is_tool = false %}{{- '<｜Assistant｜>' }}
+        {%- for call in message['tool_calls'] %}
+            {{- '<call>' + call['function']['name'] + '\\n' + call['function']['arguments'] + '</call>' }}
+        {%- endfor %}
+        {{- '<｜end▁of▁sentence｜>' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- set now.is_tool = false %}
+        {{- '<｜Assistant｜>' + message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
+    {%- elif message['role'] == 'tool' %}
+        {%- set now.is_tool = true %}{{- '<output>' + message['content'] + '</output>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not now.is_tool %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
+HYBRID = Path(chat_template.__file__).with_name("chat_template.jinja").read_text()  # the project's own, as Qwen3's
+NO_TEMPLATE = "none"
+TEMPLATES = {
+    "hybrid": HYBRID,
+    "instruct-2507": _GIVEN + _TOOLS,
+    "thinking-2507": THINKING,
+    "qwen2.5": _BY_DEFAULT + _TOOLS,
+    "qwen3.5": FAMILIES["qwen3.5"],
+    "r1-distill": _R1,
+    "chatml": _EACH + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "no generation prompt": _EACH,
+    NO_TEMPLATE: "",
+}
+R1_TOKENS = {"<｜User｜>": False, "<｜Assistant｜>": False, "<｜end▁of▁sentence｜>": True}  # whether it is special
+TEXT_ONLY = ("r1-distill", NO_TEMPLATE)  # no answer can be rendered as it would be written
+
 
 def say(role: str, content: str, **more: Any) -> Message:
     return {"role": role, "content": content, **more}
@@ -153,8 +233,29 @@ def change_template(tiny_folder: Path, folder: Path, template: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tiny_folder / name).read_bytes())
-    (folder / "chat_template.jinja").write_text(template)
+    set_template(folder, template)
     return folder
+
+
+def set_template(folder: Path, template: str) -> None:
+    """Give the model in `folder` another template, or none, and the control tokens that it writes."""
+    (folder / "chat_template.jinja").write_text(template)
+    if not template:
+        (folder / "chat_template.jinja").unlink()
+    config = read_json(folder / "tokenizer_config.json")
+    config.pop("chat_template", None)
+    if tokens := {token: special for token, special in R1_TOKENS.items() if token in template}:
+        add_tokens(folder, tokens)
+        config.update(bos_token="<|endoftext|>", eos_token="<｜end▁of▁sentence｜>")  # noqa: S106 - no passwords
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def add_tokens(folder: Path, tokens: Mapping[str, bool]) -> None:
+    """Add control tokens to the tokenizer in `folder`: whether each is special."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for token, is_special in tokens.items():
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=is_special)])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def is_thinking_on(messages: Sequence[Message], number: int) -> bool:
@@ -195,9 +296,15 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
             options["enable_thinking"] = False
             prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         full = tokenizer.apply_chat_template(messages, **options)
-        written = full[len(prompt) :]
+        written, opens = full[len(prompt) :], tokenizer.decode(prompt).endswith("<think>\n")
         thought = conversation.messages[number].get("reasoning_content", "")
         is_lost = thought.strip() and "reasoning_content" not in tokenizer.chat_template
+        if full[: len(prompt)] != prompt and (is_thinking_on(messages[-1:], 0) or not opens):
+            # The model's answer begins with a token of its own, which may be a line end.
+            before, whole = tokenizer.decode(prompt), tokenizer.decode(full)
+            if whole.startswith(before) and before.endswith("\n") and whole[len(before) :][:1].isspace():
+                written = tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+                full = prompt + written
         fits = full[: len(prompt)] == prompt and not is_lost
         found.append((prompt, written[: len(written) - written[::-1].index(end_of_turn)]) if fits else None)
     return found

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from pipeline_lib.data import encode
-from pipeline_lib.data.encode import (
+from pipeline_lib.data import bpe
+from pipeline_lib.data.bpe import (
     CHECK_EVERY,
     FIRST_CHECKED,
     BatchTokenizer,
     NotConvertible,
     WrongIds,
     is_plain,
-    load_tokenizer,
     to_tiktoken,
 )
+from pipeline_lib.data.encode import load_tokenizer
 
 some = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -82,8 +82,8 @@ letters = st.sampled_from(list("aZ1 9.,'-_\n\t\r!，。？好あ゙が한ㄱéß
 @given(text=st.text(letters, max_size=60) | mixed)
 def test_a_long_text_has_the_ids_of_the_whole(folder: Path, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "MAX_PIECE_CHARS", 4)
-        pieces = list(encode.short_pieces(text))
+        patch.setattr(bpe, "MAX_PIECE_CHARS", 4)
+        pieces = list(bpe.short_pieces(text))
         assert "".join(pieces) == text
     tokenizer, _ = load(folder)
     whole = expected(tokenizer, [text])[0]
@@ -93,9 +93,9 @@ def test_a_long_text_has_the_ids_of_the_whole(folder: Path, text: str) -> None:
 
 def test_a_long_text_is_cut_where_it_can_be() -> None:
     text = "Some words, and 123456 numbers。" * 20_000
-    pieces = list(encode.short_pieces(text))
-    assert max(map(len, pieces)) <= encode.MAX_PIECE_CHARS and "".join(pieces) == text
-    assert list(encode.short_pieces("x" * 300_000)) == ["x" * 300_000]
+    pieces = list(bpe.short_pieces(text))
+    assert max(map(len, pieces)) <= bpe.MAX_PIECE_CHARS and "".join(pieces) == text
+    assert list(bpe.short_pieces("x" * 300_000)) == ["x" * 300_000]
 
 
 @some

@@ -427,7 +427,6 @@ def test_a_text_ends_with_the_token_that_the_model_has_for_it(tiny_folder: Path,
 
 def test_texts_need_no_chat_template(tiny_folder: Path, tmp_path: Path) -> None:
     folder = change_template(tiny_folder, tmp_path, "")
-    (folder / "chat_template.jinja").unlink()
     assert isinstance(encoder(folder).encode([Text("To be")])[0][0], Sample)
     with pytest.raises(DataError, match="has no chat template"):
         encoder(folder).encode([talk(QUESTION, ANSWER)])

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.batches import check_template, end_of_turn, render_prompts
 from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.data.encode import Encoder, load_tokenizer
 from pipeline_lib.data.pool import Limits
+
+from .chats import NO_TEMPLATE, TEMPLATES, change_template
 
 QUESTIONS = [[{"role": "user", "content": text}] for text in ("Who?", "And why?")]
 
@@ -27,24 +30,34 @@ def test_answers_end_as_the_template_says(folder: Path) -> None:
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (LOOP, "a worker process was ended while rendering the chat template of .*: more than 0.5 s of CPU time"),
-        ("{{ raise_exception('not today') }}", "not today"),
-        ("{% for message in messages %}{{ message.content }}{% endfor %}", "the chat template has no end of turn"),
-    ],
-)
-def test_a_model_without_an_end_of_turn_is_refused(
-    tmp_path: Path, tiny_folder: Path, template: str, message: str
-) -> None:
-    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    (model / "chat_template.jinja").write_text(template)
-    with pytest.raises(DataError, match=message):
-        end_of_turn(model, Limits(cpu_s=0.5))
-    if "no end of turn" not in message:
-        with pytest.raises(DataError, match=message):
-            render_prompts(model, QUESTIONS, Limits(cpu_s=0.5))
+LIMITS = Limits(cpu_s=0.5)
+FAILING = {
+    LOOP: "a worker process was ended while rendering the chat template of .*: more than 0.5 s of CPU time",
+    "{{ raise_exception('not today') }}": "not today",
+}
+
+
+@pytest.mark.parametrize("template", [*FAILING, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+def test_a_template_may_end_no_answer(tmp_path: Path, tiny_folder: Path, template: str) -> None:
+    """Raw text needs no template, so its training is exported all the same."""
+    model = change_template(tiny_folder, tmp_path / "model", template)
+    assert end_of_turn(model, LIMITS) is None
+    if template in FAILING:
+        with pytest.raises(DataError, match=FAILING[template]):
+            render_prompts(model, QUESTIONS, LIMITS)
+
+
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+NEVER_OFF = "{% if enable_thinking is defined and not enable_thinking %}{{ raise_exception('it thinks') }}{% endif %}"
+
+
+@pytest.mark.parametrize("before", ["", NEEDS_SYSTEM, NEVER_OFF])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != NO_TEMPLATE])
+def test_each_published_template_ends_its_answers(tmp_path: Path, tiny_folder: Path, name: str, before: str) -> None:
+    model = change_template(tiny_folder, tmp_path / "model", before + TEMPLATES[name])
+    end = "<｜end▁of▁sentence｜>" if name == "r1-distill" else "<|im_end|>"
+    state = Encoder(model, Tokenize())
+    assert state.end_of_turn() == state.tokenizer.token_to_id(end)
 
 
 def render_questions(model: Path, limits: Limits) -> list[str]:
@@ -62,7 +75,7 @@ def render_questions(model: Path, limits: Limits) -> list[str]:
         "{{ message }} and more " * 50_000,
     ],
 )
-@pytest.mark.parametrize("work", [check_template, end_of_turn, render_questions])
+@pytest.mark.parametrize("work", [check_template, render_questions])
 def test_a_template_is_compiled_within_the_limits(
     tmp_path: Path, tiny_folder: Path, template: str, work: Callable[[Path, Limits], object]
 ) -> None:

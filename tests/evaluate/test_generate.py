@@ -48,9 +48,10 @@ def test_an_empty_thinking_block_stays_since_inference_gives_it(tiny: Path) -> N
 
 
 def test_prompts_are_asked_in_the_context_that_was_trained(tiny: Path) -> None:
-    (plain,) = rendered(tiny, ["Who are you?"], Context())
+    (plain,) = rendered(tiny, ["Who are you?"], Context(), print)
     assert "system" not in plain
-    (text,) = rendered(tiny, ["Who are you?"], Context.of({"system": "You are Zhen Huan.", "tools": [TOOL]}))
+    context = Context.of({"system": "You are Zhen Huan.", "tools": [TOOL]})
+    (text,) = rendered(tiny, ["Who are you?"], context, print)
     assert text.startswith("<|im_start|>system\nYou are Zhen Huan.")
     assert '"name": "add"' in text
     assert text.endswith(plain)
@@ -68,14 +69,15 @@ def test_prompts_are_asked_in_the_context_that_was_trained(tiny: Path) -> None:
 def test_prompts_are_asked_with_the_switch_that_was_trained(
     tiny: Path, prompts: dict[str, int], default: str | None, asked: str
 ) -> None:
-    (text,) = rendered(tiny, ["Who are you?"], Context.of({}, trained_modes(prompts, default)))
+    (text,) = rendered(tiny, ["Who are you?"], Context.of({}, trained_modes(prompts, default)), print)
     assert text.endswith(asked)
 
 
 def test_prompts_are_asked_with_the_variables_that_were_trained(tiny: Path, tmp_path: Path) -> None:
     folder, modes = change_template(tiny, tmp_path, FAMILIES["qwen3.8"]), trained_modes({"thinking_on": 9}, "on")
     for kwargs, begins in (({"reasoning_effort": "low"}, "low"), ({}, "xhigh")):
-        (text,) = rendered(folder, ["Who are you?"], Context.of({"chat_template_kwargs": kwargs}, modes))
+        context = Context.of({"chat_template_kwargs": kwargs}, modes)
+        (text,) = rendered(folder, ["Who are you?"], context, print)
         assert text.startswith(f"<|im_start|>system\nEffort: {begins}\n") and text.endswith("assistant\n<think>\n")
 
 
@@ -84,8 +86,15 @@ def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tm
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
-    assert rendered(tmp_path, ["Once"], Context(system="unused")) == ["Once"]
+    assert rendered(tmp_path, ["Once"], Context(system="unused"), print) == ["Once"]
     assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path) == {"eos_token_id": 0}
+
+
+def test_a_template_that_fails_leaves_prompts_as_they_are(tiny: Path, tmp_path: Path) -> None:
+    """The model was trained on raw text, which needs none; an evaluation after hours does not fail for it."""
+    folder, said = change_template(tiny, tmp_path, "{{ raise_exception('not today') }}"), list[str]()
+    assert rendered(folder, ["Once"], Context(), said.append) == ["Once"]
+    assert "not today" in said[0]
 
 
 def test_one_answer_is_taken_however_many_a_model_gives_by_itself(tiny: Path) -> None:

@@ -469,6 +469,20 @@ def test_conversations_need_a_model_with_a_chat_template(tmp_path: Path, store: 
     assert found(file, text) == found(hub, "") == found({**hub, "format": "text"}, "") == []
 
 
+def test_a_template_has_to_render_what_the_config_gives_all_rows(tmp_path: Path, store: Store) -> None:
+    """Else the tokenize stage would stop at the first row, after a download."""
+    folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    rows.write_text(json.dumps({"messages": TURNS}))
+    tools = ['{"name": "weather", "description": "of a place"}']
+    config = data_of(rows, model={"source": "local", "path": str(folder)}, tokenize={"tools": tools})
+    assert problems(config, store) == []
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}")
+    (problem,) = problems(config, store)
+    assert problem.startswith("tokenize.tools: ")
+
+
 def test_a_file_that_cannot_be_read_is_left_to_the_check_of_files(tmp_path: Path, store: Store) -> None:
     """Its name is too long for any disk: it is named with the files that are missing."""
     assert problems(data_of(tmp_path / ("a" * 300 + ".jsonl")), store) == []
