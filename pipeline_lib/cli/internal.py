@@ -171,14 +171,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     die_with_owner(os.environ)
 
+    from pipeline_lib.launch.environment import compile_caches, dist_environment
+
+    os.environ.update(dist_environment(os.environ) | compile_caches(os.environ))
     with importing():
         from pipeline_lib.core.lock import Lock
-        from pipeline_lib.launch.environment import dist_environment
         from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
         from pipeline_lib.plan.document import read_plan
         from pipeline_lib.train.rank import RankJob, train_rank
 
-    os.environ.update(dist_environment(os.environ))
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     job = RankJob(
@@ -205,8 +206,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 def run_node(arguments: argparse.Namespace) -> None:
     """Start the ranks of this node and exit with the code of the first that fails; the stage reports what went wrong.
 
-    SLURM's warnings reach every process of a step. This program ignores them, and so do its ranks until they handle
-    them, which save first.
+    SLURM's warnings reach every process of a step. This program ignores them; its ranks handle them, and save first.
     """
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -268,6 +268,9 @@ def measure(arguments: argparse.Namespace) -> None:
     """Measure as the rank that the environment names, and print the results as JSON."""
     die_with_owner(os.environ)  # before the slow imports
 
+    from pipeline_lib.launch.environment import compile_caches
+
+    os.environ.update(compile_caches(os.environ))
     with importing():
         from pipeline_lib.calibrate.rank import measure_rank
         from pipeline_lib.calibrate.run import Task

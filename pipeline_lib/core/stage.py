@@ -41,7 +41,6 @@ from pipeline_lib.core.store import (
     verify_sizes,
     write_manifest,
 )
-from pipeline_lib.core.text import redact
 
 Say = Callable[[str], None]
 RECORDED_PACKAGES = (
@@ -230,8 +229,8 @@ def _manifest_of(job: Job, counts: dict[str, Any], started_at: datetime, duratio
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print `text`, with credentials masked, and `end`. Once its reader is gone, discard output and go on."""
+    """Print `text` and `end` to stdout. Once its reader is gone, discard output and let the work go on."""
     try:
-        print(redact(text), end=end, file=sys.stdout, flush=True)
+        print(text, end=end, file=sys.stdout, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TextIO
 
 # Redaction and shortening. Text in the form of a known token is masked anywhere; text after a name like `password=` is
-# masked in any form. Masking too much is harmless, because only excerpts and messages pass through here.
+# masked in any form. Excerpts of data, errors and warnings pass through here, and no output for programs.
 
 MASK = "***"
 REASON_CHARS = 500
@@ -47,12 +47,12 @@ _PATTERNS = (
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:AKIA|ASIA))[0-9A-Z]{16}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])AIza)[0-9A-Za-z_-]{20,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])xox[a-z]-)[0-9A-Za-z-]{10,}"),
-    re.compile(r"(?P<kept>(?<![A-Za-z0-9])gl[a-z]{1,5}-)[0-9A-Za-z_.-]{16,}"),
+    re.compile(r"(?P<kept>(?<![A-Za-z0-9])gl(?:pat|dt|rt|cbt|ptt|ft|soat|agent|imt|oas|ffct)-)[0-9A-Za-z_.-]{16,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:[sr]k|whsec)_(?:live_|test_)?)[0-9A-Za-z]{16,}"),
     re.compile(r"(?P<kept>(?<![A-Za-z0-9])(?:npm_|pypi-|dckr_pat_|dop_v1_|ya29\.))[0-9A-Za-z_-]{16,}"),
     # "api_key": "...", TOKEN=..., password: ...
     re.compile(
-        rf"(?P<kept>(?<![A-Za-z])(?:{_NAMES})(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?)"
+        rf"(?P<kept>(?<![A-Za-z])(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?:{_NAMES})(?:{_QUOTE})?\s{{0,4}}[=:]\s{{0,4}}(?:{_QUOTE})?)"
         r"(?!\*\*\*|Bearer\b)[^\s\"'\\,;&}]+",
         re.IGNORECASE,
     ),

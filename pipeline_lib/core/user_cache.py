@@ -38,7 +38,8 @@ class UserCache:
         if self.folder is None:
             return False
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for level in reversed((self.folder, *self.folder.parents)):
+                level.mkdir(mode=0o700, exist_ok=True)
             status = self.folder.lstat()
         except OSError:
             return False
@@ -46,3 +47,16 @@ class UserCache:
 
 
 NOTHING_KEPT = UserCache()
+
+
+def is_own(folder: str) -> bool:
+    """Return whether `folder` is an absolute path that can be made or exists, where only this user may write."""
+    path = Path(folder)
+    if not path.is_absolute():
+        return False
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

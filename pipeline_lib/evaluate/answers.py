@@ -25,18 +25,11 @@ from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
 from pipeline_lib.model.build import load_plain
 from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.gpu import free_gpus
 from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
 from pipeline_lib.report.results import modes_in
 
 # The devices for a whole model that answers.
-
-
-def free_gpus() -> list[int]:
-    """Return the bytes that are free on each GPU."""
-    if not torch.cuda.is_available():
-        return []
-    torch.cuda.empty_cache()  # memory that torch caches from an earlier model does not count as free
-    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
 
 
 def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.device:

@@ -33,7 +33,6 @@ from pipeline_lib.evaluate.answers import (
     Context,
     answers_here,
     bounded,
-    free_gpus,
     generate_all,
     load_to_answer,
     modes_of,
@@ -42,6 +41,7 @@ from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
+from pipeline_lib.model.gpu import free_gpus
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, can_score, waiting_tokens

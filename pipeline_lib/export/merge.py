@@ -26,7 +26,7 @@ from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.export.card import adapter_card, loading_code, model_card
-from pipeline_lib.export.proof import prove
+from pipeline_lib.export.proof import device_for, prove
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.config_json import without_quantization
@@ -451,7 +451,7 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
     kept = job.run_dir / REFUSED
     shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
     try:
-        return prove(job.out, base, trained, train, torch.device("cpu"))
+        return prove(job.out, base, trained, train, device_for(base))
     except TrainingError as error:
         shutil.move(job.out, kept)
         raise TrainingError(

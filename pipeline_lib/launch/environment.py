@@ -11,18 +11,19 @@ from pathlib import Path
 
 import psutil
 
+from pipeline_lib.core.user_cache import UserCache, is_own
 from pipeline_lib.plan.document import PlanDocument, known
 
 RENDEZVOUS_FILE = "PIPELINE_RENDEZVOUS"  # where the ranks of one machine meet, instead of at an address
-# What a launcher sets for each rank: left over from an outer one, it would be taken for ours.
+NODE_VARIABLE = "NODE_RANK"
+# What a launcher sets for each rank or node: left over from an outer one, it would be taken for ours.
 PLACE_IN_WORLD = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
-    RENDEZVOUS_FILE,
+    *(NODE_VARIABLE, RENDEZVOUS_FILE),
 )
 LOOPBACK = "127.0.0.1"
 HOST_VARIABLE = "PIPELINE_HOST"  # the name of this host in the user's list
-NODE_VARIABLE = "NODE_RANK"
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 # Variables that go to other hosts: settings of libraries that have to be equal on all ranks. Neither paths nor secrets.
 _SETTINGS = re.compile(
@@ -71,11 +72,32 @@ def launch_environment(environ: Mapping[str, str], plan: PlanDocument, rendezvou
     made |= rendezvous
     made.setdefault("OMP_NUM_THREADS", str(known(cluster.cpus_per_rank)))
     made |= allocator_settings(made, cluster.is_gpu)
-    if cluster.is_gpu:
-        made.setdefault("NCCL_RAS_ENABLE", "0")  # it listens on a port of this machine, for anyone, to report the state
+    made.setdefault("NCCL_RAS_ENABLE", "0")  # it listens on a port of this machine, for anyone, to report the state
     if plan.chosen.deterministic:
         made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         made.setdefault("NCCL_NVLS_ENABLE", "0")  # sums made in a switch: nothing says in which order
+    return made
+
+
+# By default torch's compiler shares a folder of all users, $TMPDIR/torchinductor_USER, takes it whoever made it, and
+# unpickles what lies there.
+COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def compile_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the folders for what torch and Triton compile, in which nobody but this user may write.
+
+    Those that `environ` names are taken if they are the user's own.
+    """
+    cache, made = UserCache.from_env(environ), {}
+    for variable, name in COMPILE_CACHES.items():
+        own = cache.within(name)
+        if is_own(chosen := environ.get(variable, "")):
+            made[variable] = chosen
+        elif own.is_private:
+            made[variable] = str(own.folder)
+        else:
+            made[variable] = tempfile.mkdtemp(prefix=f"pipeline-{name}-")
     return made
 
 
@@ -113,6 +135,7 @@ def rank_environments(
     environ: Mapping[str, str], ranks_per_node: int, nodes: int = 1, node: int = 0
 ) -> list[dict[str, str]]:
     """Return the environments of the ranks of node number `node`: `environ`, and the place of each in the world."""
+    environ = {"NCCL_RAS_ENABLE": "0", **environ}  # as in launch_environment
     world, on_node = str(nodes * ranks_per_node), str(ranks_per_node)
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node, "GROUP_RANK": str(node)}
     return [

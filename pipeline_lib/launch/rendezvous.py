@@ -9,12 +9,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
 from torch import distributed
 
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.launch.environment import GLOO_INTERFACE, RENDEZVOUS_FILE, is_loopback
 
 
@@ -44,11 +46,15 @@ class Rendezvous:
     def store(self, rank: int, ranks: int, timeout_s: float, waits: bool = True) -> Any:
         """Return the torch.distributed.Store of the `ranks` ranks. Without a file, rank 0 listens on one address only.
 
-        With `waits`, all ranks have connected when it returns. Raises TrainingError if rank 0's machine does not have
-        the address, and torch's DistNetworkError or DistStoreError if the others do not come within `timeout_s`.
+        With `waits`, all ranks have connected when it returns, if they have no file. Raises TrainingError if the file's
+        folder cannot be made here or is not the user's alone, or rank 0's machine does not have the address; torch's
+        DistNetworkError or DistStoreError if the others do not come within `timeout_s`.
         """
         timeout = timedelta(seconds=timeout_s)
         if self.file is not None:
+            folder = Path(self.file).parent
+            if not UserCache(folder).is_private:  # made here if the launcher runs on another machine
+                raise TrainingError(f"the ranks cannot meet in {folder}: set TMPDIR to a local folder of every node")
             store: Any = distributed.FileStore(self.file, ranks)  # type: ignore[attr-defined]
             store.set_timeout(timeout)
             return store
@@ -69,14 +75,13 @@ def own_address(address: str, interface: str | None) -> str:
     """
     by_interface = _addresses_by_interface()
     own = {one for addresses in by_interface.values() for one in addresses}
-    for found in _resolved(address):
-        if is_loopback(found):
-            if is_loopback(address):
-                return found
-        elif found in own:
-            return found
-    if interface in by_interface:
-        return by_interface[interface][0]
+    leading = [one for name in (interface or "").split(",") for one in by_interface.get(name, [])]
+    resolved = [one for one in _resolved(address) if one in own or _is_of_this_machine(one)]
+    if not is_loopback(address):
+        resolved = [one for one in resolved if not is_loopback(one)]
+    reached = [one for one in resolved if one in leading] + resolved + leading
+    if reached:
+        return reached[0]
     raise TrainingError(
         f"rank 0 is to be reached at {address}, which is no address of this machine: name the network interface that"
         f" leads to the other nodes in {GLOO_INTERFACE} (it is {interface or 'not set'}; this machine has"
@@ -90,6 +95,11 @@ def _resolved(address: str) -> list[str]:
     except OSError:
         return []
     return [str(target[0]).partition("%")[0] for *_, target in entries]
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Return whether `address` is 127.0.0.2 or the like, which belong to every machine."""
+    return address.startswith("127.")
 
 
 def _addresses_by_interface() -> dict[str, list[str]]:

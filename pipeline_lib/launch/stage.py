@@ -116,7 +116,7 @@ class Attempt:
         with stop_requests_passed_on(self.out):
             failed = run_ranks(self.rank_arguments.to_list(), environ, ranks)
         if failed is not None:
-            raise explain("spawn", failed.exit_code, failed.rank, ranks, self.run_dir)
+            raise explain(self.place.launcher, failed.exit_code, failed.rank, ranks, self.run_dir)
 
     def _run_in_job(self, environ: dict[str, str], stop_in_s: float | None) -> None:
         """Let srun start the ranks on the nodes of the job, and wait for them."""

@@ -97,7 +97,7 @@ def origin_of(manifest: Manifest) -> str:
 
 
 def attempt_text(attempt: Attempt) -> str:
-    """Describe an attempt: `2 ranks by torchrun, from step 50: done`."""
+    """Describe an attempt: `2 ranks by spawn, from step 50: done`."""
     start = f"from step {attempt.first_step}" if attempt.first_step else "from the start"
     return f"{attempt.place}, {start}: {attempt.end}"
 

@@ -60,3 +60,11 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and only for debugging
+
+
+def free_gpus() -> list[int]:
+    """Return the bytes that are free on each GPU."""
+    if not torch.cuda.is_available():
+        return []
+    torch.cuda.empty_cache()  # memory that torch caches from an earlier model does not count as free
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]

@@ -101,13 +101,19 @@ class Streamed:
         """
         return self._run(batches, waiting, partial(token_losses, self._model))
 
-    def probe_logits(self, *blocks: Block) -> list[Tensor]:
-        """Return the logits [K, V] of the model at the probe's positions of each block, in fp32 on the CPU."""
+    def probe_logits(self, *blocks: Block, positions: Tensor | None = None) -> list[Tensor]:
+        """Return the logits [K, V] of the model at the probe's positions of each block, in fp32 on the CPU.
+
+        `positions` [K] are others for the first block.
+        """
         batches = [make_batch([block]) for block in blocks]
+        of_batches = [probe_positions(batch) for batch in batches]
+        if positions is not None:
+            of_batches[0] = positions
+        coming = iter(of_batches)
 
         def finish(there: Batch, hidden: Tensor) -> Tensor:
-            positions = probe_positions(there).to(self.device)
-            return logits_at(self._model, there, positions, hidden)[0].float()
+            return logits_at(self._model, there, next(coming).to(self.device), hidden)[0].float()
 
         return self._run(batches, self.waiting_room(sum(batch.tokens.numel() for batch in batches)), finish)
 

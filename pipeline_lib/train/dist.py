@@ -36,8 +36,7 @@ NCCL_LOST_PEER = (
     *("collective operation timeout", "timed out in blocking wait", "NCCL communicator was aborted"),
     *("ncclRemoteError", "remote process exited"),
 )
-# Socket errors that no peer causes: a port that is taken or not allowed, a host name that does not exist.
-NO_PEERS_FAULT = ("The server socket has failed", "EADDRINUSE", "gai error: -2")
+NO_PEERS_FAULT = ("gai error: -2",)  # socket errors that no peer causes: a host name that does not exist
 
 
 @dataclass(frozen=True)

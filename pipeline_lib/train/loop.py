@@ -37,8 +37,8 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
 
     It rises linearly over the warm-up to the peak, and falls so that an update after the last one would have
     `min_lr_fraction` of the peak: every update learns. `wsd` falls only over the last `decay_fraction` of the steps,
-    and `constant` not at all. These are transformers' rates: without a warm-up those of as many steps; with one those
-    of a step more, whose first update has a rate of 0 there.
+    and `constant` not at all. Cosine and linear are transformers' rates: without a warm-up those of as many steps;
+    with one those of a step more, whose first update has a rate of 0 there.
     """
     warmup_steps = math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
     if step <= warmup_steps:
