@@ -248,7 +248,7 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
     if kind == "literal_error":
         words = context["expected"].replace(" or ", ", ").split(", ")
         is_in_union = str(detail["loc"][-1]).startswith("literal[")
-        if keys[-1] == "launcher" and found in LAUNCHERS:
+        if keys[-1] == "launcher" and isinstance(found, str) and found in LAUNCHERS:
             return f"{_short(found)} is not one of {', '.join(words)}; {LAUNCHERS[found]}"
         return _not_one_of(found, [*words, "a list"] if is_in_union else words)
     if kind in WANTED:

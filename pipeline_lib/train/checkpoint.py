@@ -120,6 +120,11 @@ class Chunk:
         return Chunk(tensor.to_local().detach(), tuple(offsets))
 
 
+def holds_a_part(tensor: Tensor) -> bool:
+    """Return whether this rank has something of `tensor` to write: few rows leave some ranks without a part."""
+    return not isinstance(tensor, DTensor) or tensor.to_local().numel() > 0
+
+
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Divide `tensors` into files of about the same size; no files if there are no tensors."""
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -183,8 +188,8 @@ def save_tensors(
     DiskFull, or SaveFailed for another failure.
     """
     shard = shards_before + 1 + (dist.get_rank(group) if dist.is_initialized() else 0)
-    chunks = {name: Chunk.of(tensor) for name, tensor in tensors.items()}
-    data = split({name: chunk.data for name, chunk in chunks.items() if chunk.data.numel()})
+    chunks = {name: Chunk.of(tensor) for name, tensor in tensors.items() if holds_a_part(tensor)}
+    data = split({name: chunk.data for name, chunk in chunks.items()})
     written: dict[str, FileEntry] = {}
 
     def write_one(number: int, file: Mapping[str, Tensor]) -> None:

@@ -338,8 +338,8 @@ def test_the_digests_of_a_config_never_change() -> None:
         "tokenize": "5163851f986d89e0",
         "shard": "d7abeb47a98ddeb9",
         "plan": "5f00d0b1ef5fa2c0",
-        "train": "af3ef5dff96785df",
-        "merge": "eca390b138ccd432",
-        "evaluate": "07c409646bdb816e",
-        "report": "c15a5dd3cbf4d7d0",
+        "train": "818e22097ac316e5",
+        "merge": "a9a7eca60a373306",
+        "evaluate": "e7428d3e7a978b13",
+        "report": "b74fa917905ee7dd",
     }
