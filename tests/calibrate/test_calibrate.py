@@ -229,7 +229,9 @@ def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
     assert launched_environment({}) is None
     assert launched_environment(batch_script) is None
     assert launched_environment({**torchrun, "RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert launched_environment(torchrun) == torchrun
+    alone = launched_environment(torchrun)
+    assert alone is not None
+    assert alone == {**torchrun, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     placed = launched_environment(task)
     assert placed is not None
     wanted = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu1"}
