@@ -40,10 +40,9 @@ class UserCache:
         try:
             for level in reversed((self.folder, *self.folder.parents)):
                 level.mkdir(mode=0o700, exist_ok=True)
-            status = self.folder.lstat()
+            return _is_kept_from_others(self.folder.lstat(), forbidden=0o077)
         except OSError:
             return False
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 NOTHING_KEPT = UserCache()
@@ -56,7 +55,12 @@ def is_own(folder: str) -> bool:
         return False
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
+        return _is_kept_from_others(path.stat(), forbidden=0o022)
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _is_kept_from_others(status: os.stat_result, forbidden: int) -> bool:
+    """Return whether it is a folder of this user whose mode has none of the bits `forbidden`."""
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return is_own_folder and not status.st_mode & forbidden

@@ -148,7 +148,7 @@ class Batch:
         places: list[Place] = []
         bad_rows: list[Rejected] = []
         for position, row in enumerate(self.rows):
-            with guard.at(position, _size_of(row)):
+            with guard.at(position, size_of(row)):
                 try:
                     content = self._content(row, keys)
                 except BadRow as bad:
@@ -207,7 +207,8 @@ class Batch:
         return to_content(value, self.layout, keys)
 
 
-def _size_of(row: RawRow) -> int:
+def size_of(row: RawRow) -> int:
+    """Return the approximate size of a row in bytes."""
     return text_size(row.value) if row.text is None else len(row.text)
 
 

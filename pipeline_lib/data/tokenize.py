@@ -36,7 +36,7 @@ from pipeline_lib.data.batches import (
     lacks_generation_prompt,
     losses_explained,
     shown,
-    text_size,
+    size_of,
     thinking_default,
     wrong_file,
 )
@@ -185,7 +185,7 @@ class Source:
                 except WrongFile as wrong:
                     raise wrong_file(row, wrong, self.number) from wrong
             rows.append(row)
-            size_bytes += len(row.text) if row.text is not None else text_size(row.value)
+            size_bytes += size_of(row)
             if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
                 yield Batch(rows, self.number, self.file, layout, reading.columns, first)
                 rows, size_bytes = [], 0
