@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.doctor.machine import Section, Unmeasured, clocks
 from pipeline_lib.launch.rendezvous import Rendezvous
 from pipeline_lib.model.gpu import why_no_kernels
@@ -52,10 +51,7 @@ def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
     found: Section = {}
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        rendezvous = Rendezvous.from_env(environ)
-        if rendezvous is None:
-            raise PipelineError("no launcher has said where the ranks of this measurement meet")
-        store = rendezvous.store(rank, world, TIMEOUT_S)
+        store = Rendezvous.from_env(environ).store(rank, world, TIMEOUT_S)
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         for one in collectives(device):

@@ -68,8 +68,6 @@ def _meet_others(environ: MutableMapping[str, str], placed: Mapping[str, str], d
             address = node_address(address)  # the node's name may be unknown to other nodes
     choose_interface(environ, address)
     rendezvous = Rendezvous.from_env({**placed, **environ, "MASTER_ADDR": address})
-    if rendezvous is None:
-        raise PipelineError("MASTER_PORT is not set: no launcher has started this task")
     store = rendezvous.store(rank, world, MEET_S, waits=False)
     leaders = tuple(range(0, world, int(placed["LOCAL_WORLD_SIZE"])))
     here = Place(rank, world, leaders, torch.device("cpu"), store)

@@ -27,28 +27,31 @@ class Rendezvous:
     `is_served` says that a foreign launcher (torchrun) listens there already. `interface` leads to the other nodes.
     """
 
-    file: str | None
-    address: str
-    port: int
-    is_served: bool
-    interface: str | None
+    file: str | None = None
+    address: str = ""
+    port: int = 0
+    is_served: bool = False
+    interface: str | None = None
 
     @staticmethod
-    def from_env(environ: Mapping[str, str]) -> "Rendezvous | None":
-        """Read what the launcher has set; None if it has set nothing."""
-        file = environ.get(RENDEZVOUS_FILE)
+    def from_env(environ: Mapping[str, str]) -> "Rendezvous":
+        """Read what the launcher has set. What is missing stays missing: `store` says so."""
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-        if file is None and not (address and port.isdecimal()):
-            return None
-        is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        return Rendezvous(file, address, int(port or 0), is_served, environ.get(GLOO_INTERFACE))
+        return Rendezvous(
+            file=environ.get(RENDEZVOUS_FILE),
+            address=address if port.isdecimal() else "",
+            port=int(port) if port.isdecimal() else 0,
+            is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+            interface=environ.get(GLOO_INTERFACE),
+        )
 
     def store(self, rank: int, ranks: int, timeout_s: float, waits: bool = True) -> Any:
         """Return the torch.distributed.Store of the `ranks` ranks. Without a file, rank 0 listens on one address only.
 
-        With `waits`, all ranks have connected when it returns, if they have no file. Raises TrainingError if the file's
-        folder cannot be made here or is not the user's alone, or rank 0's machine does not have the address; torch's
-        DistNetworkError or DistStoreError if the others do not come within `timeout_s`.
+        With `waits`, all ranks have connected when it returns, if they have no file. Raises TrainingError if no
+        launcher has said where the ranks meet, if the file's folder cannot be made here or is not the user's alone, or
+        if rank 0's machine does not have the address; torch's DistNetworkError or DistStoreError if the others do not
+        come within `timeout_s`.
         """
         timeout = timedelta(seconds=timeout_s)
         if self.file is not None:
@@ -58,6 +61,11 @@ class Rendezvous:
             store: Any = distributed.FileStore(self.file, ranks)  # type: ignore[attr-defined]
             store.set_timeout(timeout)
             return store
+        if not self.address:
+            raise TrainingError(
+                f"neither {RENDEZVOUS_FILE} nor MASTER_ADDR and MASTER_PORT are set: a rank is started by"
+                " `python -m pipeline_lib train`"
+            )
         options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": waits}
         address = self.address
         if rank == 0 and not self.is_served:

@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 from pipeline_lib.core.errors import CONTINUES, PeerLost, TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.text import shortened
-from pipeline_lib.launch.environment import RENDEZVOUS_FILE
 from pipeline_lib.launch.rendezvous import Rendezvous
 
 LET_GO_S = 0.3
@@ -48,7 +47,7 @@ class World:
     size: int
     device: torch.device
     local_size: int = 1
-    rendezvous: Rendezvous | None = None
+    rendezvous: Rendezvous = Rendezvous()
 
     @staticmethod
     def from_env(environ: Mapping[str, str], device_kind: str) -> "World":
@@ -103,11 +102,6 @@ def _store_of(world: World, timeout_s: float) -> Any:
     """Return the torch.distributed.Store in which the ranks find each other; a single rank needs none but its own."""
     if world.size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
-    if world.rendezvous is None:
-        raise TrainingError(
-            f"neither {RENDEZVOUS_FILE} nor MASTER_ADDR and MASTER_PORT are set: a rank is started by"
-            " `python -m pipeline_lib train`"
-        )
     return world.rendezvous.store(world.rank, world.size, timeout_s)
 
 

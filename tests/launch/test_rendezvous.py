@@ -53,9 +53,7 @@ def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def meeting(file: Path) -> Rendezvous:
-    found = Rendezvous.from_env({"PIPELINE_RENDEZVOUS": str(file)})
-    assert found is not None
-    return found
+    return Rendezvous.from_env({"PIPELINE_RENDEZVOUS": str(file)})
 
 
 def test_the_file_lies_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:
@@ -69,6 +67,12 @@ def test_the_file_lies_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(TrainingError, match="cannot meet"):
         meeting(tmp_path / "open" / "rendezvous").store(0, 1, 5.0)
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "gpu1"}, {"MASTER_ADDR": "gpu1", "MASTER_PORT": "x"}])
+def test_a_rank_that_no_launcher_started_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(TrainingError, match="PIPELINE_RENDEZVOUS"):
+        Rendezvous.from_env(environ).store(0, 2, 5.0)
 
 
 def test_what_is_compiled_lies_where_nobody_else_can_write(tmp_path: Path) -> None:
