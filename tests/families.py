@@ -104,14 +104,8 @@ def run_family(environ: Mapping[str, str], root: Path, base: Path, template: str
         "tokenize": {"max_tokens": 128},
         "shard": {"block_tokens": 128, "shards": 1},
         "cluster": {"gpus_per_node": 0, "cpu_ranks": 1},
-        "train": {
-            "precision": "fp32",
-            "global_batch_tokens": 512,
-            "max_steps": 3,
-            "strategy": "ddp",
-            **METHODS[method],
-        },
-        "evaluate": {"generations": 1, "max_new_tokens": 4, "prompts": ["What is number 3?"]},
+        "train": {**TRAINING, **METHODS[method]},
+        "evaluate": {"generations": 1, "max_new_tokens": 4, "prompts": PROMPTS},
     }
     path = root / "config.yaml"
     path.write_text(json.dumps(config))

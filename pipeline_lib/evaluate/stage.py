@@ -41,10 +41,11 @@ from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
-from pipeline_lib.model.gpu import free_gpus
+from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, can_score, waiting_tokens
+from pipeline_lib.plan.activations import HALF_BYTES
+from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, scoring_bytes, waiting_tokens
 
 SCORES_NAME = "scores.jsonl"
 
@@ -132,9 +133,7 @@ def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | 
 
 def device_to_score(folder: Path, block_tokens: int) -> torch.device:
     """Return the GPU if it has enough free memory to score blocks of that length, else the CPU."""
-    free = free_gpus()
-    fits = bool(free) and can_score(read_geometry(folder), block_tokens, free[0])
-    return torch.device("cuda", 0) if fits else torch.device("cpu")
+    return device_with(scoring_bytes(read_geometry(folder), block_tokens, HALF_BYTES))
 
 
 def _passes(batches: Sequence[Batch], most_tokens: int) -> list[list[Batch]]:

@@ -47,7 +47,7 @@ from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
-from pipeline_lib.train.checkpoint import header_of, load_tensors, tensor_shapes
+from pipeline_lib.train.checkpoint import header_of, is_finite, load_tensors, tensor_shapes
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.state import WEIGHTS
 
@@ -303,8 +303,7 @@ def adapter_code(base: Path, model: Mapping[str, Any], train: Train, rope: Rope 
 
 def finite(value: Tensor, entry: Entry) -> Tensor:
     """Return `value`. Raises TrainingError if not all of it is finite."""
-    low, high = value.aminmax()  # both are NaN if any value is; allocates no tensor of the same size
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    if not is_finite(value):
         raise TrainingError(f"merged weight {entry.name} is not finite; this model is not exported")
     return value
 

@@ -27,7 +27,7 @@ from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.families import family_in, read_geometry
 from pipeline_lib.model.files import Piece, read_object
-from pipeline_lib.model.gpu import free_gpus
+from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
 from pipeline_lib.model.weights import (
@@ -114,10 +114,10 @@ class Reference:
     @cached_property
     def adapters(self) -> dict[str, Tensor]:
         """The trained tensors in fp32, if they are adapters that fit into memory; else none."""
-        model = self.built(torch.float32)
-        shapes = {name: parameter.shape for name, parameter in trainable(model).items()}
-        size_bytes = FP32_BYTES * sum(shape.numel() for shape in shapes.values())
-        if self.train.method != "lora" or size_bytes > _ADAPTERS_BYTES:
+        if self.train.method != "lora":
+            return {}
+        shapes = {name: parameter.shape for name, parameter in trainable(self.built(torch.float32)).items()}
+        if FP32_BYTES * sum(shape.numel() for shape in shapes.values()) > _ADAPTERS_BYTES:
             return {}
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
         load_tensors(self.trained / WEIGHTS, tensors)  # at once: each call reads the headers of all files
@@ -252,9 +252,7 @@ def _beside(reference: Reference) -> Iterator[tuple[Stored, float]]:
 
 def device_for(folder: Path) -> torch.device:
     """Return the GPU if there is one with room for two parts of the model in `folder` in fp32, else the CPU."""
-    free = free_gpus()
-    has_room = bool(free) and scoring_bytes(read_geometry(folder), PROBE_TOKENS, FP32_BYTES) <= free[0]
-    return torch.device("cuda", 0) if has_room else torch.device("cpu")
+    return device_with(scoring_bytes(read_geometry(folder), PROBE_TOKENS, FP32_BYTES))
 
 
 def _beginning(block: Block, tokens: int) -> Block:
@@ -275,8 +273,7 @@ def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]
         block = _beginning(block, int(positions[-1]) + 1)
     streamed = reference.streamed(torch.float32, device)
     found, exact = streamed.probe_logits(block, start, positions=positions)
-    modules = reference.built(torch.float32).named_modules()
-    has_experts = any(name.endswith(".experts") for name, _ in modules)
+    has_experts = bool(read_geometry(reference.base).expert_layers)
     tolerance = LOGIT_TOLERANCE
     if DTYPES[reference.train.precision] != torch.float32:
         # That of bf16 for fp16 too: it is the larger one, and without autocast fp16 may overflow.

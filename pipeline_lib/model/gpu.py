@@ -62,6 +62,13 @@ def make_deterministic() -> None:
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and only for debugging
 
 
+def device_with(free_bytes: int) -> torch.device:
+    """Return the first GPU if it has so much free memory, else the CPU."""
+    free = free_gpus()
+    has_room = bool(free) and free_bytes <= free[0]
+    return torch.device("cuda", 0) if has_room else torch.device("cpu")
+
+
 def free_gpus() -> list[int]:
     """Return the bytes that are free on each GPU."""
     if not torch.cuda.is_available():

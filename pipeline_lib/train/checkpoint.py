@@ -233,12 +233,15 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of those `tensors` whose part on this rank holds NaN or infinity, without copying them."""
-    found = []
-    for name, tensor in tensors.items():
-        part = own_part(tensor)
-        if part.numel() and part.is_floating_point() and not all(math.isfinite(end) for end in part.aminmax()):
-            found.append(name)
-    return found
+    return [name for name, tensor in tensors.items() if not is_finite(own_part(tensor))]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no value of `tensor` is NaN or infinite, without another tensor of its size."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    low, high = tensor.aminmax()  # both are NaN if any value is
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

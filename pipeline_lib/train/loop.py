@@ -22,7 +22,7 @@ from pipeline_lib.model.batch import Batch, Portion
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
-from pipeline_lib.train.dist import LOADING, gather_texts
+from pipeline_lib.train.dist import LOADING
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import Rows
@@ -315,8 +315,8 @@ class Loop:
 
     def agree_on(self, names: list[str]) -> list[str]:
         """Return the names that any rank has found, sorted; the same on all ranks."""
-        of_ranks = gather_texts("\n".join(names), self.saver.group)
-        return sorted({name for text in of_ranks for name in text.split("\n") if name})
+        of_ranks = checkpoint.together(self.saver.group, self.saver.folder, lambda: names)
+        return sorted({name for of_rank in of_ranks for name in of_rank})
 
     def take_best(self) -> int:
         """Load the validated step of the lowest loss if the config asks for it; return the step now loaded.
