@@ -74,11 +74,12 @@ def test_a_run_of_two_steps_is_not_rehearsed(project: Project) -> None:
 
 def test_a_phase_that_fails_ends_it_and_the_same_command_continues(project: Project) -> None:
     project.edit("epochs: 2", "epochs: 2, seed: 7")
-    merge = project.root / "pipeline_lib/export/merge.py"
-    text = merge.read_text()
-    merge.write_text(text.replace("torch.float32: 1e-4", "torch.float32: -1.0"))  # a tolerance that nothing meets
+    proof = project.root / "pipeline_lib/export/proof.py"
+    text = proof.read_text()
+    assert "\nLOGIT_TOLERANCE = 1e-4" in text
+    proof.write_text(text.replace("\nLOGIT_TOLERANCE = 1e-4", "\nLOGIT_TOLERANCE = -1.0"))  # which nothing meets
     failed = project.snakemake("rehearse", check=False)
-    merge.write_text(text)
+    proof.write_text(text)
     assert failed.returncode != 0
     assert "the exported model is not the trained one" in failed.stdout
     assert len(list(project.store.root.glob("train/*.ok"))) == 2, "what was trained waits"

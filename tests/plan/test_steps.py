@@ -16,6 +16,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.store import Store
+from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.order import Group
@@ -105,6 +106,11 @@ def test_a_warm_up_as_long_as_the_run_is_refused(tmp_path: Path) -> None:
     assert planned(reader, global_batch_samples=4, warmup_steps=49).steps == 50
 
 
+def store_in(folder: Path) -> Store:
+    """A store that remembers what its files hold."""
+    return Store(folder / "store", UserCache(folder / "cache"))
+
+
 def rows_file(path: Path, rows: int) -> Path:
     row = {"instruction": "What is a list in Python, and what is it good for? " * 2, "output": "A sequence. " * 8}
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(rows)))
@@ -137,7 +143,7 @@ def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path
     rows = tmp_path / "rows.jsonl"
     asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}"), Store(tmp_path / "store")
+    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}"), store_in(tmp_path)
     config = load_config(path)
     [told], _ = lengths_of_runs([config], store, "my.yaml")
     run_stages(path, store, last="shard")
@@ -154,7 +160,7 @@ def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_mak
         for n in range(200)
     ]
     rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), encoding="utf-8")
-    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}"), Store(tmp_path / "store")
+    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}"), store_in(tmp_path)
     [told], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
     run_stages(path, store, last="shard")
     [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
@@ -266,7 +272,7 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
     rows = tmp_path / "rows.jsonl"
     asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    path, store = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}"), Store(tmp_path / "store")
+    path, store = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}"), store_in(tmp_path)
     path.write_text(path.read_text().replace("block_tokens: 256", "block_tokens: 2048"))
     [warning] = lengths_of_runs([load_config(path)], store, "my.yaml")[1]
     found = re.fullmatch(

@@ -123,10 +123,10 @@ def plain_loop(model_folder: Path, blocks: Path) -> tuple[list[float], dict[str,
 
 
 def rate(step: int) -> float:
-    """Two steps of warm-up, then a cosine down to a tenth."""
+    """Two steps of warm-up, then a cosine that a step after the last would end at a tenth."""
     if step <= 2:
         return 3e-3 * step / 2
-    return 3e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / 18)) / 2)
+    return 3e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / 19)) / 2)
 
 
 def samples_of(reader: BlockReader, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:

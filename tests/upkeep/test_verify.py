@@ -70,7 +70,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 flip_the_model = at("merge", "content.txt", flip_a_byte)
 cut_the_manifest = at("train", MANIFEST_NAME, cut)
-change_a_spec = at("train", "spec", lambda path: edit(path, '"version":3', '"version":4'))
+change_a_spec = at("train", "spec", lambda path: edit(path, '"version":4', '"version":5'))
 garble_the_pointer = at("plan", ".ok", lambda path: path.write_bytes(b"\xff\x00 no hash"))
 
 
