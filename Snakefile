@@ -65,11 +65,13 @@ rule plan:
     message:
         "what the experiments will take"
     shell:
-        'for pointer in {input:q}; do {params.unless_shown} cat "${{pointer%.ok}}/plan.txt"; done | tee -i {log:q}'
+        'for pointer in {input:q}; do {params.unless_shown} cat "${{pointer%.ok}}/plan.txt"; done | log_to {log:q}'
 
 
 onstart:
     note_begin()
+    if workflow.local_exec:
+        STAGES_STOPPED.begin()
 
 
 onsuccess:

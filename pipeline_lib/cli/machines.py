@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +100,6 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 def doctor_of_hosts(arguments: argparse.Namespace) -> None:
     """Examine hosts over ssh: check them as before a training, then measure on them and between them."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # treated as Ctrl-C, so that nothing is left on the hosts
-        signal.signal(number, signal.default_int_handler)
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.doctor.hosts import HostsExamination
@@ -138,8 +135,6 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
 
 def doctor_of_nodes(arguments: argparse.Namespace) -> None:
     """Examine nodes of the cluster by a SLURM job on them."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # treated as Ctrl-C, so that the job is cancelled
-        signal.signal(number, signal.default_int_handler)
     from pipeline_lib.config.load import load_config
     from pipeline_lib.config.schema import Cluster
     from pipeline_lib.core.files import write_json
@@ -182,7 +177,6 @@ def join(arguments: argparse.Namespace) -> None:
 
 def calibrate(arguments: argparse.Namespace) -> None:
     """Measure the rates and layer times that the plan computes with, write them to cluster.json and show them."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # treated as Ctrl-C, so that its folders are removed
     from pipeline_lib.calibrate.run import Calibration, report
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json

@@ -1,6 +1,8 @@
 """The command line: one parser for all commands, and the one place that turns errors into exit codes."""
 
 import argparse
+import errno
+import io
 import os
 import sys
 import traceback
@@ -8,6 +10,7 @@ from typing import NoReturn
 
 from pipeline_lib.cli import chat, experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
+from pipeline_lib.core.signals import interrupt_at_stops, interrupt_once
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
 
@@ -21,7 +24,12 @@ Fine-tunes Qwen3 models. `snakemake --configfile my.yaml` runs the pipeline; the
 
 def main() -> NoReturn:
     """Run the command in sys.argv and exit with its code. User errors print one message and no traceback."""
+    _print_what_the_terminal_can_show()
     arguments = parser().parse_args()
+    if hasattr(arguments, "stage"):  # Snakemake passes on what its whole group may have heard
+        interrupt_once()
+    else:
+        interrupt_at_stops()
     try:
         arguments.command(arguments)
     except PipelineError as error:
@@ -35,7 +43,8 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except OSError as error:
         where = error.filename or "the store, its runs/ or this output"
-        print(redact(f"{ERROR}{where}: {error.strerror or error}"), file=sys.stderr, flush=True)
+        remedy = "; allow more of them: `ulimit -n 4096`" if error.errno == errno.EMFILE else ""
+        print(redact(f"{ERROR}{where}: {error.strerror or error}{remedy}"), file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:
         print(f"{STOPPED}{arguments.when_stopped}", file=sys.stderr, flush=True)
@@ -45,6 +54,13 @@ def main() -> NoReturn:
         print(f"{BUG}; the traceback above says where", file=sys.stderr, flush=True)
         sys.exit(INTERNAL_ERROR_CODE)
     sys.exit(0)
+
+
+def _print_what_the_terminal_can_show() -> None:
+    """Print characters that the output's encoding lacks as escapes, where Python would end with an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def parser() -> argparse.ArgumentParser:

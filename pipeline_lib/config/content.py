@@ -5,6 +5,7 @@ A hash is cached with the path, size, inode and times of its file, so that a lar
 
 import glob
 import math
+import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow")
 MAIN_SPLIT = "train"
+MOST_FOLDERS = 20_000  # that one pattern searches
 HASHES_NAME = "hashes.json"  # of a HashCache
 GENERATION_NAME = "generation_config.json"
 # What serving a model of pictures, video and text needs beside; training does not read them.
@@ -207,7 +209,21 @@ def data_files(pattern: str, split: str | None = None) -> list[Path]:
         return _saved_files(folder)
     if folder.is_file():  # a file name may contain glob characters
         return [folder]
+    _refuse_endless(pattern)
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())  # noqa: PTH207
+
+
+def _refuse_endless(pattern: str) -> None:
+    """Raise DataError for a pattern with `**` that leads through very many folders, such as those of a whole disk."""
+    above, recursive, _ = pattern.partition("**")
+    if not recursive:
+        return
+    for root in glob.iglob(above or "."):  # noqa: PTH207
+        walked = os.walk(root, followlinks=True)  # as `**` follows links
+        if any(number == MOST_FOLDERS for number, _ in enumerate(walked)):
+            raise DataError(
+                f"{pattern!r} leads through more than {MOST_FOLDERS:,} folders; write the folder that holds the files"
+            )
 
 
 def _saved_files(folder: Path) -> list[Path]:
@@ -294,7 +310,7 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
         return {name: _hash(folder / name, cache) for name in tokenizer_files(folder)}
     folder = Path(model.path)
     if not folder.is_dir():
-        problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()})")
+        problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()}){_hint(model.path)}")
         return {}
     files = model_files(folder)
     if missing := missing_model_files(file.name for file in files):
@@ -332,6 +348,16 @@ def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _hint(path: str) -> str:
+    """Return what the writer of a path that is not there may not know."""
+    encoding = sys.getfilesystemencoding()
+    if "$" in path:
+        return "; variables are not replaced here: write the path out, or begin it with ~"
+    if not path.isascii() and encoding != "utf-8":
+        return f"; by the locale, this process takes file names for {encoding}: `export PYTHONUTF8=1` makes it UTF-8"
+    return ""
+
+
 def _file_content(source: FileData, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
     try:
         files = data_files(source.path, source.split)
@@ -344,7 +370,7 @@ def _file_content(source: FileData, key: str, cache: HashCache | None, problems:
             "it, as in 'folder/*.jsonl'"
         )
     elif not files:
-        problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()})")
+        problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()}){_hint(source.path)}")
     for file in files:
         if not is_data_file(file.name):
             problems.append(f"{key}: {str(file)!r} is none of {', '.join(DATA_SUFFIXES)}")

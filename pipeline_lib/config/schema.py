@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from pipeline_lib.config.rope import Rope
-from pipeline_lib.config.section import Fraction, Positive, Section, Seed, Tokens
+from pipeline_lib.config.section import Fraction, LocalPath, Positive, Section, Seed, Tokens
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.text import did_you_mean
 
@@ -107,7 +107,7 @@ class TinyModel(Section):
     source: Literal["tiny"] = Field(
         description="`tiny` (built here), `local` (a folder), `huggingface` or `modelscope`"
     )
-    tokenizer: str | None = Field(None, description="folder with a `tokenizer.json`; without it, one is trained")
+    tokenizer: LocalPath | None = Field(None, description="folder with a `tokenizer.json`; without it, one is trained")
     vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
         2048, description="vocabulary size of the tokenizer that is trained"
     )
@@ -128,7 +128,7 @@ class LocalModel(Section):
     """A model folder on this machine, in Hugging Face format with safetensors weights."""
 
     source: Literal["local"] = Field(description="`local`: a folder on this machine")
-    path: str = Field(description="the model folder; stages rerun if its content changes, not if it is renamed")
+    path: LocalPath = Field(description="the model folder; stages rerun if its content changes, not if it is renamed")
     rope: StretchedBy = None
 
 
@@ -218,7 +218,7 @@ class FileData(Rows):
     """Conversations or texts in files on this machine."""
 
     source: Literal["file"] = Field(description="`file`: files on this machine")
-    path: str = Field(
+    path: LocalPath = Field(
         description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a folder saved by"
         " `datasets` (`save_to_disk`); stages rerun if the content or the names of the files change, not if they are"
         " moved"
@@ -338,7 +338,7 @@ class Cluster(Section):
     intranode_gbyte_s: Bandwidth | None = Field(
         None, description="bus bandwidth of a collective within a node, in GB/s; default: the usual value for `gpu`"
     )
-    measured: str | None = Field(
+    measured: LocalPath | None = Field(
         None,
         description="path of a cluster.json from `python -m pipeline_lib calibrate`; the plan then uses measured rates",
     )

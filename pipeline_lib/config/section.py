@@ -1,10 +1,11 @@
 """What all sections of a config are, and the kinds of values that many keys share."""
 
 import json
+import os.path
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline_lib.core.errors import IntegrityError
@@ -15,6 +16,7 @@ MOST_TOKENS = 1 << 24
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
 Seed = Annotated[int, Field(ge=0)]
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]  # `~` is the user's home folder
 
 
 class Section(BaseModel):

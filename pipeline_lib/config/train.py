@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
 
-from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed
+from pipeline_lib.config.section import Fraction, LocalPath, Positive, Seconds, Section, Seed
 
 AUTO = "auto"  # the plan chooses the value; in a DeepSpeed JSON: ours is kept
 
@@ -133,7 +133,7 @@ class Train(Section):
         description="attention kernel on GPUs: `auto` is cuDNN's on a Hopper GPU with the extra `cudnn`, else torch's"
         " flash kernel; `flash` is always torch's",
     )
-    deepspeed_json: str | None = Field(
+    deepspeed_json: LocalPath | None = Field(
         None,
         description="path of a DeepSpeed config; its keys for memory and speed, such as bucket"
         " sizes and prefetch, are merged over the generated one",

@@ -25,6 +25,7 @@ import psutil
 
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.processes import die_with_parent
+from pipeline_lib.core.signals import handle_stops
 
 # The worker side: load the state, then answer tasks.
 # A chat template is untrusted code. The kernel limits the memory of the process and the CPU time of each piece of
@@ -73,7 +74,7 @@ Task = Callable[[State, Guard], Result]
 
 def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, parent: int) -> None:
     """Run a worker: call the pickled `load`, then answer tasks until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and the parent decides
+    handle_stops(signal.SIG_IGN)  # they reach the whole group, and the parent decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain the user's data

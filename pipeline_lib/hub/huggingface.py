@@ -48,7 +48,9 @@ from pipeline_lib.hub.repository import (
     Repository,
     answers_read,
     broken,
+    not_set_up,
     plain,
+    refuse_impossible_token,
     refused,
     retry_after_s,
 )
@@ -71,10 +73,23 @@ class HuggingFace:
     )
 
     def __init__(self) -> None:
-        """Install a client with timeouts for this process. No request is made."""
-        inherited = [hook for hook in get_session().event_hooks["request"] if hook is not _limit_waits]
+        """Install a client with timeouts for this process. No request is made.
+
+        Raises HubError if the environment (proxies, certificates, tokens) would let it make none.
+        """
+        refuse_impossible_token(self.credentials)
+        try:
+            hooks = get_session().event_hooks["request"]
+        except (httpx2.InvalidURL, ImportError, OSError, ValueError) as error:
+            raise not_set_up("huggingface", error) from error
+        inherited = [hook for hook in hooks if hook is not _limit_waits]
         set_client_factory(partial(_client_with_timeouts, inherited))
         self._api = HfApi()
+
+    @property
+    def credentials(self) -> Credentials:
+        """The token in use, which the package also finds where `hf auth login` has put it."""
+        return Credentials("HF_TOKEN", get_token())
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
         """Return the commit of a branch or tag; offline, the one that the cache's `refs` hold."""
@@ -148,7 +163,7 @@ class HuggingFace:
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
         """Return the error to show the user for `error`."""
         page = f"{constants.ENDPOINT}/{'datasets/' if repository.kind == 'dataset' else ''}{repository.name}"
-        credentials = Credentials("HF_TOKEN", get_token())
+        credentials = self.credentials
         if isinstance(error, RevisionResolutionError):
             return HubError(
                 f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} does not know this revision; give "

@@ -36,6 +36,7 @@ from pipeline_lib.hub.repository import (
     broken,
     is_commit,
     plain,
+    refuse_impossible_token,
     refused,
 )
 
@@ -49,11 +50,17 @@ class ModelScope:
     errors: tuple[type[Exception], ...] = (ClientError, requests.RequestException, OSError)
 
     def __init__(self) -> None:
-        """Read the environment; no request is made."""
+        """Read the environment; no request is made. Raises HubError for a token that none is."""
         # The client would draw progress bars into job logs and has no option to disable them.
         _download.tqdm = partial(tqdm, disable=True)  # type: ignore[attr-defined]
         self._config = HubConfig()
+        refuse_impossible_token(self.credentials)
         self._api = HubApi(self._config)
+
+    @property
+    def credentials(self) -> Credentials:
+        """The token in use."""
+        return Credentials("MODELSCOPE_API_TOKEN", self._config.token)
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
         """Return the commit of a branch or tag: the newest commit of its files, if it has the same content.
@@ -124,7 +131,7 @@ class ModelScope:
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
         """Return the error to show the user for `error`."""
         page = f"{self._config.endpoint}/{repository.kind}s/{repository.name}"
-        credentials = Credentials("MODELSCOPE_API_TOKEN", self._config.token)
+        credentials = self.credentials
         if isinstance(error, APIError) and error.status_code in (401, 403, 404):
             hint = "gated" if error.status_code == 403 else ""
             return refused(repository, error.status_code, page, credentials, hint)

@@ -13,6 +13,7 @@ from email.utils import parsedate_to_datetime
 from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol, TypeVar
+from urllib.request import getproxies
 
 from pipeline_lib.core.errors import DataError, DiskFull, HubError, IntegrityError, PipelineError
 from pipeline_lib.core.files import is_disk_full
@@ -174,6 +175,7 @@ def _unusable(file: RemoteFile) -> str | None:
 
 _QUERY_OR_USER = re.compile(r"\?[^\s'\")]*|(?<=://)[^/\s@]*@")
 _LONGEST = 300
+_NO_SOCKS = "a SOCKS proxy is set: name an http:// proxy in ALL_PROXY and HTTPS_PROXY, or `pip install socksio pysocks`"
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,30 @@ class Credentials:
 
     def __str__(self) -> str:
         return f"{self.variable} is not set" if self.token is None else f"{self.variable} is set, but may not read it"
+
+
+def refuse_impossible_token(credentials: Credentials) -> None:
+    """Raise HubError for a token with characters that no token has and no request can carry."""
+    strange = [char for char in credentials.token or "" if not char.isascii() or not char.isprintable()]
+    if strange:
+        raise HubError(
+            f"{credentials.variable} holds {strange[0]!r}, which no token has; set it again, without quotes or other "
+            "characters that came with a copy"
+        )
+
+
+def not_set_up(hub: str, error: Exception) -> HubError:
+    """Return the error for a client that could not be made: proxies and certificates of the environment decide it."""
+    proxies = getproxies()
+    if any(address.startswith("socks") for address in proxies.values()):
+        remedy = _NO_SOCKS
+    elif isinstance(error, OSError):
+        remedy = "SSL_CERT_FILE or SSL_CERT_DIR names certificates that cannot be read: correct it or unset it"
+    else:
+        names = ", ".join(f"{name.upper()}_PROXY" for name in sorted(proxies))
+        remedy = f"check the addresses in {names or 'the environment'}"
+    kind, text = type(error).__name__, plain(str(error))
+    return HubError(f"{hub}: no connection can be set up ({kind}: {text}); {remedy}")
 
 
 def refused(repository: Repository, status: int, page: str, credentials: Credentials, hint: str = "") -> HubError:
@@ -228,7 +254,10 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
         return DiskFull(f"{repository}: the disk is full; free some space and run again, what has arrived is kept")
     text = plain(str(error), credentials.token)
     if "CERTIFICATE" in text.upper() or "SSL" in text.upper():
-        remedy = "the hub's TLS certificate is not trusted here: check the mirror's address, the proxy, SSL_CERT_FILE"
+        what = "the mirror's address, the proxy, SSL_CERT_FILE and REQUESTS_CA_BUNDLE"
+        remedy = f"the hub's TLS certificate is not trusted here: check {what}"
+    elif "SOCKS" in text.upper():
+        remedy = _NO_SOCKS
     elif "redirect" in text.lower():
         remedy = "the hub redirects in a circle: check the mirror's address"
     else:

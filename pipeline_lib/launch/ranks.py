@@ -13,6 +13,7 @@ from typing import IO, Any
 import psutil
 
 from pipeline_lib.core.errors import Interrupted
+from pipeline_lib.core.signals import handle_stops
 
 # A signal that asks a run to stop, as ranks hear it; and what their launcher passes on, which needs no torch.
 
@@ -23,15 +24,12 @@ EARLY_SIGNAL = signal.SIGUSR1
 class StopRequest:
     """Remembers that a signal asked us to stop; ranks agree on it at the next step boundary."""
 
-    # A closed terminal or a lost login sends SIGHUP; `nohup` has it ignored, and so it stays.
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
     def __init__(self) -> None:
         """Begin with no request."""
         self.signal_number = 0
 
     def __enter__(self) -> "StopRequest":
-        self._before = handle(self._remember)
+        self._before = handle_stops(self._remember)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {EARLY_SIGNAL})
         return self
 
@@ -54,14 +52,6 @@ class StopRequest:
     def is_set(self) -> bool:
         """Whether a signal came."""
         return self.signal_number != 0
-
-
-def handle(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
-    """Let `handler` handle the signals of a StopRequest, but no ignored SIGHUP; return the handlers from before."""
-    numbers = list(StopRequest.SIGNALS)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        numbers.remove(signal.SIGHUP)
-    return {number: signal.signal(number, handler) for number in numbers}
 
 
 # The processes of the ranks on this machine: how a request to stop reaches them, and that none outlives its launcher.
@@ -125,7 +115,7 @@ def stop_requests_received(asked: threading.Event) -> Iterator[None]:
     def remember(_number: int, _frame: object) -> None:
         asked.set()
 
-    before = handle(remember)
+    before = handle_stops(remember)
     try:
         yield
     finally:

@@ -36,16 +36,25 @@ def why_not_compiled(device: torch.device) -> str:
 
     GPUs older than Ampere are refused. If this machine has no GPU `device`, only Triton is checked.
     """
-    is_there = (device.index or 0) < torch.cuda.device_count()
-    if is_there and torch.cuda.get_device_properties(device).major < AMPERE:
+    generation = _generation(device)
+    if generation is not None and generation < AMPERE:
         return "this GPU has no kernel for packed documents, and layers would be compiled anew for other lengths"
     return why_no_kernels()
 
 
 @functools.cache
 def has_triton(device: torch.device) -> bool:
-    """Return True if Triton can build kernels for `device`, which has to be a GPU of the Ampere generation or later."""
-    return device.type == "cuda" and not why_no_kernels() and torch.cuda.get_device_properties(device).major >= AMPERE
+    """Return True if Triton can build kernels for `device`, a GPU of this machine of the Ampere generation or later."""
+    if device.type != "cuda" or why_no_kernels():
+        return False
+    generation = _generation(device)
+    return generation is not None and generation >= AMPERE
+
+
+def _generation(device: torch.device) -> int | None:
+    """Return the first number of the GPU's compute capability; None if this machine has no GPU `device`."""
+    number = device.index or 0
+    return torch.cuda.get_device_properties(number).major if number < torch.cuda.device_count() else None
 
 
 # Bitwise reproducible results, which a GPU's fastest algorithms do not give.

@@ -14,16 +14,21 @@ LOG_BYTES = 65536
 MOST_FAILURES = 10
 MOST_CHARS = 3000  # of one error
 LAST_LINES = 5  # of a log that does not say why it ends
+_STOPPED = "stopped by a signal while it was starting"
 _KILLED = "it ended without an error message: it was killed, for example because memory ran out"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that failed: its title, its logs, the stage's own first, and what the executor says of its end."""
+    """A job that failed: its title, its logs, the stage's own first, and what the executor says of its end.
+
+    `is_stopped` if a signal stopped snakemake while it ran.
+    """
 
     title: str
     logs: tuple[Path, ...]
     executor_message: str = ""
+    is_stopped: bool = False
 
     @property
     def end(self) -> LogEnd | None:
@@ -33,7 +38,7 @@ class Failure:
     @property
     def is_interruption(self) -> bool:
         """Whether the same command continues without any change."""
-        return self.end is not None and self.end.is_interruption
+        return self.is_stopped if self.end is None else self.end.is_interruption
 
     def lines(self) -> list[str]:
         """Return the title, the reason and the logs, one below the other."""
@@ -46,6 +51,8 @@ class Failure:
             return self.end.message
         last = _text_of(self.logs[0]).splitlines()[-LAST_LINES:] if self.logs else []
         said = [self.executor_message] if self.executor_message else []
+        if self.is_stopped:
+            said.append(_STOPPED)
         if not last:
             return "\n".join(said or ["it ended, and its log is empty"])
         return "\n".join([*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)])

@@ -1,16 +1,21 @@
 """A copy of the project in a folder of its own, and real Snakemake runs in it."""
 
 import compileall
+import contextlib
 import copy
 import fcntl
 import functools
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +150,23 @@ class Project:
             command, cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True, start_new_session=True
         )
 
+    def start_in_terminal(self, *arguments: str, ignored: signal.Signals | None = None) -> "Terminal":
+        """Start snakemake as the leader of a terminal's session, with the signal `ignored` as `nohup` does."""
+
+        def lead() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            if ignored is not None:
+                signal.signal(ignored, signal.SIG_IGN)
+
+        ours, its = pty.openpty()
+        command = [str(BIN / "snakemake"), *arguments]
+        process = subprocess.Popen(
+            command, cwd=self.root, env=self.environment, stdin=its, stdout=its, stderr=its, text=True,
+            start_new_session=True, preexec_fn=lead,
+        )  # fmt: skip
+        os.close(its)
+        return Terminal(process, ours)
+
     def manifest(self, part: str, experiment: Experiment | None = None) -> dict[str, Any]:
         """The manifest of a finished part."""
         path = self.sealed(part, experiment) / "manifest.json"
@@ -158,6 +180,29 @@ class Project:
         """sha256 of the merged model's weight files."""
         files = self.manifest("merge")["files"]
         return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+class Terminal:
+    """A terminal in which snakemake runs; what it shows is thrown away."""
+
+    def __init__(self, process: "subprocess.Popen[str]", shown: int) -> None:
+        """Read what `process` prints from the terminal's other end, `shown`."""
+        self.process, self._shown = process, shown
+        self._is_closed = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while not self._is_closed.is_set():
+            if select.select([self._shown], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # all of its processes have ended
+                    os.read(self._shown, 4096)
+        os.close(self._shown)
+
+    def close(self) -> None:
+        """As a user closes the window: the kernel sends SIGHUP to the session."""
+        self._is_closed.set()
+        self._reader.join()
 
 
 def executed(output: str) -> list[str]:

@@ -4,11 +4,13 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pipeline_lib.core.signals import STOP_SIGNALS
 from tests.pipeline.conftest import Project, executed, kill_tree, no_process_left, sealed_times, wait_until
 
 
@@ -73,27 +75,69 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_to_all_saves_first_and_the_next_run_continues(
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_saves_says_so_and_the_next_run_continues(
     project: Project, undisturbed: dict[str, str], number: signal.Signals
 ) -> None:
+    """First to all processes, as a terminal, `timeout` and systemd send it, then to snakemake alone."""
     project.edit("save_every_steps: 3", "save_every_steps: 1000")
-    process = project.start(project.target("merge"))
-    wait_until(lambda: steps_done(project) >= 2, process, "the second step")
-    os.killpg(process.pid, number)
+    saved = []
+    for send in (os.killpg, os.kill):
+        before = steps_done(project)
+        process = project.start(project.target("merge"))
+        wait_until(lambda: steps_done(project) >= before + 2, process, "the second step")  # noqa: B023
+        send(process.pid, number)
+        assert process.wait(60) != 0
+        wait_until_no_process_left(project)
+        output = (project.root / "started.log").read_text()
+        assert "Traceback" not in output
+        last = output[output.rindex("WorkflowError") :]  # Snakemake's own end
+        assert last.endswith(f"the same command continues: snakemake {project.target('merge')}\n")
+        assert "\nstopped: 1 job interrupted\n" in last
+        found = sorted(project.root.glob("runs/*/checkpoints/step-*"))
+        saved.append(found[-1].name)
+        assert f"after step {int(saved[-1].removeprefix('step-'))}, which is saved" in last
+    project.snakemake(project.target("merge"))
+    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    assert [event["checkpoint"] for event in events if event["event"] == "run.resumed"] == saved
+    assert project.weights() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_unless_nohup_says_otherwise(project: Project, undisturbed: dict[str, str]) -> None:
+    project.edit("save_every_steps: 3", "save_every_steps: 1000")
+    terminal = project.start_in_terminal(project.target("merge"))
+    wait_until(lambda: steps_done(project) >= 2, terminal.process, "the second step")
+    terminal.close()
+    assert terminal.process.wait(60) != 0
+    wait_until_no_process_left(project)
+    [saved] = project.root.glob("runs/*/checkpoints/step-*")
+
+    terminal = project.start_in_terminal(project.target("merge"), ignored=signal.SIGHUP)
+    wait_until(lambda: steps_done(project) >= 3, terminal.process, "a step")
+    terminal.close()
+    terminal.process.wait(300)
+    wait_until_no_process_left(project)
+    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    assert [event["checkpoint"] for event in events if event["event"] == "run.resumed"] == [saved.name]
+    project.snakemake(project.target("merge"))
+    assert project.weights() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["to all", "to snakemake"])
+def test_a_signal_in_another_stage_says_that_it_was_stopped(tmp_path: Path, send: Callable[[int, int], None]) -> None:
+    project = Project(tmp_path)
+    process = project.start("shard")
+    wait_until(lambda: stage_runs(project, "tokenize"), process, "the tokenize stage")
+    send(process.pid, signal.SIGTERM)
     assert process.wait(60) != 0
     wait_until_no_process_left(project)
     output = (project.root / "started.log").read_text()
     assert "Traceback" not in output
-    last = output[output.rindex("WorkflowError") :]  # Snakemake's own end
-    assert last.endswith(f"the same command continues: snakemake {project.target('merge')}\n")
-    if number == signal.SIGINT:  # `tee` outlives it, so the log has the training's last words
-        assert "\nstopped: 1 job interrupted\n" in last
-    [saved] = project.root.glob("runs/*/checkpoints/step-*")
-    project.snakemake(project.target("merge"))
-    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
-    assert [event["checkpoint"] for event in events if event["event"] == "run.resumed"] == [saved.name]
-    assert project.weights() == undisturbed
+    assert "\nstopped: 1 job interrupted\n" in output
+    assert "memory" not in output[output.rindex("WorkflowError") :]
+    project.snakemake("shard")
 
 
 def steps_done(project: Project) -> int:

@@ -11,7 +11,6 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.units import gib
 from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train import out_of_memory
@@ -40,6 +39,12 @@ LIMITED = (
 SHARED = PLAIN.replace("Process 4242 has 130.00 MiB", "Process 17 has 40.00 GiB memory in use. Process 18 has 1.00 GiB")
 BLOCKS = 256  # of a step: several micro-batches for every rank
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error ... Cuda failure 2 'out of memory'"
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same predictions on every machine."""
+    monkeypatch.setattr(out_of_memory, "has_triton", lambda _: False)
 
 
 def watch_of(train: Train | None = None, ranks: int = 8) -> MemoryWatch:
@@ -88,7 +93,7 @@ def test_the_message_says_what_was_done_predicted_and_would_fit() -> None:
 def test_what_is_predicted_is_what_the_plan_predicts_for_the_micro_batches_of_a_step() -> None:
     """Gradients exist in the forward pass from the second micro-batch on."""
     watch = watch_of(Train(strategy="fsdp", recompute="full"))
-    ranks = Ranks(8, 8, has_triton(watch.world.device))
+    ranks = Ranks(8, 8, has_triton=False)
     for blocks, accumulation in ((8, 1), (16, 2)):
         needed = predict(QWEN3_8B, watch.train, ranks, 8192, accumulation).total_bytes
         said = explained(replace(watch, batch_blocks=blocks), torch.OutOfMemoryError(PLAIN))

@@ -118,11 +118,14 @@ except OSError as error:
     exit_with(STORE.blamed(error))
 
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
-# is installed. A stage that fails behind `| tee` fails its rule, and `tee -i` outlives a Ctrl-C, so that the training
-# can say that it saves. A job of a cluster begins with what its site wants; Snakemake formats the prefix.
+# is installed. A stage that fails before `| log_to` fails its rule. A signal to all processes ends neither the shell,
+# which waits for the stage, nor what writes its log, also where the terminal is closed, so that a training can say that
+# it saves. A job of a cluster begins with what its site wants; Snakemake formats the prefix.
+STOPS = "INT TERM HUP USR1"
 shell_prefix = (
     f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"
-    f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; "
+    f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; trap : {STOPS}; "
+    f"log_to() {{ trap '' {STOPS}; exec tee -p \"$1\"; }}; "
 )
 if not workflow.is_main_process:
     told = f"PYTHONPATH={shlex.quote(str(workflow.basedir))} {shlex.quote(sys.executable)} -m pipeline_lib site"

@@ -14,7 +14,7 @@ rule download_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib download --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib download --spec {params.spec:q} 2>&1 | log_to {log:q}"
 
 
 rule tokenize_stage:
@@ -35,7 +35,7 @@ rule tokenize_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} 2>&1 | log_to {log:q}"
 
 
 # Also the base of plan_stage, merge_stage and evaluate_stage, which differ in what they are and ask for.
@@ -57,4 +57,4 @@ rule shard_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib {params.stage} --spec {params.spec:q} 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib {params.stage} --spec {params.spec:q} 2>&1 | log_to {log:q}"

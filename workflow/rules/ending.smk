@@ -6,6 +6,7 @@ import snakemake.logging
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from pipeline_lib.workflow.outcomes import tell_outcomes
+from pipeline_lib.workflow.stopping import StagesStopped
 from pipeline_lib.status.failures import Failure, last_words
 
 
@@ -24,6 +25,7 @@ class Errors(logging.Handler):
 
 
 ERRORS = Errors()
+STAGES_STOPPED = StagesStopped()
 if workflow.is_main_process:
     snakemake.logging.logger.addHandler(ERRORS)
 
@@ -51,6 +53,7 @@ def failures():
                 title=titles.get(digest, error.rule_name),
                 logs=tuple(map(Path, error.log)),
                 executor_message=error.rule_msg or "",
+                is_stopped=STAGES_STOPPED.by_signal,
             )
 
 

@@ -25,7 +25,7 @@ rule rung_stage:
         "{params.title}"
     shell:
         "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} --reached {output:q}"
-        " {params.requeue} 2>&1 | tee -i {log:q}"
+        " {params.requeue} 2>&1 | log_to {log:q}"
 
 
 checkpoint decide:
@@ -40,4 +40,4 @@ checkpoint decide:
     message:
         "which trainings of the sweep go on"
     shell:
-        "python -m pipeline_lib decide --frozen {params.frozen:q} --rung {wildcards.digest} 2>&1 | tee -i {log:q}"
+        "python -m pipeline_lib decide --frozen {params.frozen:q} --rung {wildcards.digest} 2>&1 | log_to {log:q}"

@@ -41,4 +41,4 @@ rule train_stage:
         "{params.title}"
     shell:
         "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
-        " 2>&1 | tee -i {log:q}"
+        " 2>&1 | log_to {log:q}"
