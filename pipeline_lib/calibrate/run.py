@@ -43,6 +43,16 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen
 _LAYERS = ("expert_layers", "delta_layers")  # sets of numbers in a Geometry
 
 
+_MOST_LOAD = 1.0  # processes that want a core, beside those that measure
+
+
+def busy(load: float) -> str:
+    """Return what is wrong with measuring while so many processes want a core; empty if nothing is."""
+    if load <= _MOST_LOAD:
+        return ""
+    return f"{load:.1f} processes are at work on this machine, so it measures slower than it is; wait until it is idle"
+
+
 @dataclass(frozen=True)
 class Task:
     """A measurement task: the model's shapes, its training settings and workload, and the device, `cuda` or `cpu`."""

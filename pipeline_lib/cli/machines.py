@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline_lib.config.dag import DEFAULT_CONFIG
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
@@ -60,7 +59,7 @@ def add_to(commands: Any) -> None:
     joining.set_defaults(command=join, when_stopped="this machine has left the training")
     text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
     measuring = commands.add_parser("calibrate", help=text, description=text)
-    measuring.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    measuring.add_argument("config", type=Path, help="of the training that the measurement is for")
     measuring.add_argument("--out", type=Path, default=Path("cluster.json"), help="default: cluster.json")
     measuring.add_argument(
         "--ranks", type=positive, help="number of ranks on this machine; default: that of the config"
@@ -177,7 +176,7 @@ def join(arguments: argparse.Namespace) -> None:
 
 def calibrate(arguments: argparse.Namespace) -> None:
     """Measure the rates and layer times that the plan computes with, write them to cluster.json and show them."""
-    from pipeline_lib.calibrate.run import Calibration, report
+    from pipeline_lib.calibrate.run import Calibration, busy, report
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.plan.known import geometry_of, learn_architecture, workload_of
@@ -187,6 +186,8 @@ def calibrate(arguments: argparse.Namespace) -> None:
     geometry, workload = geometry_of(config, store), workload_of(config, store)
     if geometry.delta is not None:
         raise DataError("calibrate does not measure layers with a gated delta rule yet: `plan` counts with formulas")
+    if problem := busy(os.getloadavg()[0]):
+        say(f"warning: {problem}")
     calibration = Calibration.of(config, geometry, workload, arguments.ranks, store.root, os.environ)
     measured, left_out = calibration.measure(say)
     if calibration.is_first:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from pipeline_lib.cli import chat, experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
-from pipeline_lib.core.signals import interrupt_at_stops, interrupt_once
+from pipeline_lib.core.signals import stops_interrupt
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
 
@@ -26,12 +26,10 @@ def main() -> NoReturn:
     """Run the command in sys.argv and exit with its code. User errors print one message and no traceback."""
     _print_what_the_terminal_can_show()
     arguments = parser().parse_args()
-    if hasattr(arguments, "stage"):  # Snakemake passes on what its whole group may have heard
-        interrupt_once()
-    else:
-        interrupt_at_stops()
     try:
-        arguments.command(arguments)
+        # A stage may hear of a signal to its whole group, and again from Snakemake.
+        with stops_interrupt(is_once=hasattr(arguments, "stage")):
+            arguments.command(arguments)
     except PipelineError as error:
         # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
         text = "".join(char if char.isprintable() or char == "\n" else " " for char in redact(str(error)))

@@ -155,10 +155,12 @@ def measured_content(config: Config) -> dict[str, Any] | None:
         content = dict(read_json(Path(path)))
         wrong = next(not_json(content), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        text = f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate` writes it"
+        text = (
+            f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate CONFIG` writes it"
+        )
         raise ConfigError("the config", [text]) from error
     if wrong is not None:
-        text = f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib calibrate`"
+        text = f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib calibrate CONFIG`"
         raise ConfigError("the config", [text])
     return content
 

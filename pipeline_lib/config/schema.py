@@ -340,7 +340,7 @@ class Cluster(Section):
     )
     measured: LocalPath | None = Field(
         None,
-        description="path of a cluster.json from `python -m pipeline_lib calibrate`; the plan then uses measured rates",
+        description="path of a cluster.json from `python -m pipeline_lib calibrate CONFIG`, whose rates the plan uses",
     )
     cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks of a node without GPUs")
     launcher: Literal["auto", "spawn", "srun"] = Field(

@@ -1,7 +1,8 @@
 """Signals that ask a process to stop."""
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Ctrl-C; `timeout`, systemd and a shutdown; a closed terminal or a lost login; SLURM's warning.
@@ -20,24 +21,23 @@ def handle_stops(handler: Handler | signal.Handlers) -> dict[signal.Signals, Any
     return {number: signal.signal(number, handler) for number in numbers}
 
 
-def interrupt_at_stops() -> None:
-    """Let each of STOP_SIGNALS raise KeyboardInterrupt, but those that are ignored."""
-    for number in _not_ignored():
-        signal.signal(number, signal.default_int_handler)
+@contextmanager
+def stops_interrupt(is_once: bool) -> Iterator[None]:
+    """Let each of STOP_SIGNALS raise KeyboardInterrupt within the block, but those that are ignored.
 
-
-def interrupt_once() -> None:
-    """Do the same for the first signal, and ignore later ones, so that none interrupts what the first began."""
-    numbers = _not_ignored()
+    With `is_once`, those after the first are ignored, so that none interrupts what the first began.
+    """
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
     def interrupt(_number: int, _frame: object) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
+        if is_once:
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    for number in numbers:
-        signal.signal(number, interrupt)
-
-
-def _not_ignored() -> Sequence[signal.Signals]:
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

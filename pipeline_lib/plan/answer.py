@@ -37,7 +37,16 @@ from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
-from pipeline_lib.plan.words import Change, advice, describe, near_miss_in_words, verdicts, why_chosen, why_not_others
+from pipeline_lib.plan.words import (
+    Change,
+    advice,
+    describe,
+    given,
+    near_miss_in_words,
+    verdicts,
+    why_chosen,
+    why_not_others,
+)
 from pipeline_lib.plan.workload import Workload, in_words, settled
 
 # plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
@@ -45,7 +54,11 @@ from pipeline_lib.plan.workload import Workload, in_words, settled
 SCHEMA = 3  # keys may be added
 _CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
 _NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
-_CALIBRATE = "python -m pipeline_lib calibrate, which measures the speeds and narrows the bands"
+_CALIBRATE = (
+    "python -m pipeline_lib calibrate CONFIG, which measures the speeds and narrows the bands once "
+    "`cluster.measured: cluster.json` stands in CONFIG"
+)
+_WORTH_MEASURING_S = 600.0  # of the whole run; measuring takes a minute or two
 _TYPICAL = "typical"  # source of rates that are neither measured nor given
 _NEXT = 2  # changes among what to do next; all of them stand under `what would help`
 
@@ -149,7 +162,7 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         raise DataError(not_shared(train, ranks.total, *sizes))
     if machine is None:
         question = replace(question, train=train.model_copy(update={"context_ranks": counts[0]}))
-        set_there = f"{question.train.strategy}: set in the config"
+        set_there = f"{question.train.strategy}: {given(question.train)}"
         unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
     setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
@@ -176,17 +189,23 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
             problem = too_large
         else:
             words["advice"] = [*too_large, *words["advice"]]
-    actions = _next(too_large[1:], changes, setting)
+    actions = _next(too_large[1:], changes, setting, choice.chosen.run_s)
     return Answer(_content(question, wanted, choice, words, actions), wanted, choice, in_lines(problem) or None)
 
 
-def _next(would_fit: list[str], changes: list[Change], setting: Setting) -> list[str]:
-    """Return what to do next: make the run fit, or the largest gains; then measure, where speeds are only typical."""
+def _next(would_fit: list[str], changes: list[Change], setting: Setting, run_s: Figure | None) -> list[str]:
+    """Return what to do next: make the run fit, or the largest gains; then measure speeds that are only typical.
+
+    A short run is over before that has paid.
+    """
     if would_fit:
         return [text.partition(": ")[2] for text in would_fit[:_NEXT]]
     actions = [change.briefly for change in changes[:_NEXT]]
     can_measure = _TYPICAL in _sources_of_rates(setting.machine) and setting.geometry.delta is None
-    return [*actions, *([_CALIBRATE] if can_measure else [])]
+    is_short = run_s is not None and run_s.value < _WORTH_MEASURING_S
+    if can_measure and not is_short:
+        actions.append(_CALIBRATE)
+    return actions
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, list[str]]:

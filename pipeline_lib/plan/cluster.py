@@ -24,10 +24,10 @@ from pipeline_lib.plan.machine import (
     name_words,
 )
 
-# cluster.json: what `python -m pipeline_lib calibrate` measured on the machines that will train.
+# cluster.json: what `python -m pipeline_lib calibrate CONFIG` measured on the machines that will train.
 
 SCHEMA = 1
-AGAIN = "make it again with `python -m pipeline_lib calibrate`"
+AGAIN = "make it again with `python -m pipeline_lib calibrate CONFIG`"
 RATES = tuple(field.name for field in fields(Speeds))
 PARTS = ("layer", "ends")
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
@@ -297,7 +297,9 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
         return of_measured or found
     if found is None:
         text = f"cluster.gpu: {cluster.gpu!r} is not known; {_near(cluster.gpu)}"
-        raise _error(f"{text}. Of any other, `python -m pipeline_lib calibrate` measures what cluster.measured names")
+        raise _error(
+            f"{text}. Of any other, `python -m pipeline_lib calibrate CONFIG` measures what cluster.measured names"
+        )
     return found
 
 

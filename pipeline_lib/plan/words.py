@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeline_lib.config.train import AUTO, in_file
+from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.plan.choose import Choice, Wanted, fastest, host_limit_in_words
 from pipeline_lib.plan.document import PART_NAMES, bound_in_words
@@ -14,14 +14,34 @@ from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.workload import has_fused_adapters
 
-AT_MOST = 3  # pieces of advice
+AT_MOST = 4  # pieces of advice
 _WORTH_SAYING = 1.05  # the least speedup worth a sentence
 _HIDDEN = 0.1  # fraction of a step: communication that costs less counts as hidden
 _LARGER_BATCHES = (2, 4, 8, 16)
 _FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # factors of the bandwidth between nodes
 _NAMED_PARTS = 3
+_NOTABLE = 0.005  # a difference that a whole percentage shows
 _ALSO_AUTO = ("offload_activations", "kept_attention_layers")  # the plan chooses them only where they are `auto`
 _LEFT_OPEN = {"strategy": AUTO, "shard_ranks": None, **dict.fromkeys(_ALSO_AUTO, AUTO)}
+
+
+@dataclass(frozen=True)
+class _Approximation:
+    """A setting for slow networks, and what it does to the training."""
+
+    key: str
+    value: str | int
+    effect: str
+    is_for_ddp: bool = False
+
+
+# The mildest first.
+_APPROXIMATIONS = (
+    _Approximation("gradient_compression", "bf16", "ranks exchange gradients that are rounded to bf16"),
+    _Approximation("gradient_compression", "powersgd", "ranks exchange low-rank factors of their gradients", True),
+    _Approximation("local_sgd_steps", 10, "ranks average their models, and no gradients", True),
+)
+_AS_MUCH = 1.1
 
 
 def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
@@ -31,7 +51,7 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     if is_auto:
         how = f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
     else:
-        how = "set in the config" + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
+        how = given(way.train) + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
     text = f"{describe(way)}: {how}. {_bound_by(way)}"
     if way.fits and way.memory.host_bytes and setting.machine.is_host_assumed:
         needed = gigabytes(host_bytes_of_node(way.memory, setting.machine))
@@ -55,15 +75,20 @@ def why_not_others(choice: Choice, setting: Setting) -> list[str]:
     return [*sentences, *(f"{name}: {reason}" for name, reason in choice.left_out.items())]
 
 
+def given(train: Train) -> str:
+    """Return where the strategy of `train` comes from if the plan does not choose it."""
+    return "the default" if train.strategy == Train().strategy else "set in the config"
+
+
 def verdicts(choice: Choice, setting: Setting, is_auto: bool) -> dict[str, str]:
     """Return for each strategy, in a few words, that it is chosen, or why not."""
     chosen, found = choice.chosen, dict(choice.left_out)
     for name, way in {**choice.best, chosen.train.strategy: chosen}.items():
         if way is chosen:
             auto = "chosen" if way.fits else "needs the least memory"
-            words = [auto if is_auto else "set in the config"]
+            words = [auto if is_auto else given(way.train)]
         else:
-            words = [_longer(way, chosen, setting)] if way.fits else []
+            words = [_longer(way, chosen)] if way.fits else []
         if not way.fits:
             words.append(missed(way, setting.machine).briefly(setting.machine))
         elif way.bound != chosen.bound:
@@ -74,16 +99,21 @@ def verdicts(choice: Choice, setting: Setting, is_auto: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that helps: how many times as fast the training would be, what to change, and more in a sentence."""
+    """A change that helps: how many times as fast the training would be, what to change, and more in a sentence.
+
+    `is_most` if the gain depends on how much is changed, and that is the most.
+    """
 
     gain: float
     what: str
     sentence: str
+    is_most: bool = False
 
     @property
     def briefly(self) -> str:
         """What to change, and its gain."""
-        return f"{self.what} ({self.gain:.2f} times as fast)"
+        up_to = "up to " if self.is_most else ""
+        return f"{self.what} ({up_to}{self.gain:.2f} times as fast)"
 
 
 def advice(choice: Choice, wanted: Wanted) -> list[Change]:
@@ -99,12 +129,13 @@ def advice(choice: Choice, wanted: Wanted) -> list[Change]:
         *_faster_network(chosen, wanted),
         *_larger_batch(chosen, wanted),
         *_fewer_nodes(chosen, wanted),
+        *_approximations(chosen, wanted),
         *_without_dropout(chosen, wanted),
     ]
     if not wanted.setting.workload.is_assumed:
         real = wanted.setting.workload.real_fraction
         text = f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need less of it"
-        found.append(Change(1 / real, "a larger shard.block_tokens, at most", text))
+        found.append(Change(1 / real, "a larger shard.block_tokens", text, is_most=True))
     found.sort(key=lambda change: -change.gain)
     return [*first, *(change for change in found if change.gain >= _WORTH_SAYING)][:AT_MOST]
 
@@ -116,14 +147,14 @@ def describe(way: Prediction) -> str:
 
 def _bound_by(way: Prediction) -> str:
     total, parts = way.step_s.value, way.parts
+    takes = f"A step is predicted to take {brief(total)}"
     if way.bound == "exchange":
-        return f"A step takes {brief(total)}, bound by communication: {_traffic(way)}."
+        return f"{takes}, bound by communication: {_traffic(way)}."
     if way.bound == "offload":
-        took = brief(parts["offload"])
-        return f"A step takes {brief(total)}, bound by copies to host memory and the update there ({took})."
+        return f"{takes}, bound by copies to host memory and the update there ({brief(parts['offload'])})."
     if way.bound == "host":
-        return f"A step takes {brief(total)}, bound by the host, which launches kernels more slowly than they run."
-    return f"A step takes {brief(total)}, bound by computing ({1 - parts['exchange'] / total:.0%} of the time)."
+        return f"{takes}, bound by the host, which launches kernels more slowly than they run."
+    return f"{takes}, bound by computing ({1 - parts['exchange'] / total:.0%} of the time)."
 
 
 def _traffic(way: Prediction) -> str:
@@ -147,15 +178,15 @@ def _traffic(way: Prediction) -> str:
 def _why_not(way: Prediction, chosen: Prediction, setting: Setting) -> str:
     if not way.fits:
         return f"does not fit: {_too_large(way, setting)}"
-    text = f"{brief(way.step_s.value)} a step, {_longer(way, chosen, setting)}"
+    text = f"{brief(way.step_s.value)} a step, {_longer(way, chosen)}"
     is_as_good = abs(way.step_s.value / chosen.step_s.value - 1) <= setting.as_good
     return f"{text}; {_traffic(way)}" if way.bound == "exchange" and not is_as_good else text
 
 
-def _longer(way: Prediction, chosen: Prediction, setting: Setting) -> str:
+def _longer(way: Prediction, chosen: Prediction) -> str:
     ratio = way.step_s.value / chosen.step_s.value
-    if abs(ratio - 1) <= setting.as_good:
-        return f"within {setting.as_good:.0%} of the chosen one"
+    if abs(ratio - 1) < _NOTABLE:
+        return "as long"
     return f"{1 - ratio:.0%} shorter" if ratio < 1 else f"{ratio - 1:.0%} longer"
 
 
@@ -252,6 +283,30 @@ def _fewer_nodes(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
         gain = chosen.step_s.value / alone.step_s.value
         text = f"one node ({describe(alone)}) would be {gain:.2f} times as fast as {nodes} nodes"
         yield Change(gain, "cluster.nodes: 1", text)
+
+
+def _approximations(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
+    """Yield an approximation for a network that training waits for: the mildest that gains about as much as any."""
+    train = wanted.train
+    is_exact = train.gradient_compression == "none" and train.local_sgd_steps == 1
+    if wanted.setting.machine.nodes == 1 or chosen.bound != "exchange" or not is_exact:
+        return
+    found = [change for one in _APPROXIMATIONS if (change := _approximated(one, chosen, wanted)) is not None]
+    most = max((change.gain for change in found), default=0.0)
+    yield from [change for change in found if change.gain * _AS_MUCH >= most][:1]
+
+
+def _approximated(one: _Approximation, chosen: Prediction, wanted: Wanted) -> Change | None:
+    """Return the change by that approximation; None if it may not be configured or does not fit."""
+    what, update = f"train.{one.key}: {one.value}", {one.key: one.value}
+    if one.is_for_ddp and wanted.train.strategy not in (AUTO, "ddp"):
+        what, update = f"{what} with train.strategy: ddp", {**update, "strategy": "ddp"}
+    then = fastest(replace(wanted, train=wanted.train.model_copy(update=update)))
+    if then is None:
+        return None
+    took, instead = brief(then.step_s.value), brief(chosen.step_s.value)
+    text = f"{what} ({describe(then)}) would take {took} a step instead of {instead}; another training: {one.effect}"
+    return Change(chosen.step_s.value / then.step_s.value, what, text)
 
 
 def _without_dropout(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:

@@ -179,7 +179,8 @@ def verdict(compared: Sequence[Compared]) -> str:
     if outside:
         text += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
     if len(judged) < len(compared):
-        text += f" Bands wider than a factor of {_WIDEST} are not judged; `pipeline_lib calibrate` narrows them."
+        text += f" Bands wider than a factor of {_WIDEST} are not judged; "
+        text += "`python -m pipeline_lib calibrate CONFIG` narrows them."
     return text
 
 

@@ -299,7 +299,7 @@ def test_measurements_that_no_spec_can_hold_are_named_by_their_key(folder: Path,
         str(raised.value).encode()
         return raised.value.problems
 
-    again = "make it again with `python -m pipeline_lib calibrate`"
+    again = "make it again with `python -m pipeline_lib calibrate CONFIG`"
     assert problems() == [f"line 4: cluster.measured: 'cluster.json': {said}; {again}"]
     (folder / "cluster.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     [endless] = problems()

@@ -116,7 +116,7 @@ def printed_plan(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.parametrize("page", READMES)
 def test_the_plan_is_what_is_printed(page: str, printed_plan: set[str]) -> None:
-    shown = re.search(r"\n    FITS .*as fast as 2 nodes\n", read(page), re.DOTALL)
+    shown = re.search(r"\n    FITS .*rounded to bf16\n", read(page), re.DOTALL)
     assert shown is not None
     lines = [" ".join(line.split()) for line in shown[0].splitlines()]
     assert [line for line in lines if line not in printed_plan] == []

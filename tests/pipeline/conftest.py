@@ -150,16 +150,13 @@ class Project:
             command, cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True, start_new_session=True
         )
 
-    def start_in_terminal(self, *arguments: str, ignored: signal.Signals | None = None) -> "Terminal":
-        """Start snakemake as the leader of a terminal's session, with the signal `ignored` as `nohup` does."""
+    def start_in_terminal(self, *command: str) -> "Terminal":
+        """Start the command as the leader of a terminal's session."""
 
         def lead() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            if ignored is not None:
-                signal.signal(ignored, signal.SIG_IGN)
 
         ours, its = pty.openpty()
-        command = [str(BIN / "snakemake"), *arguments]
         process = subprocess.Popen(
             command, cwd=self.root, env=self.environment, stdin=its, stdout=its, stderr=its, text=True,
             start_new_session=True, preexec_fn=lead,

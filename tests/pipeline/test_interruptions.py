@@ -106,14 +106,14 @@ def test_a_signal_saves_says_so_and_the_next_run_continues(
 @pytest.mark.slow
 def test_a_closed_terminal_saves_unless_nohup_says_otherwise(project: Project, undisturbed: dict[str, str]) -> None:
     project.edit("save_every_steps: 3", "save_every_steps: 1000")
-    terminal = project.start_in_terminal(project.target("merge"))
+    terminal = project.start_in_terminal("snakemake", project.target("merge"))
     wait_until(lambda: steps_done(project) >= 2, terminal.process, "the second step")
     terminal.close()
     assert terminal.process.wait(60) != 0
     wait_until_no_process_left(project)
     [saved] = project.root.glob("runs/*/checkpoints/step-*")
 
-    terminal = project.start_in_terminal(project.target("merge"), ignored=signal.SIGHUP)
+    terminal = project.start_in_terminal("nohup", "snakemake", project.target("merge"))
     wait_until(lambda: steps_done(project) >= 3, terminal.process, "a step")
     terminal.close()
     terminal.process.wait(300)

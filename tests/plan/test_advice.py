@@ -58,8 +58,10 @@ def applied(sections: Sections, what: str) -> Sections:
     elif what == "train.lora.dropout: 0":
         train["lora"] = {**train["lora"], "dropout": 0}
     else:
-        key, value = what.split(": ")
-        train[key.removeprefix("train.")] = int(value.replace(",", ""))
+        for setting in what.split(" with "):
+            key, value = setting.split(": ")
+            number = value.replace(",", "")
+            train[key.removeprefix("train.")] = int(number) if number.isdecimal() else value
     return {**sections, "cluster": cluster, "train": train}
 
 
@@ -81,6 +83,10 @@ CASES: dict[str, Sections] = {
         *("Qwen/Qwen3-1.7B", 2048, {"nodes": 3, "gpus_per_node": 1, "gpu": "a10", "internode_gbit_s": 1}),
         {"strategy": "auto", "method": "lora", "micro_batch_blocks": 1, "global_batch_tokens": 24576},
     ),
+    "full weights over a slow network": config_of(
+        *("Qwen/Qwen3-1.7B", 2048, {"nodes": 2, "gpus_per_node": 1, "gpu": "h100", "internode_gbit_s": 4}),
+        {"strategy": "ddp", "global_batch_tokens": 32768},
+    ),
     "dropout": config_of(
         *("Qwen/Qwen3-8B", 4096, {"gpus_per_node": 2, "gpu": "h200"}),
         {"strategy": "ddp", "method": "lora", "lora": {"dropout": 0.05}, "global_batch_tokens": 65536}
@@ -100,6 +106,18 @@ def test_each_change_alone_gives_the_gain_that_is_said(case: str) -> None:
         tokens = [each["train"]["global_batch_tokens"] for each in (changed, sections)]
         gain = step_s(now) / step_s(planned(changed)) * tokens[0] / tokens[1]
         assert change.gain == pytest.approx(gain, rel=0.01), change.what
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("zero3 on two nodes", "train.gradient_compression: bf16"),
+        ("full weights over a slow network", "train.gradient_compression: powersgd"),
+    ],
+)
+def test_the_mildest_approximation_that_helps_is_offered_with_what_it_changes(case: str, key: str) -> None:
+    [found] = [change for change in changes_of(planned(CASES[case])) if change.what == key]
+    assert "another training: ranks exchange" in found.sentence
 
 
 def test_where_the_strategy_is_auto_already_the_keys_to_leave_out_are_named() -> None:
