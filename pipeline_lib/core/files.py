@@ -11,9 +11,10 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from pipeline_lib.core.errors import DiskFull, Unreadable
@@ -69,6 +70,32 @@ def _status_of(path: Path) -> os.stat_result | None:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def time_on_disk_ns(folder: Path) -> int:
+    """Return the time by the clock that stamps files in `folder`, which may be a file server's. Raises OSError."""
+    with NamedTemporaryFile(prefix=STAGE_PREFIX, dir=folder) as probe:
+        os.utime(probe.name)
+        return Path(probe.name).stat().st_mtime_ns
+
+
+def take_out_of_future(paths: Iterable[Path]) -> None:
+    """Set the time of each of `paths` that lies in the future to now, by the clock of its disk.
+
+    Snakemake sets the times of a job's outputs to now, and refuses outputs that are older than the inputs: as behind a
+    machine whose clock is ahead, or in a store that was copied from one. A file that only another user may write stays
+    as it is.
+    """
+    now_ns: dict[Path, int] = {}
+    for path in paths:
+        status = _status_of(path)
+        if status is None:
+            continue
+        if path.parent not in now_ns:
+            now_ns[path.parent] = time_on_disk_ns(path.parent)
+        if status.st_mtime_ns > now_ns[path.parent]:
+            with suppress(PermissionError):
+                os.utime(path)
 
 
 def fsync_path(path: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipeline_lib.core.errors import CONTINUES, LockLost, exit_line
-from pipeline_lib.core.files import disk_full_named
+from pipeline_lib.core.files import disk_full_named, time_on_disk_ns
 
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
@@ -168,7 +168,7 @@ def _is_running(owner: Mapping[str, Any] | None) -> bool | None:
 def _is_old(path: Path) -> bool:
     """Return whether the heartbeat at `path` is older than DEAD_AFTER_S by the disk's clock."""
     try:
-        return _time_on_disk(path) - path.stat().st_mtime > DEAD_AFTER_S
+        return time_on_disk_ns(path.parent) - path.stat().st_mtime_ns > DEAD_AFTER_S * 1e9
     except FileNotFoundError:
         return False
 
@@ -228,16 +228,6 @@ def _look(path: Path) -> tuple[dict[str, Any] | None, int | None]:
             return _owner_in(file), os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None, None
-
-
-def _time_on_disk(path: Path) -> float:
-    """Return the time in seconds by the clock that stamps files beside `path`, which may be a file server's."""
-    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
 
 
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
