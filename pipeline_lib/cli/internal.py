@@ -14,7 +14,7 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
-from pipeline_lib.core.files import take_out_of_future
+from pipeline_lib.core.files import disk_full_named, take_out_of_future
 from pipeline_lib.core.processes import die_with_owner, importing
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
 from pipeline_lib.core.stage import StageFunction, run_stage, say
@@ -207,7 +207,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     try:
         rank = int(os.environ.get("RANK", "0"))
         heartbeat = Heartbeat(job.run_dir, rank, host_of(os.environ), job.train.timeout_s)
-        with Reporting(job.run_dir, rank), heartbeat, job.lock.required():
+        with Reporting(job.run_dir, rank), heartbeat, job.lock.required(), disk_full_named(job.run_dir):
             train_rank(job, os.environ, say, (heartbeat.observe,))
     except PipelineError as error:
         if "RANK" not in os.environ:

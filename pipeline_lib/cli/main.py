@@ -8,12 +8,14 @@ from typing import NoReturn
 
 from pipeline_lib.cli import chat, experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
+from pipeline_lib.core.files import disk_full_named
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
 
 KEYBOARD_INTERRUPT_CODE = 130
 INTERNAL_ERROR_CODE = 1
 INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
+ANY_OUTPUT = "the store, its runs/ or this output"
 
 DESCRIPTION = """\
 Fine-tunes Qwen3 models. `snakemake --configfile my.yaml` runs the pipeline; these commands do what is around it."""
@@ -23,7 +25,8 @@ def main() -> NoReturn:
     """Run the command in sys.argv and exit with its code. User errors print one message and no traceback."""
     arguments = parser().parse_args()
     try:
-        arguments.command(arguments)
+        with disk_full_named(ANY_OUTPUT):
+            arguments.command(arguments)
     except PipelineError as error:
         # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
         text = "".join(char if char.isprintable() or char == "\n" else " " for char in redact(str(error)))
@@ -34,7 +37,7 @@ def main() -> NoReturn:
             print(exit_line(error.exit_code), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        where = error.filename or "the store, its runs/ or this output"
+        where = error.filename or ANY_OUTPUT
         print(redact(f"{ERROR}{where}: {error.strerror or error}"), file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except KeyboardInterrupt:

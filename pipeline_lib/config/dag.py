@@ -315,8 +315,11 @@ def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:
     except (OSError, ValueError):
         is_known = False
     if is_known:
-        os.utime(path)  # the newest file is the latest request
-    else:
+        try:
+            os.utime(path)  # the newest file is the latest request
+        except PermissionError:  # another user's, whose umask lets nobody else write
+            is_known = False
+    if not is_known:
         write_json(path, content)
     return path
 

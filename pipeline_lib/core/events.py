@@ -61,7 +61,7 @@ class EventLog:
             event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
             line = json.dumps(event, ensure_ascii=False) + "\n"
             with disk_full_named(self._path):
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
                     os.write(descriptor, line.encode())
                 finally:
