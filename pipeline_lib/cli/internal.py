@@ -143,13 +143,13 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         digest = run_digest(spec)
         stage = launcher(arguments.plan.with_suffix(""), os.environ)
         attempt = {"attempt": next_attempt(store.run_dir(digest))}
-        run_stage(stage, spec, store, say, lock_digest=digest, lock_note={**note, **attempt})
+        run_stage(stage, spec, store, say, digest, {**note, **attempt}, os.environ)
     elif spec.stage == "tokenize":
         from pipeline_lib.data.tokenize import run
 
-        run_stage(partial(run, workers=arguments.workers), spec, store, say, lock_note=note)
+        run_stage(partial(run, workers=arguments.workers), spec, store, say, None, note, os.environ)
     else:
-        run_stage(_function_of(spec.stage), spec, store, say, lock_note=note)
+        run_stage(_function_of(spec.stage), spec, store, say, None, note, os.environ)
     if spec.stage == "report":
         from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
         from pipeline_lib.tracking.feed import hand_over

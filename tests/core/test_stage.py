@@ -18,7 +18,7 @@ from pipeline_lib.core import files
 from pipeline_lib.core.errors import DataError, DiskFull, IntegrityError, LockLost
 from pipeline_lib.core.files import list_files, sha256_file
 from pipeline_lib.core.lock import holder
-from pipeline_lib.core.stage import Job, open_sealed, run_stage
+from pipeline_lib.core.stage import Job, open_sealed, processor, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Spec, Store, verify
 from tests.locks import take_over
 from tests.processes import FORK, finish, lines_of, running, wait_for
@@ -110,8 +110,12 @@ def test_the_manifest_says_what_was_made_from_what_and_with_what(store: Store) -
     upstream = run_stage(write_rows, SPEC, store, silent)
     spec = Spec("shard", 1, {"shards": 2}, {"tokens": SPEC.ref})
 
-    manifest = run_stage(lambda job: {"blocks": 3}, spec, store, silent)
+    environ = {"ATEN_CPU_CAPABILITY": "default", "HOME": "/home/me"}
+    manifest = run_stage(lambda job: {"blocks": 3}, spec, store, silent, environ=environ)
 
+    assert processor({}) in manifest.machine
+    assert "ATEN_CPU_CAPABILITY=default" in manifest.machine
+    assert "/home/me" not in manifest.machine
     assert (manifest.stage, manifest.digest, manifest.spec) == ("shard", spec.digest, spec.to_json())
     assert manifest.counts == {"blocks": 3}
     assert manifest.inputs["tokens"].digest == upstream.digest
