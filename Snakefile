@@ -27,6 +27,7 @@ include: "workflow/rules/rehearse.smk"
 include: "workflow/rules/ending.smk"
 
 
+from pipeline_lib.core.files import take_out_of_future
 from pipeline_lib.workflow.outcomes import BEGUN, LOGS, note_begin
 
 
@@ -69,6 +70,7 @@ rule plan:
 
 
 onstart:
+    take_out_of_future(EXPERIMENT.outputs())
     note_begin()
     if workflow.local_exec:
         STAGES_STOPPED.begin()

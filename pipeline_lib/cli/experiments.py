@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.cli.internal import run_one_stage
+from pipeline_lib.cli.internal import run_as_rule, run_one_stage
 from pipeline_lib.cli.machines import positive
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag
@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
         help="also show the plan with other values, such as cluster.nodes=4 workload.document_tokens=8192",
     )
     sub.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
-    sub.set_defaults(command=plan, stage="plan")
+    run_as_rule(sub, plan, stage="plan")
     text = "show the state of every experiment in the store"
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}")
@@ -99,7 +99,7 @@ def add_to(commands: Any) -> None:
     sub = commands.add_parser("rehearse", description="say what a rehearsal found; people run `snakemake rehearse`")
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
-    sub.set_defaults(command=rehearse)
+    run_as_rule(sub, rehearse)
     docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
     docs.set_defaults(command=write_docs)
 

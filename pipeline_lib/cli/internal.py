@@ -14,6 +14,7 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
+from pipeline_lib.core.files import disk_full_named, take_out_of_future
 from pipeline_lib.core.processes import die_with_owner, importing
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
 from pipeline_lib.core.stage import StageFunction, run_stage, say
@@ -32,18 +33,18 @@ def add_to(commands: Any) -> None:
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
         if stage == "tokenize":
             sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
-        sub.set_defaults(command=run_one_stage, stage=stage)
+        run_as_rule(sub, run_one_stage, stage=stage)
     sub = commands.add_parser("train", description="run the train stage: start the ranks and wait for their end")
     sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
     sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
     sub.add_argument("--requeue", action="store_true", help="after an interruption queue this SLURM job again")
     sub.add_argument("--reached", type=Path, help="of a training to a rung: write here what it came to")
-    sub.set_defaults(command=train, stage="train")
+    run_as_rule(sub, train, stage="train")
     text = "decide which trainings of a sweep go on, as the decide rule does"
     sub = commands.add_parser("decide", description=text)
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen sweep, of the store")
     sub.add_argument("--rung", required=True, metavar="DIGEST", help="which decision")
-    sub.set_defaults(command=decide)
+    run_as_rule(sub, decide)
     rank = commands.add_parser("rank", description="one rank of a training run; started by `train`")
     for option in ("--spec", "--plan", "--out"):
         rank.add_argument(option, type=Path, required=True)
@@ -74,6 +75,17 @@ def add_to(commands: Any) -> None:
     one = commands.add_parser("measure", description="one rank of a calibration; started by `calibrate`")
     one.add_argument("--task", type=Path, required=True)
     one.set_defaults(command=measure)
+
+
+def run_as_rule(sub: argparse.ArgumentParser, command: Callable[[argparse.Namespace], None], **defaults: str) -> None:
+    """Let `sub` run `command` with `defaults`, and take the inputs that a rule's outputs must not be older than."""
+    sub.add_argument("--after", type=Path, nargs="*", default=[], metavar="INPUT", help=argparse.SUPPRESS)
+
+    def run(arguments: argparse.Namespace) -> None:
+        command(arguments)
+        take_out_of_future(arguments.after)
+
+    sub.set_defaults(command=run, **defaults)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -131,13 +143,13 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         digest = run_digest(spec)
         stage = launcher(arguments.plan.with_suffix(""), os.environ)
         attempt = {"attempt": next_attempt(store.run_dir(digest))}
-        run_stage(stage, spec, store, say, lock_digest=digest, lock_note={**note, **attempt})
+        run_stage(stage, spec, store, say, digest, {**note, **attempt}, os.environ)
     elif spec.stage == "tokenize":
         from pipeline_lib.data.tokenize import run
 
-        run_stage(partial(run, workers=arguments.workers), spec, store, say, lock_note=note)
+        run_stage(partial(run, workers=arguments.workers), spec, store, say, None, note, os.environ)
     else:
-        run_stage(_function_of(spec.stage), spec, store, say, lock_note=note)
+        run_stage(_function_of(spec.stage), spec, store, say, None, note, os.environ)
     if spec.stage == "report":
         from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
         from pipeline_lib.tracking.feed import hand_over
@@ -195,7 +207,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     try:
         rank = int(os.environ.get("RANK", "0"))
         heartbeat = Heartbeat(job.run_dir, rank, host_of(os.environ), job.train.timeout_s)
-        with Reporting(job.run_dir, rank), heartbeat, job.lock.required():
+        with Reporting(job.run_dir, rank), heartbeat, job.lock.required(), disk_full_named(job.run_dir):
             train_rank(job, os.environ, say, (heartbeat.observe,))
     except PipelineError as error:
         if "RANK" not in os.environ:

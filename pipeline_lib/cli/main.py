@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from pipeline_lib.cli import chat, experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
+from pipeline_lib.core.files import disk_full_named
 from pipeline_lib.core.signals import stops_interrupt
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
@@ -17,6 +18,7 @@ from pipeline_lib.slurm.job import job_and_log
 KEYBOARD_INTERRUPT_CODE = 130
 INTERNAL_ERROR_CODE = 1
 INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
+ANY_OUTPUT = "the store, its runs/ or this output"
 
 DESCRIPTION = """\
 Fine-tunes Qwen3 models. `snakemake --configfile my.yaml` runs the pipeline; these commands do what is around it."""
@@ -28,7 +30,7 @@ def main() -> NoReturn:
     arguments = parser().parse_args()
     try:
         # A stage may hear of a signal to its whole group, and again from Snakemake.
-        with stops_interrupt(is_once=hasattr(arguments, "stage")):
+        with stops_interrupt(is_once=hasattr(arguments, "stage")), disk_full_named(ANY_OUTPUT):
             arguments.command(arguments)
     except PipelineError as error:
         # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
@@ -40,7 +42,7 @@ def main() -> NoReturn:
             print(exit_line(error.exit_code), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        where = error.filename or "the store, its runs/ or this output"
+        where = error.filename or ANY_OUTPUT
         remedy = "; allow more of them: `ulimit -n 4096`" if error.errno == errno.EMFILE else ""
         print(redact(f"{ERROR}{where}: {error.strerror or error}{remedy}"), file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)

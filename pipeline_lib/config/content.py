@@ -65,10 +65,8 @@ class HashCache:
         """
         try:
             status = file.stat()
-            # The ctime reveals a change even if a tool resets the mtime; but hard-linking weights into the store
-            # changes theirs, and hashing them again takes minutes.
-            changed_ns = 0 if file.name.endswith(".safetensors") else status.st_ctime_ns
-            stamp = [status.st_size, status.st_ino, status.st_mtime_ns, changed_ns]
+            # The ctime reveals a change even if a tool resets the mtime (`rsync --inplace --times`).
+            stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
             key = str(file.resolve())
             remembered = self.entries.get(key)
             if isinstance(remembered, list) and len(remembered) == len(stamp) + 1 and remembered[:-1] == stamp:
@@ -79,6 +77,11 @@ class HashCache:
         self.entries[key] = [*stamp, digest]
         self.changed = True
         return digest
+
+    def forget(self, file: Path) -> None:
+        """Forget the hash of `file`, so that it is computed again."""
+        if self.entries.pop(str(file.resolve()), None) is not None:
+            self.changed = True
 
     def save(self) -> None:
         """Write new entries to `path`. A failed write is ignored: it only costs hashing again."""

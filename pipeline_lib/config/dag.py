@@ -25,7 +25,15 @@ from pipeline_lib.config.halving import (
 )
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError
-from pipeline_lib.core.files import canonical_json, json_text, read_json, replace_link, sha256_text, write_json
+from pipeline_lib.core.files import (
+    canonical_json,
+    json_text,
+    read_json,
+    replace_link,
+    sha256_text,
+    take_out_of_future,
+    write_json,
+)
 from pipeline_lib.core.store import DIGEST_CHARS, Ref, Spec, Store
 from pipeline_lib.core.units import count
 
@@ -97,6 +105,7 @@ class Dag:
         For a sweep, this is the path of a file that lists the experiments.
         """
         frozen = []
+        take_out_of_future((self.store.root / "experiments").glob("*.json"))  # the newest file is the latest request
         for experiment in self.experiments:
             parts = {part: spec.digest for part, spec in experiment.specs.items()}
             content = {"config": experiment.config.model_dump(mode="json"), "parts": parts}
@@ -185,6 +194,12 @@ class Dag:
     def is_trained(self, digest: str) -> bool:
         """Return whether the training `digest`, a whole one or one to a rung, is done."""
         return self.store.pointer(Ref("train", digest)).exists() or reached_path(self.store, digest).exists()
+
+    def outputs(self) -> list[Path]:
+        """Return the paths of all outputs whose times Snakemake compares, whether they exist or not."""
+        pointers = [self.store.pointer(spec.ref) for spec, _ in self._placed.values()]
+        reached = [reached_path(self.store, digest) for digest in self._to_rungs]
+        return pointers + reached + [decision_path(self.store, rung.digest) for rung in self.rungs]
 
     def plan_pointer(self, digest: str) -> str:
         """Return the pointer of the plan that places the training `digest`."""
@@ -300,8 +315,11 @@ def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:
     except (OSError, ValueError):
         is_known = False
     if is_known:
-        os.utime(path)  # the newest file is the latest request
-    else:
+        try:
+            os.utime(path)  # the newest file is the latest request
+        except PermissionError:  # another user's, whose umask lets nobody else write
+            is_known = False
+    if not is_known:
         write_json(path, content)
     return path
 

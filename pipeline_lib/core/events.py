@@ -23,6 +23,7 @@ class EventName(StrEnum):
     RUN_LAUNCHED = "run.launched"  # an attempt began: the ranks are about to start
     RUN_START = "run.start"  # the first rank is ready to train
     RUN_RESUMED = "run.resumed"  # the run continues from a checkpoint
+    RUN_PROCESSOR_CHANGED = "run.processor_changed"  # that was saved on another kind of CPU or GPU
     RUN_ROLLED_BACK = "run.rolled_back"  # weights and moments went back to a checkpoint
     RUN_REWOUND = "run.rewound"  # the checkpoints after a step are set aside, at a user's request
     RUN_END = "run.end"  # the last step is done
@@ -61,7 +62,7 @@ class EventLog:
             event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
             line = json.dumps(event, ensure_ascii=False) + "\n"
             with disk_full_named(self._path):
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
                     os.write(descriptor, line.encode())
                 finally:

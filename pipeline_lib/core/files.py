@@ -11,15 +11,18 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from pipeline_lib.core.errors import DiskFull, Unreadable
+from pipeline_lib.core.errors import DiskFull, PipelineError, Unreadable
 
 STAGE_PREFIX = ".stage-"
 TRASH_PREFIX = ".trash-"
+COPIED_AT_ONCE = 1 << 24  # bytes
 
 
 def canonical_json(value: Any) -> str:
@@ -69,6 +72,32 @@ def _status_of(path: Path) -> os.stat_result | None:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def time_on_disk_ns(folder: Path) -> int:
+    """Return the time by the clock that stamps files in `folder`, which may be a file server's. Raises OSError."""
+    with NamedTemporaryFile(prefix=STAGE_PREFIX, dir=folder) as probe:
+        os.utime(probe.name)
+        return Path(probe.name).stat().st_mtime_ns
+
+
+def take_out_of_future(paths: Iterable[Path]) -> None:
+    """Set the time of each of `paths` that lies in the future to now, by the clock of its disk.
+
+    Snakemake sets the times of a job's outputs to now, and refuses outputs that are older than the inputs: as behind a
+    machine whose clock is ahead, or in a store that was copied from one. A file that only another user may write stays
+    as it is.
+    """
+    now_ns: dict[Path, int] = {}
+    for path in paths:
+        status = _status_of(path)
+        if status is None:
+            continue
+        if path.parent not in now_ns:
+            now_ns[path.parent] = time_on_disk_ns(path.parent)
+        if status.st_mtime_ns > now_ns[path.parent]:
+            with suppress(PermissionError):
+                os.utime(path)
 
 
 def fsync_path(path: Path) -> None:
@@ -143,10 +172,13 @@ def sweep(folder: Path, name: str) -> None:
 def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda: None) -> bool:
     """Rename the sealed directory `staged` to `final`; return False if `final` already had content.
 
-    A caller that gets False has to verify the existing directory. `require` is called right before the rename; an
-    exception from it prevents the rename.
+    What is in it gets the mode that the umask gave to `staged`, so that who may read one file may read all: libraries
+    write some files for their owner alone. A caller that gets False has to verify the existing directory. `require` is
+    called right before the rename; an exception from it prevents the rename.
     """
+    mode = stat.S_IMODE(staged.stat().st_mode)
     for path in sorted(staged.rglob("*"), reverse=True):
+        _set_mode(path, mode)
         fsync_path(path)
     fsync_path(staged)
     require()
@@ -160,6 +192,23 @@ def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda:
     return True
 
 
+def _set_mode(path: Path, of_folder: int) -> None:
+    """Give a folder the mode `of_folder`, and a file the same without execution.
+
+    The modes of hard links are those of the files elsewhere, and stay. So do all where the file system has none.
+    """
+    status = path.lstat()
+    if stat.S_ISDIR(status.st_mode):
+        wanted = of_folder
+    elif stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        wanted = of_folder & 0o666
+    else:
+        return
+    if stat.S_IMODE(status.st_mode) != wanted:
+        with suppress(PermissionError):
+            path.chmod(wanted)
+
+
 def remove_dir(path: Path) -> None:
     """Delete the directory at `path`: it is renamed first, so the name is free even if the deletion fails."""
     if not path.exists():
@@ -170,13 +219,32 @@ def remove_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the content of the file `source`: a hard link where the file system allows it, else a copy."""
+    """Give `target` the content of the file `source`: a hard link where the file system allows it, else a copy.
+
+    A file that fewer people may read than the folder of `target` is copied: its link would have its mode.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        with disk_full_named(target):
-            shutil.copyfile(source, target)
+    readers = stat.S_IMODE(target.parent.stat().st_mode) & 0o444
+    if source.stat().st_mode & readers == readers:
+        with suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    copy_file(source, target)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the content of a file; a file system that can share blocks (Btrfs, XFS) copies none. Raises DiskFull."""
+    with disk_full_named(target), source.open("rb") as read, target.open("wb") as written:
+        try:
+            while os.copy_file_range(read.fileno(), written.fileno(), COPIED_AT_ONCE):
+                continue
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            read.seek(0)
+            written.truncate(0)
+            written.seek(0)
+            shutil.copyfileobj(read, written, COPIED_AT_ONCE)
 
 
 def replace_link(link: Path, target: Path) -> None:
@@ -211,7 +279,7 @@ def _free_bytes(where: Path) -> int:
     return shutil.disk_usage(where).free
 
 
-def disk_full(where: Path) -> DiskFull:
+def disk_full(where: Path | str) -> DiskFull:
     """Return the error for a write to `where` that found the disk full."""
     return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake again")
 
@@ -233,17 +301,32 @@ def unreadable_named(where: Path) -> Iterator[None]:
         ) from error
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether `error` means that a disk, or a user's quota on it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    """Return whether `error` means that a disk, or a user's quota on it, is full.
+
+    Libraries in Rust and C++ say so only in the text of another error (tokenizers of a plain Exception).
+    """
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return not isinstance(error, PipelineError) and any(os.strerror(code) in str(error) for code in _FULL)
 
 
-@contextmanager
-def disk_full_named(where: Path) -> Iterator[None]:
-    """Turn an OSError for a full disk or quota into a DiskFull that names `where`."""
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-        raise disk_full(where) from error
+def disk_full_named(where: Path | str) -> AbstractContextManager[None]:
+    """Return a context in which an error for a full disk or quota becomes a DiskFull that names `where`."""
+    return _DiskFullNamed(where)
+
+
+@dataclass(frozen=True)
+class _DiskFullNamed(AbstractContextManager[None]):
+    where: Path | str
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Raise DiskFull in the place of the error."""
+        if error is not None and is_disk_full(error):
+            raise disk_full(self.where) from error

@@ -4,6 +4,9 @@ The lock is a file that only one process can create; flock is not used because s
 file names its owner, and its mtime is the owner's heartbeat. Other processes wait while the owner lives. The lock of a
 dead owner (its process is gone; seen from another host: its heartbeat has stopped) is replaced. An owner that was only
 suspended notices this at its next heartbeat, at the latest before it publishes, and its process ends at once.
+
+The clocks of two machines may differ by hours, so a waiter never decides by the heartbeat's time alone: it watches
+whether that time changes.
 """
 
 import errno
@@ -20,11 +23,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipeline_lib.core.errors import CONTINUES, LockLost, exit_line
-from pipeline_lib.core.files import disk_full_named
+from pipeline_lib.core.files import disk_full_named, time_on_disk_ns
 
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
-DEAD_AFTER_S = 120.0
+DEAD_AFTER_S = 120.0  # without a change of the heartbeat
+DEAD_IF_OLD_AFTER_S = 30.0  # the same for a heartbeat that is older than DEAD_AFTER_S by the disk's clock
 LAST_WORDS_S = 2.0  # to report why a process ends; the reader of its output may have stopped reading
 REMOVAL_S = 5.0  # removing a lock takes microseconds; a process that takes longer was killed
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # FAT, some of FUSE and SMB
@@ -85,9 +89,9 @@ class Lock:
             owner = _owner_in(file)
             if owner is None or owner.get("token") != self.token:
                 raise LockLost(
-                    f"the lock {self.path} was taken over by {describe(owner)}, "
-                    f"who had seen no heartbeat of this process for {DEAD_AFTER_S:.0f} s. The work is left to it, and "
-                    f"nothing was published here since; {CONTINUES} once it has ended"
+                    f"the lock {self.path} was taken over by {describe(owner)}, which saw no heartbeat of this process "
+                    f"any more. The work is left to it, and nothing was published here since; {CONTINUES} once it has "
+                    "ended"
                 )
             yield file
 
@@ -135,11 +139,7 @@ def _process_start(pid: int) -> str | None:
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return _owner_in(file)
-    except OSError:
-        return None
+    return _look(path)[0]
 
 
 def _owner_in(file: TextIO) -> dict[str, Any] | None:
@@ -150,57 +150,121 @@ def _owner_in(file: TextIO) -> dict[str, Any] | None:
     return owner if isinstance(owner, dict) else None
 
 
-def _is_dead(owner: Mapping[str, Any] | None, path: Path) -> bool:
-    """Return whether the lock at `path` was left behind by a dead owner.
+def _is_running(owner: Mapping[str, Any] | None) -> bool | None:
+    """Return whether the owner's process runs; None if it cannot be looked up on this machine.
 
-    The age of the heartbeat decides if the owner's process cannot be looked up on this machine.
+    Another boot ID under this host's name is not always this machine before it was started again: it can be another
+    machine, cloned from the same image.
     """
-    if owner and owner.get("host") == socket.gethostname() and Path("/proc").exists():
-        if owner.get("boot_id") != _boot_id():
-            return True
-        pid = owner.get("pid")
-        if isinstance(pid, int) and owner.get("pid_namespace") == _pid_namespace():
-            started = _process_start(pid)
-            if started != HIDDEN:
-                return started != owner.get("process_start")
+    if not owner or owner.get("host") != socket.gethostname() or owner.get("boot_id") != _boot_id():
+        return None
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or owner.get("pid_namespace") != _pid_namespace() or not Path("/proc").exists():
+        return None
+    started = _process_start(pid)
+    return None if started == HIDDEN else started == owner.get("process_start")
+
+
+def _is_old(path: Path) -> bool:
+    """Return whether the heartbeat at `path` is older than DEAD_AFTER_S by the disk's clock."""
     try:
-        return _time_on_disk(path) - path.stat().st_mtime > DEAD_AFTER_S
+        return time_on_disk_ns(path.parent) - path.stat().st_mtime_ns > DEAD_AFTER_S * 1e9
     except FileNotFoundError:
         return False
 
 
-def _time_on_disk(path: Path) -> float:
-    """Return the time in seconds by the clock that stamps files beside `path`, which may be a file server's."""
-    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    probe.touch()
+@dataclass
+class _Watched:
+    """The lock at `path` as a waiter sees it. Times are those of this process's own clock."""
+
+    path: Path
+    owner: dict[str, Any] | None = None
+    beat_ns: int | None = None
+    since_s: float = 0.0
+    has_beaten: bool = False
+    removal_since_s: float | None = None
+
+    def look(self) -> None:
+        """Read the lock's owner and heartbeat, and note when they changed."""
+        owner, beat_ns = _look(self.path)
+        if owner == self.owner and beat_ns == self.beat_ns:
+            return
+        self.has_beaten = owner == self.owner and self.beat_ns is not None
+        self.owner, self.beat_ns = owner, beat_ns
+        self.since_s, self.removal_since_s = time.monotonic(), None
+
+    def is_suspect(self) -> bool:
+        """Return whether the owner may have been dead for long: its heartbeat is old, and has not moved here yet."""
+        return not self.has_beaten and _is_running(self.owner) is None and _is_old(self.path)
+
+    def is_dead(self) -> bool:
+        """Return whether the owner's process is gone, or its heartbeat has stood still for too long."""
+        is_running = _is_running(self.owner)
+        if is_running is not None:
+            return not is_running
+        silent_s = time.monotonic() - self.since_s
+        return silent_s > DEAD_AFTER_S or (silent_s > DEAD_IF_OLD_AFTER_S and _is_old(self.path))
+
+    def remove(self) -> bool:
+        """Remove the dead owner's lock; return False while another process is doing it, unless that was killed."""
+        if _remove_dead(self.path, self.owner):
+            return True
+        now_s = time.monotonic()
+        if self.removal_since_s is None:
+            self.removal_since_s = now_s
+        elif now_s - self.removal_since_s > REMOVAL_S:
+            _grave(self.path, self.owner).unlink(missing_ok=True)
+            self.removal_since_s = None
+        return False
+
+
+def _look(path: Path) -> tuple[dict[str, Any] | None, int | None]:
+    """Return the owner in the lock at `path` and the time of its heartbeat; None for what cannot be read.
+
+    The time is that of the opened file: over NFS the time of a path may be a remembered one.
+    """
     try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
+        with path.open(encoding="utf-8") as file:
+            return _owner_in(file), os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None, None
 
 
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
     """Create the lock file with its content in one step: a hard link appears whole or not at all.
 
     A file server may run the request twice if its first reply was lost, and then report our own link as existing.
-    Without hard links the file exists for a moment before its content; its recent mtime then protects it.
     """
     mine = path.with_name(f"{path.name}.{owner['token']}")
-    mine.write_text(json.dumps(owner))
     try:
+        mine.write_text(json.dumps(owner))
         os.link(mine, path)
     except FileExistsError:
         return bool((_read_owner(path) or {}).get("token") == owner["token"])
     except OSError as error:
         if error.errno not in NO_HARD_LINKS:
             raise
-        try:
-            with path.open("x") as file:
-                file.write(json.dumps(owner))
-        except FileExistsError:
-            return False
+        return _create_without_link(path, json.dumps(owner))
     finally:
-        mine.unlink()
+        mine.unlink(missing_ok=True)
+    return True
+
+
+def _create_without_link(path: Path, text: str) -> bool:
+    """Create the lock file with `text`; return False if it exists.
+
+    It exists for a moment before its content; waiters then give it as long as any lock.
+    """
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(text)
+    except OSError:  # the disk is full: an empty file would hold up the next process
+        path.unlink()
+        raise
     return True
 
 
@@ -210,18 +274,19 @@ def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
     Only the process that created the file `.dead-TOKEN` may remove the lock with that token. So a slow process that saw
     the same dead owner can never remove the lock of the next owner.
     """
-    grave = path.with_name(f"{path.name}.dead-{(owner or {}).get('token', 'unreadable')}")
+    grave = _grave(path, owner)
     try:
         grave.touch(exist_ok=False)
     except FileExistsError:
-        with suppress(FileNotFoundError):
-            if time.time() - grave.stat().st_ctime > REMOVAL_S:
-                grave.unlink()
         return False
-    if _read_owner(path) == owner and _is_dead(owner, path):
+    if _read_owner(path) == owner and not _is_running(owner):
         path.unlink(missing_ok=True)
     grave.unlink(missing_ok=True)
     return True
+
+
+def _grave(path: Path, owner: Mapping[str, Any] | None) -> Path:
+    return path.with_name(f"{path.name}.dead-{(owner or {}).get('token', 'unreadable')}")
 
 
 @contextmanager
@@ -261,14 +326,14 @@ def locked(
 
 
 def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll_s: float) -> None:
-    is_waiting = False
+    watched, is_announced = _Watched(path), False
     while not _try_acquire(path, me):
-        owner = _read_owner(path)
-        if _is_dead(owner, path) and _remove_dead(path, owner):
+        watched.look()
+        if watched.is_dead() and watched.remove():
             continue
-        if not is_waiting:
-            say(f"waiting for {describe(owner)}, which is doing this already ({path})")
-            is_waiting = True
+        if not is_announced and not watched.is_suspect():
+            say(f"waiting for {describe(watched.owner)}, which is doing this already ({path})")
+            is_announced = True
         time.sleep(poll_s)
 
 
@@ -319,14 +384,18 @@ def _say_error(error: LockLost) -> None:
 def holder(path: Path) -> dict[str, Any] | None:
     """Return the living owner of the lock at `path`, or None if nobody holds it.
 
-    Applies the rules of the lock itself and changes nothing. An owner that cannot be read is an empty dict.
+    Changes nothing, and does not wait: an owner that cannot be looked up counts as dead if its heartbeat is old. One
+    that cannot be read is an empty dict.
     """
     owner = _read_owner(path)
-    try:
-        is_dead = _is_dead(owner, path)
-    except OSError:  # the folder is read-only: use this machine's clock
+    is_running = _is_running(owner)
+    is_dead = not is_running
+    if is_running is None:
         try:
-            is_dead = time.time() - path.stat().st_mtime > DEAD_AFTER_S
-        except OSError:
-            return None
+            is_dead = _is_old(path)
+        except OSError:  # the folder is read-only: use this machine's clock
+            try:
+                is_dead = time.time() - path.stat().st_mtime > DEAD_AFTER_S
+            except OSError:
+                return None
     return (owner or {}) if path.exists() and not is_dead else None

@@ -136,6 +136,8 @@ class RunRecord:
                 place += f" on {', '.join(map(str, nodes))}"
             job = str(launched.get("job") or "")
             place += f" in SLURM job {job}" if job else ""
+            processor = text_of(self.starts.get(number, {}).get("processor"))
+            place += f" ({processor})" if processor else ""
             found.append(Attempt(number, place, resumed if isinstance(resumed, int) else 0, _end(own.events), job))
         return found
 

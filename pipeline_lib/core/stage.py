@@ -128,10 +128,43 @@ def tool_versions() -> dict[str, str]:
     return versions
 
 
-def machine() -> str:
-    """Describe the kind of machine without naming it: `64 cores (Intel Xeon), 8 x NVIDIA H100, Linux x86_64`."""
+# What the libraries of linear algebra choose their code by, and so the last bits of results: vendor and instructions.
+_INSTRUCTIONS = {  # by the flag in /proc/cpuinfo, the most capable first
+    "amx_tile": "AMX",
+    "avx512_bf16": "AVX512_BF16",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512f": "AVX512",
+    "avx_vnni": "AVX2_VNNI",
+    "avx2": "AVX2",
+    "avx": "AVX",
+    "sse4_2": "SSE4.2",
+    "sve2": "SVE2",
+    "sve": "SVE",
+    "asimd": "NEON",
+}
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+
+
+def processor(environ: Mapping[str, str]) -> str:
+    """Return the kind of this machine's CPU: `GenuineIntel AVX512_VNNI`, and the variables in `environ` that limit it.
+
+    On CPUs of one kind the same computation gives the same bits.
+    """
+    info = Path("/proc/cpuinfo")
+    vendor = _first_value(info, "vendor_id") or _first_value(info, "CPU implementer")
+    flags = (_first_value(info, "flags") or _first_value(info, "Features")).split()
+    instructions = next((name for flag, name in _INSTRUCTIONS.items() if flag in flags), platform.machine())
+    limits = [f"{name}={environ[name]}" for name in _LIMITS if environ.get(name)]
+    return ", ".join([f"{vendor} {instructions}".strip(), *limits])
+
+
+def machine(environ: Mapping[str, str]) -> str:
+    """Describe the kind of machine without naming it.
+
+    For example `64 cores (Intel Xeon; GenuineIntel AVX512_VNNI), 8 x NVIDIA H100, Linux x86_64`.
+    """
     cpu = _first_value(Path("/proc/cpuinfo"), "model name") or "CPU"
-    parts = [f"{os.cpu_count()} cores ({cpu})"]
+    parts = [f"{os.cpu_count()} cores ({cpu}; {processor(environ)})"]
     gpus = [_first_value(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
     parts += [f"{gpus.count(kind)} x {kind or 'GPU'}" for kind in sorted(set(gpus))]
     return ", ".join([*parts, f"{platform.system()} {platform.machine()}"])
@@ -166,11 +199,13 @@ def run_stage(
     say: Say,
     lock_digest: str | None = None,
     lock_note: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Make the sealed directory of `spec` with `function`, and write its pointer for Snakemake.
 
     A directory that is already sealed is verified and kept. `lock_digest` names the lock where several specs share one
-    working directory. `lock_note` is stored in the lock; a SLURM job puts its number there as `slurm_job`.
+    working directory. `lock_note` is stored in the lock; a SLURM job puts its number there as `slurm_job`. Of `environ`
+    the manifest records what limits the CPU.
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -182,12 +217,15 @@ def run_stage(
             say(f"{done_lines(spec.ref)[1]}, verified")
         else:
             files.remove_dir(final)  # exists but is not sealed: Snakemake and file managers create empty folders
-            _make(function, spec, store, say, lock, str((lock_note or {}).get("slurm_job", "")))
+            job_id = str((lock_note or {}).get("slurm_job", ""))
+            _make(function, spec, store, say, lock, job_id, machine(environ or {}))
         store.write_pointer(spec.ref)
     return read_manifest(final)
 
 
-def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Lock, slurm_job: str) -> None:
+def _make(
+    function: StageFunction, spec: Spec, store: Store, say: Say, lock: Lock, slurm_job: str, machine_kind: str
+) -> None:
     started_at, start_s = datetime.now(UTC), time.monotonic()
     inputs = {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
     final = store.sealed(spec.ref)
@@ -196,7 +234,7 @@ def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Loc
         try:
             counts = function(job)
             duration_s = time.monotonic() - start_s
-            write_manifest(job.out, _manifest_of(job, counts, started_at, duration_s))
+            write_manifest(job.out, _manifest_of(job, counts, machine_kind, started_at, duration_s))
             if not files.publish_dir(job.out, final, lock.require):  # another process was faster
                 verify(final, store.verified)
         finally:
@@ -204,7 +242,9 @@ def _make(function: StageFunction, spec: Spec, store: Store, say: Say, lock: Loc
     say(f"{done_lines(spec.ref)[0]} in {duration_s:.1f} s")
 
 
-def _manifest_of(job: Job, counts: dict[str, Any], started_at: datetime, duration_s: float) -> Manifest:
+def _manifest_of(
+    job: Job, counts: dict[str, Any], machine_kind: str, started_at: datetime, duration_s: float
+) -> Manifest:
     return Manifest(
         stage=job.spec.stage,
         digest=job.spec.digest,
@@ -220,7 +260,7 @@ def _manifest_of(job: Job, counts: dict[str, Any], started_at: datetime, duratio
         files=describe_files(job.out),
         counts=counts,
         versions=tool_versions(),
-        machine=machine(),
+        machine=machine_kind,
         job=job.slurm_job,
         started_at=started_at.isoformat(timespec="seconds"),
         duration_s=round(duration_s, 3),

@@ -4,7 +4,6 @@ Each source is a function that fills the directory of a job; `SOURCES` lists the
 """
 
 import fnmatch
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,
+    HASHES_NAME,
     RUNNING_PYTHON,
+    HashCache,
     data_files,
     is_data_file,
     is_model_file,
@@ -25,7 +26,7 @@ from pipeline_lib.config.content import (
 from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError
-from pipeline_lib.core.files import list_files, require_space, sha256_file, sha256_text
+from pipeline_lib.core.files import copy_file, list_files, require_space, sha256_file, sha256_text
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.text import Progress
@@ -33,7 +34,7 @@ from pipeline_lib.core.units import count
 from pipeline_lib.data.agreement import refuse_other_tokens
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
-from pipeline_lib.hub.snapshot import Snapshot, link_weights_or_copy
+from pipeline_lib.hub.snapshot import Snapshot, is_of_hub_cache, link_weights_or_copy
 from pipeline_lib.hub.splits import files_of_split, is_aside
 from pipeline_lib.model.files import problems_of, refuse_not_finite, refuse_untaken_config, take_generation_config
 
@@ -63,13 +64,22 @@ def local_model(job: Job) -> None:
     folder = Path(job.spec.where["path"])
     files = model_files(folder) if folder.is_dir() else []
     named = {name_in(folder, file): file for file in files if file.name != GENERATION_NAME}
-    _take(named, job, link_weights_or_copy)
+    store = job.store.root.resolve()
+
+    def bring(source: Path, target: Path) -> None:
+        """Link what nobody edits in place, which would change the sealed file too; copy all other files."""
+        if is_of_hub_cache(source) or source.resolve().is_relative_to(store):
+            link_weights_or_copy(source, target)
+        else:
+            copy_file(source, target)
+
+    _take(named, job, bring)
 
 
 def local_generation(job: Job) -> None:
     """Copy the generation_config.json of a Hugging Face folder on this machine, if it has one."""
     file = Path(job.spec.where["path"]) / GENERATION_NAME
-    _take({file.name: file} if file.is_file() else {}, job, shutil.copyfile)
+    _take({file.name: file} if file.is_file() else {}, job, copy_file)
 
 
 def tiny_model(job: Job) -> None:
@@ -79,7 +89,7 @@ def tiny_model(job: Job) -> None:
     if tokenizer is None:
         _require_same_python(job)
     else:
-        _take({name: Path(tokenizer) / name for name in tokenizer_files(Path(tokenizer))}, job, shutil.copyfile)
+        _take({name: Path(tokenizer) / name for name in tokenizer_files(Path(tokenizer))}, job, copy_file)
     build_tiny(settings, job.out, job.say)
 
 
@@ -87,7 +97,7 @@ def local_files(job: Job) -> None:
     """Copy conversation files on this machine."""
     # Copied, not linked: people edit these files, and an edit through a hard link would change sealed content.
     files = data_files(job.spec.where["path"], job.spec.where.get("split"))
-    _take({file.name: file for file in files}, job, shutil.copyfile)
+    _take({file.name: file for file in files}, job, copy_file)
 
 
 def pydoc_rows(job: Job) -> None:
@@ -197,15 +207,21 @@ def _take(files: Mapping[str, Path], job: Job, bring: Callable[[Path, Path], Any
     total_bytes = sum(file.stat().st_size for file in files.values())
     require_space(job.out, total_bytes, f"a copy of {place}")
     progress = Progress(job.say, f"download: {place}", "MB")
+    hashes = HashCache.load(job.store.remembered(HASHES_NAME))
     done_bytes = 0
     for name, file in files.items():
         target = job.out / name
         target.parent.mkdir(exist_ok=True)
         bring(file, target)
-        if sha256_file(target) != wanted[name]:
+        # A new link changes the file's times: its hash is remembered anew, or the next snakemake would compute it.
+        sha256 = hashes.sha256(file) if target.samefile(file) else sha256_file(target)
+        if sha256 != wanted[name]:
+            hashes.forget(file)
+            hashes.save()
             raise DataError(f"{file}: changed since the config was read; {remedy}")
         done_bytes += target.stat().st_size
         progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
+    hashes.save()
 
 
 def _check_generation(job: Job, origin: str) -> None:

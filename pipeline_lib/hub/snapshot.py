@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline_lib.core.errors import DiskFull, HubError, IntegrityError
-from pipeline_lib.core.files import disk_full_named, link_or_copy, list_files, read_json, require_space, write_json
+from pipeline_lib.core.files import (
+    copy_file,
+    disk_full_named,
+    link_or_copy,
+    list_files,
+    read_json,
+    require_space,
+    write_json,
+)
 from pipeline_lib.hub.repository import (
     Arrived,
     HubClient,
@@ -300,7 +308,7 @@ class Snapshot:
 
 
 def link_weights_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the content of the user's file `source`: a hard link for weights, else a copy.
+    """Give `target` the content of `source`, of a hub's cache or a store: a hard link for weights, else a copy.
 
     Weights are copied too where the file system allows no link. Other files may be edited in place by people and tools,
     which would change the sealed content through a link.
@@ -308,7 +316,12 @@ def link_weights_or_copy(source: Path, target: Path) -> None:
     if source.suffix == ".safetensors":
         link_or_copy(source, target)
     else:
-        shutil.copyfile(source, target)
+        copy_file(source, target)
+
+
+def is_of_hub_cache(file: Path) -> bool:
+    """Return whether `file` is a link to a blob, as Hugging Face's cache has them: nobody edits these in place."""
+    return file.is_symlink() and file.resolve().parent.name == "blobs"
 
 
 def _describe(path: Path, algorithm: str, arrived: Arrived) -> str:

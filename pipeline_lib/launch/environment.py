@@ -1,11 +1,14 @@
 """The environment of the ranks: what every launcher hands down, and what SLURM's variables mean."""
 
+import fcntl
+import os
 import random
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -32,6 +35,8 @@ _SETTINGS = re.compile(
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE)
 _BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the comma in `gpu[003-005,9],cpu1`
+_RANKS_FOLDER = "pipeline-ranks-"
+_BEING_MADE_S = 60.0  # a younger folder may not be locked yet
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
 
@@ -57,9 +62,42 @@ def is_sent(name: str) -> bool:
 
 @contextmanager
 def private_rendezvous() -> Iterator[dict[str, str]]:
-    """Yield the variable by which the ranks of one machine meet: a file in a folder that only this user may enter."""
-    with tempfile.TemporaryDirectory(prefix="pipeline-ranks-") as folder:
-        yield {RENDEZVOUS_FILE: str(Path(folder) / "rendezvous")}
+    """Yield the variable by which the ranks of one machine meet: a file in a folder that only this user may enter.
+
+    Before, remove such folders that killed launchers left.
+    """
+    with tempfile.TemporaryDirectory(prefix=_RANKS_FOLDER) as name:
+        folder = Path(name)
+        use = mark_used(folder)
+        try:
+            _remove_abandoned(folder)
+            yield {RENDEZVOUS_FILE: str(folder / "rendezvous")}
+        finally:
+            os.close(use)
+
+
+def mark_used(folder: Path) -> int:
+    """Mark `folder` as used until the descriptor returned is closed or this process ends, however it does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # the file system has no such locks: then nothing is removed either
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _remove_abandoned(own: Path) -> None:
+    """Remove the folders of ranks beside `own` that are old, this user's, and used by no process."""
+    created_s = own.stat().st_mtime
+    for folder in own.parent.glob(f"{_RANKS_FOLDER}*"):
+        with suppress(OSError):  # removed meanwhile, in use, or another user's
+            status = folder.stat()
+            if status.st_uid != os.geteuid() or created_s - status.st_mtime < _BEING_MADE_S:
+                continue
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def launch_environment(environ: Mapping[str, str], plan: PlanDocument, rendezvous: Mapping[str, str]) -> dict[str, str]:

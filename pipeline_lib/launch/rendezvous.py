@@ -17,7 +17,7 @@ from torch import distributed
 
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.user_cache import UserCache
-from pipeline_lib.launch.environment import GLOO_INTERFACE, RENDEZVOUS_FILE, is_loopback
+from pipeline_lib.launch.environment import GLOO_INTERFACE, RENDEZVOUS_FILE, is_loopback, mark_used
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Rendezvous:
             folder = Path(self.file).parent
             if not UserCache(folder).is_private:  # made here if the launcher runs on another machine
                 raise TrainingError(f"the ranks cannot meet in {folder}: set TMPDIR to a local folder of every node")
+            mark_used(folder)  # until this process ends
             store: Any = distributed.FileStore(self.file, ranks)  # type: ignore[attr-defined]
             store.set_timeout(timeout)
             return store

@@ -93,7 +93,8 @@ class Batches:
 class Loop:
     """Everything one rank needs to train. `last_step` is where to stop, `total_steps` what the schedule spans.
 
-    `step` is the last global batch that was used; `updates` of those up to it changed the weights.
+    `step` is the last global batch that was used; `updates` of those up to it changed the weights. `processor` is this
+    rank's kind of CPU or GPU, `processors` the kinds of all ranks.
     """
 
     train: Train
@@ -108,6 +109,8 @@ class Loop:
     total_steps: int
     last_step: int
     attempt: int
+    processor: str = ""
+    processors: str = field(default="", init=False)
     window: Window = field(init=False)
     validations: Validations = field(default_factory=Validations, init=False)
     step: int = field(default=0, init=False)
@@ -125,6 +128,7 @@ class Loop:
         Raises Diverged if the guards give up, and DiskFull or SaveFailed at the step after a save that failed.
         """
         self.stepper.warm_up(self.batches.of_step(self.step)[0])
+        self.processors = " and ".join(self.agree_on([self.processor]))
         if resume_from is not None:
             self.restore(resume_from)
         start_s = time.monotonic()
@@ -268,6 +272,7 @@ class Loop:
             scalars={
                 "attempt": self.attempt,
                 "strategy": self.train.strategy,
+                "processors": self.processors,
                 "updates": self.updates,
                 "window": self.window.to_json(),
                 "validations": self.validations.to_json(),
@@ -292,6 +297,9 @@ class Loop:
         self.saved_step = self.step
         checkpoint.restore_random_state(path, self.stepper.world)
         self.events.emit(EventName.RUN_RESUMED, step=self.step, checkpoint=path.name)
+        before = scalars.get("processors", self.processors)  # older checkpoints do not say it
+        if before != self.processors:
+            self.events.emit(EventName.RUN_PROCESSOR_CHANGED, step=self.step, before=before, now=self.processors)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Load weights, moments and the strategy's own state from `path`; return its scalars."""

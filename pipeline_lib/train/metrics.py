@@ -76,6 +76,11 @@ def _special_line(name: str, fields: dict[str, Any]) -> str | None:
         return f"step {fields['step']}: not applied: {fields['reason']}"
     if name == EventName.RUN_ROLLED_BACK:
         return f"step {fields['step']}: back to what was learned by step {fields['to_step']}"
+    if name == EventName.RUN_PROCESSOR_CHANGED:
+        return (
+            f"warning: continuing on {fields['now']}; the checkpoint was saved on {fields['before']}: the result can "
+            "differ in the last bits from that of a run on one kind of processor"
+        )
     if name == EventName.PROFILE_LEFT_OUT:
         return f"train.profile_every_steps: {fields['reason']}"
     if name != EventName.STEP_PROFILED:

@@ -20,7 +20,7 @@ from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
-from pipeline_lib.core.stage import Say
+from pipeline_lib.core.stage import Say, processor
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
@@ -118,11 +118,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
             watch.announce(say)
-            observers = (
-                *observers,
-                print_progress(say, last_step),
-                append_metrics(job.run_dir / METRICS_NAME),
-            )
+            observers += (print_progress(say, last_step), append_metrics(job.run_dir / METRICS_NAME))
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
@@ -140,6 +136,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = Sampler.of(held_out, folder, portion, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
+        placed["processor"] = _processor_of(world, environ)
         events.emit(EventName.RUN_START, world_size=world.size, last_step=last_step, **placed, **sizes)
         sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
         wrapped.train()
@@ -161,11 +158,19 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
                 total_steps=total_steps,
                 last_step=last_step,
                 attempt=job.attempt,
+                processor=placed["processor"],
             )
             loop.run(job.resume_from)
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit(EventName.RUN_END, step=loop.step)
+
+
+def _processor_of(world: World, environ: Mapping[str, str]) -> str:
+    """Return the kind of GPU or CPU that this rank computes on."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return processor(environ)
 
 
 def _saver(job: RankJob, world: World, train: Train, events: EventLog, trained_parameters: int) -> Saver:

@@ -33,6 +33,7 @@ SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "un
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
 LOCKS = "locks"
 OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
+OLD_CACHES = ("hashes.json", "revisions.json")  # of versions that kept them in the store; nothing reads them here
 _AT_ONCE = 8  # files that are read at a time, since a file server answers each with a delay
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _LEFT = re.compile(rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})+(.+?)(?:-[0-9a-f]{{12}})+")
@@ -58,7 +59,7 @@ class Made:
 class Leftover:
     """A file or folder that a killed writer left, of the stage instance `digest` if its name contains one.
 
-    Also a checkpoint that was set aside, of the run `digest`.
+    Also a checkpoint that was set aside, of the run `digest`, and a file of OLD_CACHES.
     """
 
     path: Path
@@ -124,6 +125,9 @@ class Inventory:
                     first = match[1].partition(".")[0]
                     digest = first if is_digest(first) else None
                     left.append(Leftover(Path(entry.path), digest, *size_below(entry.path)))
+        for path in (store.root / name for name in OLD_CACHES):
+            if path.exists():
+                left.append(Leftover(path, None, *size_below(path)))
         return Inventory(
             store,
             Catalog(store).experiments(all_of_them=True),

@@ -210,26 +210,30 @@ def test_a_hash_is_remembered_until_size_or_time_change(tmp_path: Path) -> None:
     assert HashCache.load(path).sha256(file) == old
 
 
-def test_an_edit_that_keeps_size_and_time_is_seen(folder: Path) -> None:
-    file = folder / "data" / "a.jsonl"
+@pytest.mark.parametrize(("name", "part"), [("data/a.jsonl", "data.0"), ("model/model.safetensors", "model")])
+def test_an_edit_in_place_that_keeps_size_and_time_is_seen(folder: Path, name: str, part: str) -> None:
+    """As `rsync --inplace --times` makes it."""
+    file = folder / name
     before, times = digests(folder), file.stat()
 
-    file.write_text(ROWS.replace("messages", "massages"))
+    with file.open("r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        opened.write(b"!")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
-    assert digests(folder)["data.0"] != before["data.0"]
+    assert digests(folder)[part] != before[part]
 
 
-def test_hard_links_do_not_cost_another_reading_of_weights(folder: Path) -> None:
-    file = folder / "model" / "model.safetensors"
-    cache = HashCache.load(folder / "hashes.json")
-    cache.sha256(file)
+def test_a_hash_that_proved_wrong_is_computed_again(folder: Path) -> None:
+    path, file = folder / "hashes.json", folder / "model" / "model.safetensors"
+    cache = HashCache.load(path)
+    right = cache.sha256(file)
+    cache.entries = {key: [*entry[:-1], "wrong"] for key, entry in cache.entries.items()}
 
-    (folder / "link").hardlink_to(file)
+    cache.forget(file)
+    cache.save()
 
-    cache.changed = False
-    cache.sha256(file)
-    assert not cache.changed
+    assert HashCache.load(path).sha256(file) == right
 
 
 @pytest.mark.parametrize("store", ["file", "file/below"])

@@ -1,5 +1,10 @@
+import argparse
+import errno
+import os
+
 import pytest
 
+from pipeline_lib.cli import main as command_line
 from pipeline_lib.core import errors
 
 
@@ -22,6 +27,27 @@ def test_exit_codes_are_part_of_the_surface() -> None:
         "PeerLost": 75,
         "LockLost": 75,
     }
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Exception("No space left on device (os error 28)")],
+    ids=["Python", "Rust"],
+)
+def test_a_full_disk_is_no_bug_wherever_it_is_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fail(_: argparse.Namespace) -> None:
+        raise error
+
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(command=fail)
+    monkeypatch.setattr(command_line, "parser", lambda: parser)
+    monkeypatch.setattr("sys.argv", ["pipeline_lib"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == errors.DiskFull.exit_code
+    assert "the disk is full" in capsys.readouterr().err
 
 
 def _all_kinds(kind: type[errors.PipelineError]) -> list[type[errors.PipelineError]]:

@@ -3,6 +3,7 @@ import random
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull
+from pipeline_lib.core.files import take_out_of_future
 from pipeline_lib.core.store import Manifest, describe_files, verify, write_manifest
 from tests.processes import FORK, finish, lines_of, running
 
@@ -219,3 +221,20 @@ def test_in_a_folder_that_cannot_be_written_nothing_changes(read_only_folder: Pa
 
     assert files.list_files(read_only_folder) == ["file"]
     assert (read_only_folder / "file").read_text() == "old"
+
+
+def test_files_from_the_future_are_taken_to_now_and_others_keep_their_times(tmp_path: Path) -> None:
+    past, future = tmp_path / "past", tmp_path / "future"
+    day_s = 86400.0
+    for path, offset_s in ((past, -day_s), (future, day_s)):
+        path.touch()
+        os.utime(path, (time.time() + offset_s, time.time() + offset_s))
+    before = past.stat().st_mtime_ns
+
+    take_out_of_future([past, tmp_path / "missing", future])
+
+    output = tmp_path / "output"
+    output.touch()
+    assert past.stat().st_mtime_ns == before
+    assert time.time() - 60 < future.stat().st_mtime <= output.stat().st_mtime
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["future", "output", "past"]

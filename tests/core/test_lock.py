@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from time import monotonic, sleep, time
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core import lock
-from pipeline_lib.core.errors import LockLost
-from pipeline_lib.core.lock import locked
+from pipeline_lib.core.errors import DiskFull, LockLost
+from pipeline_lib.core.lock import Lock, locked
 from tests.locks import hold as hold_as_test
 from tests.locks import take_over
 from tests.processes import DEADLINE_S, FORK, finish, lines_of, running, wait_for
@@ -137,38 +138,147 @@ def test_the_heartbeat_of_a_process_that_is_there_does_not_matter(tmp_path: Path
     assert is_held(tmp_path / "lock", me, age_s=1e6)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"process_start": "1"}, {"boot_id": "another boot"}, {"pid": 2**22 + 1}],
-    ids=["reused pid", "machine was restarted", "no such process"],
-)
+@pytest.mark.parametrize("change", [{"process_start": "1"}, {"pid": 2**22 + 1}], ids=["reused pid", "no such process"])
 def test_a_dead_process_loses_its_lock_at_once(tmp_path: Path, me: dict[str, Any], change: dict[str, Any]) -> None:
     assert is_free(tmp_path / "lock", me | change)
 
 
+# A heartbeat of 0.1 s, and an owner that counts as dead after 2 s of silence, or 1 s if it is old.
+BEAT_S, DEAD_S, OLD_DEAD_S = 0.1, 2.0, 1.0
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "DEAD_AFTER_S", DEAD_S)
+    monkeypatch.setattr(lock, "DEAD_IF_OLD_AFTER_S", OLD_DEAD_S)
+
+
+ELSEWHERE = {"host": "elsewhere", "boot_id": "theirs"}
+UNKNOWN_OWNERS = {
+    "another boot": {"boot_id": "this machine restarted, or another one of its name"},
+    "another container on this host": {"pid_namespace": "pid:[1]", "pid": 2**22 + 1},
+    "no pid": {"pid": None},
+}
+
+
+def seconds_until_taken(path: Path, owner: dict[str, Any], beat: Callable[[], None], patience_s: float) -> float | None:
+    """When somebody else takes the lock of `owner`, whose heart beats by `beat`; None if not within `patience_s`."""
+    path.write_text(json.dumps(owner))
+    beat()
+    taken, begun_s = path.with_name("taken"), monotonic()
+    with running(hold, path, taken, 0.0):
+        while monotonic() - begun_s < patience_s:
+            if taken.exists():
+                return monotonic() - begun_s
+            sleep(BEAT_S)
+            with suppress(FileNotFoundError):
+                beat()
+    return None
+
+
+def beats_by_clock(path: Path, offset_s: float) -> Callable[[], None]:
+    """The heartbeat of a machine whose clock is `offset_s` ahead."""
+    return lambda: os.utime(path, (time() + offset_s, time() + offset_s))
+
+
+def silent_since(path: Path, age_s: float) -> Callable[[], None]:
+    """A heartbeat that stands still."""
+    last_s = time() - age_s
+    return lambda: os.utime(path, (last_s, last_s))
+
+
 @pytest.mark.parametrize(
-    "change",
-    [{"host": "elsewhere", "boot_id": "theirs"}, {"pid_namespace": "pid:[1]", "pid": 2**22 + 1}, {"pid": None}],
-    ids=["another host", "another container on this host", "no pid"],
+    ("change", "offset_s"),
+    [
+        pytest.param(ELSEWHERE, 0.0, id="same clock"),
+        pytest.param(ELSEWHERE, 3600.0, id="ahead"),
+        pytest.param(ELSEWHERE, -3600.0, id="behind"),
+        *(pytest.param(change, 0.0, id=name) for name, change in UNKNOWN_OWNERS.items()),
+    ],
 )
-def test_an_owner_that_cannot_be_looked_up_counts_by_its_heartbeat(
-    tmp_path: Path, me: dict[str, Any], change: dict[str, Any]
+@pytest.mark.usefixtures("fast")
+def test_an_owner_elsewhere_lives_while_its_heartbeat_moves_whatever_its_clock(
+    tmp_path: Path, me: dict[str, Any], change: dict[str, Any], offset_s: float
 ) -> None:
-    assert is_held(tmp_path / "lock", me | change, age_s=lock.DEAD_AFTER_S / 2)
-    assert is_held(tmp_path / "lock", me | change, age_s=-3600.0), "a clock that is ahead kills nobody"
-    assert is_free(tmp_path / "lock", me | change, age_s=lock.DEAD_AFTER_S + 1)
+    path = tmp_path / "lock"
+    assert seconds_until_taken(path, me | change, beats_by_clock(path, offset_s), 1.5 * DEAD_S) is None
 
 
+@pytest.mark.parametrize(
+    ("change", "age_s", "after_s"),
+    [
+        pytest.param(ELSEWHERE, 0.0, OLD_DEAD_S, id="just now"),
+        pytest.param(ELSEWHERE, -3600.0, DEAD_S, id="in the future"),
+        *(pytest.param(change, 3600.0, OLD_DEAD_S, id=name) for name, change in UNKNOWN_OWNERS.items()),
+    ],
+)
+@pytest.mark.usefixtures("fast")
+def test_an_owner_elsewhere_is_dead_once_its_heartbeat_stood_still(
+    tmp_path: Path, me: dict[str, Any], change: dict[str, Any], age_s: float, after_s: float
+) -> None:
+    path = tmp_path / "lock"
+    taken_s = seconds_until_taken(path, me | change, silent_since(path, age_s), DEADLINE_S)
+    assert taken_s is not None
+    assert taken_s >= after_s
+
+
+@pytest.mark.usefixtures("fast")
+def test_who_does_not_wait_takes_the_lock_of_an_owner_that_is_long_dead(tmp_path: Path, me: dict[str, Any]) -> None:
+    """Commands that refuse to wait end when they are told of the owner: an old heartbeat is watched before that."""
+    path, said = tmp_path / "lock", list[str]()
+    path.write_text(json.dumps(me | {"host": "elsewhere"}))
+    os.utime(path, (0, 0))
+    with locked(path, said.append, POLL_S):
+        assert said == []
+
+
+@pytest.mark.usefixtures("fast")
 def test_a_lock_file_that_does_not_read_counts_by_its_age(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.write_text("{")
-    with running(hold, path, tmp_path / "taken", 0.0) as child:
-        child.join(0.3)
-        assert not (tmp_path / "taken").exists()
-        os.utime(path, (0, 0))
-        finish([child])
+    with locked(path, silent, POLL_S):
+        assert owner_of(path)["pid"] == os.getpid()
 
-    assert (tmp_path / "taken").read_text() == "released"
+
+@pytest.mark.root
+def test_a_full_disk_leaves_no_lock_file(small_disk: Path) -> None:
+    (small_disk / "locks").mkdir()
+    with suppress(OSError):
+        (small_disk / "rest").write_bytes(bytes(2_000_000))
+    with pytest.raises(DiskFull), locked(small_disk / "locks" / "digest", silent):
+        pass
+    assert list((small_disk / "locks").iterdir()) == []
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("no_hard_links")
+def test_a_full_disk_without_hard_links_leaves_no_lock_file(small_disk: Path) -> None:
+    path = small_disk / "digest"
+    with suppress(OSError):
+        (small_disk / "rest").write_bytes(bytes(2_000_000))
+    with pytest.raises(OSError, match="No space left"):
+        lock._create_without_link(path, "{}")
+    assert not path.exists()
+
+
+def test_an_error_of_the_file_server_does_not_end_the_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    renew, failed = Lock.renew, list[Lock]()
+
+    def fail_once(self: Lock) -> None:
+        if not failed:
+            failed.append(self)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        renew(self)
+
+    monkeypatch.setattr(Lock, "renew", fail_once)
+    path = tmp_path / "lock"
+    with locked(path, silent):
+        wait_for(lambda: bool(failed), "the error")
+        os.utime(path, (0, 0))
+        wait_for(lambda: path.stat().st_mtime > 0, "a heartbeat after it")
 
 
 def test_the_owner_keeps_its_heartbeat_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +423,7 @@ def test_without_hard_links_no_update_is_lost_either(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name.startswith("lock")) == []
 
 
-@pytest.mark.usefixtures("no_hard_links")
+@pytest.mark.usefixtures("no_hard_links", "fast")
 def test_without_hard_links_a_dead_owner_is_replaced_too(tmp_path: Path) -> None:
     path, held = tmp_path / "lock", tmp_path / "held"
     with running(hold, path, held, 600.0) as owner:

@@ -1,18 +1,24 @@
 import errno
 import os
 import signal
+import stat
+import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
+from safetensors.numpy import save_file
 
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DataError, DiskFull, IntegrityError, LockLost
 from pipeline_lib.core.files import list_files, sha256_file
 from pipeline_lib.core.lock import holder
-from pipeline_lib.core.stage import Job, open_sealed, run_stage
+from pipeline_lib.core.stage import Job, open_sealed, processor, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Spec, Store, verify
 from tests.locks import take_over
 from tests.processes import FORK, finish, lines_of, running, wait_for
@@ -63,12 +69,53 @@ def test_a_stage_leaves_a_sealed_directory_and_its_pointer(store: Store) -> None
     assert said[-1].startswith(f"tokenize {SPEC.digest}: done in ")
 
 
+@pytest.mark.parametrize(("umask", "of_folder"), [(0o002, 0o775), (0o022, 0o755), (0o077, 0o700)])
+def test_what_is_sealed_has_the_modes_of_the_umask_whoever_wrote_it(
+    store: Store, tmp_path: Path, umask: int, of_folder: int
+) -> None:
+    """Libraries write through private temporary files and folders; hard links stay as their other name has them."""
+    linked = tmp_path / "linked"
+    linked.write_text("a user's")
+    linked.chmod(0o604)
+
+    def write_privately(job: Job) -> dict[str, Any]:
+        descriptor, path = tempfile.mkstemp(dir=job.out)
+        os.close(descriptor)
+        Path(path).rename(job.out / "file")
+        Path(tempfile.mkdtemp(dir=job.out)).rename(job.out / "folder")
+        (job.out / "folder" / "inner").touch(0o600)
+        (job.out / "linked").hardlink_to(linked)
+        return {}
+
+    before = os.umask(umask)
+    try:
+        run_stage(write_privately, SPEC, store, silent)
+    finally:
+        os.umask(before)
+
+    sealed = store.sealed(SPEC.ref)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (sealed, *sealed.rglob("*"))}
+    assert modes.pop("linked") == 0o604
+    of_file = of_folder & 0o666
+    assert modes == {
+        sealed.name: of_folder,
+        "folder": of_folder,
+        "file": of_file,
+        "inner": of_file,
+        MANIFEST_NAME: of_file,
+    }
+
+
 def test_the_manifest_says_what_was_made_from_what_and_with_what(store: Store) -> None:
     upstream = run_stage(write_rows, SPEC, store, silent)
     spec = Spec("shard", 1, {"shards": 2}, {"tokens": SPEC.ref})
 
-    manifest = run_stage(lambda job: {"blocks": 3}, spec, store, silent)
+    environ = {"ATEN_CPU_CAPABILITY": "default", "HOME": "/home/me"}
+    manifest = run_stage(lambda job: {"blocks": 3}, spec, store, silent, environ=environ)
 
+    assert processor({}) in manifest.machine
+    assert "ATEN_CPU_CAPABILITY=default" in manifest.machine
+    assert "/home/me" not in manifest.machine
     assert (manifest.stage, manifest.digest, manifest.spec) == ("shard", spec.digest, spec.to_json())
     assert manifest.counts == {"blocks": 3}
     assert manifest.inputs["tokens"].digest == upstream.digest
@@ -278,10 +325,26 @@ def test_a_disk_too_full_for_the_folder_of_the_stage_is_named(store: Store, monk
         run_stage(write_rows, SPEC, store, silent)
 
 
+def write_too_much(out: Path) -> None:
+    (out / "big").write_bytes(bytes(2_000_000))
+
+
+def write_tensors(out: Path) -> None:
+    save_file({"big": np.zeros(2_000_000, np.uint8)}, out / "model.safetensors")
+
+
+def write_tokenizer(out: Path) -> None:
+    vocabulary = {f"word{number}": number for number in range(100_000)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word0")).save(str(out / "tokenizer.json"))
+
+
 @pytest.mark.root
-def test_a_full_disk_is_named_and_leaves_nothing(small_disk: Path) -> None:
+@pytest.mark.parametrize("write", [write_too_much, write_tensors, write_tokenizer])
+def test_a_full_disk_is_named_whoever_meets_it_and_leaves_nothing(
+    small_disk: Path, write: Callable[[Path], None]
+) -> None:
     def fill_the_disk(job: Job) -> dict[str, Any]:
-        (job.out / "big").write_bytes(bytes(2_000_000))
+        write(job.out)
         return {}
 
     small = Store(small_disk / "store")

@@ -1,5 +1,7 @@
 import json
+import os
 import shutil
+import stat
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pipeline_lib.config.content import HashCache
 from pipeline_lib.core.errors import DataError, HubError, IntegrityError
 from pipeline_lib.core.files import list_files, sha256_file
 from pipeline_lib.core.stage import Sealed, open_sealed, run_stage
@@ -109,6 +112,77 @@ def test_a_model_that_changed_since_is_refused(pipeline: Pipeline, model: Path) 
     shutil.rmtree(model)
     with pytest.raises(DataError, match="came or went"):
         pipeline.run(experiment, "model")
+
+
+def edit_in_place(path: Path) -> None:
+    """Other bytes of the same size under the same mtime, as `rsync --inplace --times` leaves them."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        last = file.read(4)
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes(byte ^ 1 for byte in last))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_an_edit_in_place_of_a_local_model_makes_another_and_damages_nothing(pipeline: Pipeline, model: Path) -> None:
+    before = pipeline.run(pipeline.compile(data=[PYDOC]), "model")["model"]
+    edit_in_place(model / "model.safetensors")
+    after = pipeline.run(pipeline.compile(data=[PYDOC]), "model")["model"]
+    assert after.path != before.path
+    verify(before.path)
+    verify(after.path)
+
+
+def cache_of_links(model: Path) -> Path:
+    """The folder of the model as Hugging Face's cache has it: links to blobs, named by their hashes."""
+    snapshot, blobs = model / "snapshots" / "commit", model / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for name in list_files(model):
+        blob = blobs / sha256_file(model / name)
+        (model / name).rename(blob)
+        (snapshot / name).symlink_to(blob)
+    return snapshot
+
+
+def test_weights_of_a_hubs_cache_are_linked_and_not_hashed_again(pipeline: Pipeline, model: Path) -> None:
+    pipeline.model = cache_of_links(model)
+    source = pipeline.model / "model.safetensors"
+    source.resolve().chmod(0o644)
+    made = pipeline.run(pipeline.compile(data=[PYDOC]), "model")["model"]
+    assert source.samefile(made.path / "model.safetensors")
+    assert not (pipeline.model / "config.json").samefile(made.path / "config.json")
+    hashes = HashCache.load(pipeline.store.remembered("hashes.json"))
+    hashes.sha256(source)
+    assert not hashes.changed
+
+
+def test_private_weights_of_a_hubs_cache_are_copied_for_all_who_share_the_store(
+    pipeline: Pipeline, model: Path
+) -> None:
+    pipeline.model = cache_of_links(model)
+    source = pipeline.model / "model.safetensors"
+    source.resolve().chmod(0o600)
+    made = pipeline.run(pipeline.compile(data=[PYDOC]), "model")["model"]
+    assert (made.path / "model.safetensors").stat().st_mode == (made.path / "manifest.json").stat().st_mode
+    assert stat.S_IMODE(source.stat().st_mode) == 0o600
+
+
+def test_a_hash_that_was_remembered_wrongly_is_refused_once(pipeline: Pipeline, model: Path) -> None:
+    experiment = pipeline.compile(data=[PYDOC])
+    remembered = pipeline.store.remembered("hashes.json")
+    assert remembered is not None
+    entries = json.loads(remembered.read_text())
+    remembered.write_text(json.dumps({key: [*entry[:-1], "0" * 64] for key, entry in entries.items()}))
+    wrong = pipeline.compile(data=[PYDOC])
+    for _ in range(len(entries)):
+        with pytest.raises(DataError, match="changed since the config was read"):
+            pipeline.run(wrong, "model")
+        wrong = pipeline.compile(data=[PYDOC])
+        if wrong.ref("model") == experiment.ref("model"):
+            break
+    pipeline.run(wrong, "model")
 
 
 def test_a_tiny_model_is_built_around_a_tokenizer(pipeline: Pipeline, tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Where ranks meet: the address at which rank 0 listens, and the folder of the file."""
 
 import os
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.launch import rendezvous
 from pipeline_lib.launch.environment import COMPILE_CACHES, compile_caches, private_rendezvous
 from pipeline_lib.launch.rendezvous import Rendezvous, own_address
+from tests.processes import running, wait_for
 
 INTERFACES = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1", "fd00::1"]}
 NAMES = {
@@ -54,6 +57,45 @@ def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def meeting(file: Path) -> Rendezvous:
     return Rendezvous.from_env({"PIPELINE_RENDEZVOUS": str(file)})
+
+
+def wait_in_the_folder(left: Path) -> None:
+    with private_rendezvous() as variables:
+        left.write_text(str(Path(variables["PIPELINE_RENDEZVOUS"]).parent))
+        time.sleep(600)
+
+
+def test_the_folder_of_a_killed_launcher_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago_s = time.time() - 3600
+    young = tmp_path / "pipeline-ranks-young"
+    young.mkdir()
+    with running(wait_in_the_folder, tmp_path / "left") as launcher:
+        wait_for(lambda: (tmp_path / "left").exists() and bool((tmp_path / "left").read_text()), "the folder")
+        folder = Path((tmp_path / "left").read_text())
+        os.utime(folder, (long_ago_s, long_ago_s))
+        with private_rendezvous():
+            assert folder.exists()
+        launcher.kill()
+        launcher.join()
+    assert folder.exists()
+    with running(wait_as_a_rank, folder / "rendezvous", tmp_path / "rank") as rank:
+        wait_for((tmp_path / "rank").exists, "the rank")
+        os.utime(folder, (long_ago_s, long_ago_s))
+        with private_rendezvous():
+            assert folder.exists(), "a rank meets there"
+        rank.kill()
+    with private_rendezvous():
+        assert not folder.exists()
+    assert young.exists()
+
+
+def wait_as_a_rank(file: Path, came: Path) -> None:
+    meeting(file).store(0, 1, 5.0)
+    came.touch()
+    time.sleep(600)
 
 
 def test_the_file_lies_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:

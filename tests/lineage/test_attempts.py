@@ -66,6 +66,9 @@ def test_each_is_told_with_its_place_and_its_end() -> None:
     assert [(one.number, one.first_step) for one in found] == [(1, 0), (2, 40), (3, 55), (4, 60)]
     assert found[0].place == "2 ranks by srun on n1, n2 in SLURM job 7"
     assert found[3].place == "2 ranks by srun"
+    start = {"event": "run.start", "attempt": 1, "processor": "GenuineIntel AVX2"}
+    [one] = RunRecord([launched(1), start]).attempts
+    assert one.place.endswith(" (GenuineIntel AVX2)")
     assert [one.end for one in found] == [
         "rank 1 on n2 was lost; queued again at step 40",
         "stopped by a signal; queued again at step 55",

@@ -74,6 +74,19 @@ def train_until_killed(environ: Mapping[str, str], job: RankJob, step: int) -> N
     stopped(environ, job, die, Killed, step, ranks=tuple("01234567"))
 
 
+def train_until_killed_on_an_older_cpu(environ: Mapping[str, str], job: RankJob, step: int) -> None:
+    """The same, where the second rank's CPU is told to do without its newer instructions."""
+    older = {"ATEN_CPU_CAPABILITY": "default"} if environ["RANK"] == "1" else {}
+    train_until_killed({**environ, **older}, job, step)
+
+
+def train_and_listen(environ: Mapping[str, str], job: RankJob) -> list[str]:
+    """Train; all that the rank says."""
+    said = list[str]()
+    train_rank(job, environ, said.append)
+    return said
+
+
 def signal_this(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 

@@ -10,7 +10,9 @@ import pytest
 
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.files import read_json
+from pipeline_lib.core.stage import processor
 from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.train.metrics import print_progress
 from tests.ranks import run_ranks, run_ranks_that_may_fail
 from tests.train.conftest import Arena, small_disk
 from tests.train.helpers import (
@@ -18,10 +20,12 @@ from tests.train.helpers import (
     losses,
     rows,
     train,
+    train_and_listen,
     train_and_say,
     train_and_signal_again_and_again,
     train_and_signal_one_rank,
     train_until_killed,
+    train_until_killed_on_an_older_cpu,
     train_until_one_rank_is_killed,
     train_while_one_rank_hangs,
     train_with_a_flipped_bit,
@@ -68,6 +72,25 @@ def test_resume_on_another_world_and_strategy_keeps_the_curve(
     moved = run(arena, tmp_path / "moved", 2, resumes_at=4, strategy="fsdp", **settings)
     assert losses(moved) == pytest.approx(losses(whole(4, strategy="ddp", epochs=2)), rel=2e-5)
     assert [row["step"] for row in rows(moved)] == list(range(1, 13))
+
+
+def test_a_resume_on_another_kind_of_processor_is_recorded_and_said(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2}
+    run_ranks(train_until_killed_on_an_older_cpu, 2, arena.job(2, tmp_path / "killed", **settings), 3)
+    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "other", **settings), 5)
+    job = arena.job(2, tmp_path / "same", **settings)
+    said = run_ranks(train_and_listen, 2, job)[0]
+
+    events = read_events(job.run_dir / "events.jsonl")
+    [changed] = [event for event in events if event["event"] == "run.processor_changed"]
+    kind = processor({})
+    assert (changed["step"], changed["now"]) == (2, kind)
+    assert set(changed["before"].split(" and ")) == {kind, f"{kind}, ATEN_CPU_CAPABILITY=default"}
+    assert [event["processor"] for event in events if event["event"] == "run.start"] == [kind] * 3
+    assert not any(line.startswith("warning:") for line in said)
+    print_progress(said.append, last_step=6)("run.processor_changed", changed)
+    assert said[-1].startswith("warning:")
+    assert changed["before"] in said[-1]
 
 
 def test_until_step_stops_and_a_later_run_continues_from_there(

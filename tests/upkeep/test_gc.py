@@ -64,11 +64,13 @@ def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: S
         shop.store.root / "train" / f".stage-{a.specs['train'].digest}-0123456789ab",
         shop.store.root / "merge" / ".trash-0123456789abcdef-0123456789ab",
         shop.store.root / "specs" / ".stage-0123456789abcdef.json-0123456789ab",
+        shop.store.root / "hashes.json",
+        shop.store.root / "revisions.json",
         shop.folder / "runs" / f".trash-{run_name}-0123456789ab",
         shop.folder / "runs" / f".trash-.trash-{run_name}-ba9876543210-0123456789ab",
     ]
     for path in left:
-        shop.write(path / "weights" if path.parent.name != "specs" else path, "half", LONG_AGO_S)
+        shop.write(path if path.parent.name in ("specs", "store") else path / "weights", "half", LONG_AGO_S)
         shop.age(path, LONG_AGO_S)
     young = shop.store.root / "train" / ".stage-fedcba9876543210-0123456789ab"
     young.mkdir()

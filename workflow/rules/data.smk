@@ -1,4 +1,7 @@
 # From sources to packed blocks.
+#
+# Pointers are `ancient` as inputs: their path is the key of their content, so that no time of one makes a finished stage
+# outdated. Snakemake still refuses an output that is older than an input, so each stage is given its inputs (`--after`).
 
 
 rule download_stage:
@@ -19,7 +22,7 @@ rule download_stage:
 
 rule tokenize_stage:
     input:
-        stage_inputs,
+        ancient(stage_inputs),
     output:
         f"{STORE.root}/tokenize/{{digest}}.ok",
     log:
@@ -35,13 +38,14 @@ rule tokenize_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} --after {input:q}"
+        " 2>&1 | log_to {log:q}"
 
 
 # Also the base of plan_stage, merge_stage and evaluate_stage, which differ in what they are and ask for.
 rule shard_stage:
     input:
-        stage_inputs,
+        ancient(stage_inputs),
     output:
         f"{STORE.root}/shard/{{digest}}.ok",
     log:
@@ -57,4 +61,4 @@ rule shard_stage:
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib {params.stage} --spec {params.spec:q} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib {params.stage} --spec {params.spec:q} --after {input:q} 2>&1 | log_to {log:q}"

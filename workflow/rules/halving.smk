@@ -5,7 +5,7 @@ from pipeline_lib.config.halving import DECISIONS, RUNGS
 # The training rule with another end: what it came to at the rung. Its checkpoint is in the folder of the whole run.
 rule rung_stage:
     input:
-        inputs_to_rung,
+        ancient(inputs_to_rung),
         plan=ancient(plan_of_training),
     output:
         f"{STORE.root}/{RUNGS}/{{digest}}.json",
@@ -25,7 +25,7 @@ rule rung_stage:
         "{params.title}"
     shell:
         "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} --reached {output:q}"
-        " {params.requeue} 2>&1 | log_to {log:q}"
+        " {params.requeue} --after {input:q} 2>&1 | log_to {log:q}"
 
 
 checkpoint decide:
@@ -40,4 +40,5 @@ checkpoint decide:
     message:
         "which trainings of the sweep go on"
     shell:
-        "python -m pipeline_lib decide --frozen {params.frozen:q} --rung {wildcards.digest} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib decide --frozen {params.frozen:q} --rung {wildcards.digest} --after {input:q}"
+        " 2>&1 | log_to {log:q}"

@@ -31,7 +31,7 @@ use rule shard_stage as evaluate_stage with:
 
 rule report_stage:
     input:
-        stage_inputs,
+        ancient(stage_inputs),
     output:
         pointer=f"{STORE.root}/report/{{digest}}.ok",
         page=report(
@@ -53,5 +53,5 @@ rule report_stage:
     message:
         "{params.title}"
     shell:
-        "(python -m pipeline_lib report --spec {params.spec:q}"
+        "(python -m pipeline_lib report --spec {params.spec:q} --after {input:q}"
         " && cp {params.page:q} {output.page:q}) 2>&1 | log_to {log:q}"

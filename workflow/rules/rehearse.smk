@@ -17,7 +17,8 @@ rule rehearsal_stage:
     message:
         "the merged model of the rehearsal is loaded, and the cost of the whole run worked out"
     shell:
-        "python -m pipeline_lib rehearse --frozen {params.frozen:q} --out {output:q} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib rehearse --frozen {params.frozen:q} --out {output:q} --after {input:q}"
+        " 2>&1 | log_to {log:q}"
 
 
 rule rehearse:

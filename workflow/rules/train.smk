@@ -21,7 +21,7 @@ use rule shard_stage as plan_stage with:
 # attempts of a job said is in SLURM's log, since Snakemake removes its own when a job starts.
 rule train_stage:
     input:
-        train_inputs,
+        ancient(train_inputs),
         plan=ancient(plan_of_training),
     output:
         f"{STORE.root}/train/{{digest}}.ok",
@@ -41,4 +41,4 @@ rule train_stage:
         "{params.title}"
     shell:
         "python -m pipeline_lib train --spec {params.spec:q} --plan {input.plan:q} {params.requeue}"
-        " 2>&1 | log_to {log:q}"
+        " --after {input:q} 2>&1 | log_to {log:q}"
