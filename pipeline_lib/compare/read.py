@@ -13,6 +13,7 @@ from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
+from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
 from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.facts import Results, read_one, read_rows
@@ -27,7 +28,7 @@ from pipeline_lib.report.results import (
 )
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
 from pipeline_lib.status.run import shown
-from pipeline_lib.status.selection import Chosen, Selector
+from pipeline_lib.status.selection import Chosen, Selector, notes_on
 
 # The experiments to compare.
 
@@ -65,10 +66,16 @@ class Subject:
         return self.store.root.resolve(), self.parts[LAST_PART]
 
 
-def select(texts: Sequence[str], store: Store) -> list[Subject]:
-    """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20."""
+def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> list[Subject]:
+    """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20.
+
+    `say` is told of each name that stands for an older config than its newest.
+    """
+    chosen = Selector(store, wants_finished=True).chosen(texts)
+    for note in notes_on(chosen):
+        say(note)
     found: dict[tuple[Path, str], Subject] = {}
-    for one in Selector(store).chosen(texts):
+    for one in chosen:
         subject = Subject.chosen(one)
         found.setdefault(subject.key, subject)
     if not 2 <= len(found) <= MAX_COMPARED:

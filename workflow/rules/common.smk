@@ -108,8 +108,7 @@ try:
         refuse_unwritable_folders()
         for warning in warnings_of([one.config for one in EXPERIMENT.experiments]):
             warn(warning)
-        os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
-        EXPERIMENT.link_results()
+        os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.frozen_path)
     else:
         EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
 except PipelineError as error:
@@ -155,15 +154,47 @@ def partitions():
         exit_with(error)
 
 
+def will_run():
+    """Not for `-n`, nor for `--summary`, `--dag` and others that execute nothing."""
+    return workflow.executor_plugin is not None and not workflow.dryrun
+
+
+@cache
+def begin():
+    """Freeze the experiments: each function of inputs asks for it first, since Snakemake knows by then whether it runs
+    anything, and has not looked for files yet. One that runs nothing writes nothing; pointers to what is missing are
+    then hidden from it.
+    """
+    if not workflow.is_main_process:
+        return
+    try:
+        if will_run():
+            EXPERIMENT.freeze()
+            EXPERIMENT.link_results()
+            return
+        hidden = dict.fromkeys(map(str, EXPERIMENT.dangling_pointers()), False)
+    except PipelineError as error:
+        exit_with(error)
+    except OSError as error:
+        exit_with(STORE.blamed(error))
+    if hidden:
+        workflow.iocache.exists_local.update(hidden)
+        workflow.iocache.remaining_wait_time = 0  # a listing of the folder would show them
+
+
+def no_inputs(wildcards):
+    begin()
+    return []
+
+
 def stage_inputs(wildcards, is_to_rung=False):
+    begin()
     partitions()
     return EXPERIMENT.pointers_read_by(wildcards.digest, is_to_rung=is_to_rung)
 
 
 def will_train_here():
-    """Not for `-n`, nor for `--summary`, `--dag` and others that execute nothing."""
-    is_executed = workflow.executor_plugin is not None
-    return is_executed and not (workflow.dryrun or workflow.touch)
+    return will_run() and not workflow.touch
 
 
 @cache

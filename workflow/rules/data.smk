@@ -2,6 +2,8 @@
 
 
 rule download_stage:
+    input:
+        no_inputs,
     output:
         f"{STORE.root}/download/{{digest}}.ok",
     log:

@@ -2,9 +2,17 @@
 from pipeline_lib.workflow.rehearsal import needed_for_findings, needed_for_report
 
 
+def rehearsed(needed):
+    def inputs(wildcards):
+        begin()
+        return needed(EXPERIMENT)
+
+    return inputs
+
+
 rule rehearsal_stage:
     input:
-        lambda wildcards: needed_for_findings(EXPERIMENT),
+        rehearsed(needed_for_findings),
     output:
         f"{STORE.root}/rehearse/{{digest}}.txt",
     log:
@@ -22,7 +30,7 @@ rule rehearsal_stage:
 
 rule rehearse:
     input:
-        lambda wildcards: needed_for_report(EXPERIMENT),
+        rehearsed(needed_for_report),
     log:
         "logs/rehearse.log",
     params:
