@@ -88,6 +88,8 @@ def add_to(commands: Any) -> None:
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
     sub.set_defaults(command=rehearse)
+    sub = commands.add_parser("overrides", description="refuse what `dvc exp run -S` changed and no run reads")
+    sub.set_defaults(command=overrides)
     docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
     docs.set_defaults(command=write_docs)
 
@@ -311,9 +313,25 @@ def record(arguments: argparse.Namespace) -> None:
     from pipeline_lib.report.record import record as record_experiment
 
     store = Store.from_env(os.environ)
-    experiment = open_experiment(config_of(arguments), store, arguments.experiment)
-    record_experiment(arguments.name, experiment, store, say, with_model=arguments.model, force=arguments.force)
+    config = config_of(arguments)
+    experiment = open_experiment(config, store, arguments.experiment)
+    record_experiment(
+        arguments.name,
+        experiment,
+        store,
+        say,
+        with_model=arguments.model,
+        force=arguments.force,
+        is_of_default_config=config == DEFAULT_CONFIG and arguments.experiment is None,
+    )
     _say_how_to_commit(experiment)
+
+
+def overrides(_: argparse.Namespace) -> None:
+    """Refuse parameters that `dvc exp run` changed in a file that its run does not read."""
+    from pipeline_lib.report.overrides import refuse_overrides
+
+    refuse_overrides()
 
 
 def _say_how_to_commit(experiment: Experiment) -> None:
