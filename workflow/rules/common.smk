@@ -21,9 +21,11 @@ from pipeline_lib.plan.stages import TOKENIZE_CPUS
 from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
 from pipeline_lib.workflow.outcomes import LOGS
 from pipeline_lib.slurm.cluster import (
+    EXTRA,
     OF_STAGE,
     OF_TRAINING,
     fitted,
+    given_options,
     groups_of,
     read_groups,
     refuse_jobs,
@@ -116,6 +118,26 @@ except PipelineError as error:
 except OSError as error:
     exit_with(STORE.blamed(error))
 
+
+def take_options(settings):
+    """The options of sbatch that the user gave on the command line, by rule, and for all rules by "".
+
+    Left where they are, those of a rule would take the place of the ones that the rule sets itself.
+    """
+    taken = {"": given_options(settings.default_resources or {}, "all rules")}
+    for name, resources in dict(settings.overwrite_resources).items():
+        taken[name] = given_options(resources, name)
+        settings.overwrite_resources[name] = {
+            key: value for key, value in resources.items() if key != EXTRA
+        }
+    return taken
+
+
+try:
+    OPTIONS = take_options(workflow.resource_settings)
+except PipelineError as error:
+    exit_with(error)
+
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails behind `| tee` fails its rule, and `tee -i` outlives a Ctrl-C, so that the training
 # can say that it saves. A job of a cluster begins with what its site wants; Snakemake formats the prefix.
@@ -179,7 +201,9 @@ def begin():
         exit_with(STORE.blamed(error))
     if hidden:
         workflow.iocache.exists_local.update(hidden)
-        workflow.iocache.remaining_wait_time = 0  # a listing of the folder would show them
+        workflow.iocache.remaining_wait_time = (
+            0  # a listing of the folder would show them
+        )
 
 
 def no_inputs(wildcards):
@@ -216,7 +240,10 @@ def train_inputs(wildcards, is_to_rung=False):
             refuse_too_large(config, STORE)
             if groups := partitions():
                 evaluation = too_long_evaluation(config, STORE, SITE, groups, warn)
-                refuse_jobs(SITE, training_request_of(wildcards), groups, evaluation)
+                given = options_of("rung_stage" if is_to_rung else "train_stage")
+                refuse_jobs(
+                    SITE, training_request_of(wildcards), groups, evaluation, given
+                )
             elif will_train_here():
                 refuse_unable(config.cluster)
         elif workflow.remote_exec and not workflow.is_main_process:
@@ -325,10 +352,17 @@ def asked_by(resources, names):
     return {name: function_of(name) for name in names}
 
 
-def training_job():
+def options_of(name):
+    """What the user gave for all rules, and for that one."""
+    return (*OPTIONS[""], *OPTIONS.get(name, ()))
+
+
+def training_job(name):
     """All resources of a job with a task for each rank."""
     return asked_by(
-        lambda wildcards: training_resources(training_request_of(wildcards), SITE),
+        lambda wildcards: training_resources(
+            training_request_of(wildcards), SITE, options_of(name)
+        ),
         OF_TRAINING,
     )
 
@@ -337,7 +371,7 @@ def training_job():
 # sum of what the members ask for before any of them has run, whatever a partition allows; a member that fails removes the
 # outputs of all, those of other experiments too; and the job's comment has no digest, by which jobs of an earlier
 # snakemake are found.
-def job_of(request, has_weights=False):
+def job_of(name, request, has_weights=False):
     """All resources of a job with one task, which asks for what `request` says of its config and of what it reads.
 
     Of files of weights only the stages that open them count the bytes. Asked again when all that it reads is there.
@@ -347,7 +381,7 @@ def job_of(request, has_weights=False):
         asked = requested(request, wildcards.digest, has_weights)
         partition = SITE.partition_of(is_training=asked.gpus_per_node > 0)
         nodes = groups_of(partition, partitions() or [])
-        return stage_resources(fitted(asked, nodes), SITE)
+        return stage_resources(fitted(asked, nodes), SITE, options_of(name))
 
     return asked_by(resources, OF_STAGE)
 

@@ -30,7 +30,7 @@ rule tokenize_stage:
         "logs/benchmark/tokenize/{digest}.tsv"
     threads: tokenize_threads
     resources:
-        **job_of(tokenize_request),
+        **job_of("tokenize_stage", tokenize_request),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -51,7 +51,7 @@ rule shard_stage:
     benchmark:
         "logs/benchmark/shard/{digest}.tsv"
     resources:
-        **job_of(shard_request),
+        **job_of("shard_stage", shard_request),
     params:
         title=stage_title,
         spec=stage_spec,

@@ -19,7 +19,7 @@ rule rehearsal_stage:
         "logs/rehearse/{digest}.log",
     threads: threads_of_model
     resources:
-        **job_of(with_cpus(loading_request), has_weights=True),
+        **job_of("rehearsal_stage", with_cpus(loading_request), has_weights=True),
     params:
         frozen=os.environ[FROZEN_VARIABLE],
     message:
