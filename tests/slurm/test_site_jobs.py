@@ -47,7 +47,7 @@ def test_options_of_the_site_and_of_the_user_reach_the_job_and_leave_it_its_warn
     site = tmp_path / "site.yaml"
     site.write_text(OPTIONS)
     project.environment |= {"PIPELINE_SITE": str(site)}
-    given = ("--set-resources", "train_stage:slurm_extra=--mail-user=nobody@localhost")
+    given = ("--set-resources", "train_stage:slurm_extra=--mail-user=nobody@localhost", "shard_stage:mem_mb=9000")
     started = project.start(*project.command[:-1], *given, "--", project.command[-1])
     try:
         job = project.job()

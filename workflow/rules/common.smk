@@ -127,9 +127,8 @@ def take_options(settings):
     taken = {"": given_options(settings.default_resources or {}, "all rules")}
     for name, resources in dict(settings.overwrite_resources).items():
         taken[name] = given_options(resources, name)
-        settings.overwrite_resources[name] = {
-            key: value for key, value in resources.items() if key != EXTRA
-        }
+        left = {key: value for key, value in resources.items() if key != EXTRA}
+        settings.overwrite_resources[name] = type(resources)(left)
     return taken
 
 
