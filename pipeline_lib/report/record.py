@@ -1,7 +1,6 @@
 """The output of a finished experiment outside the store: the git-tracked record, links, a table, the DVC experiment."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -271,11 +270,9 @@ def _has_remote() -> bool:
 
 
 def _git(*arguments: str, text: str = "", **environment: str) -> str:
-    """Return git's output when it reads `text` in `environment`; empty if it fails."""
-    command, variables = ["git", *arguments], {**os.environ, **environment}
-    done = subprocess.run(
-        command, input=text, env=variables, capture_output=True, text=True, encoding="utf-8", check=False
-    )
+    """Return git's output when it reads `text`, with the further variables `environment`; empty if it fails."""
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), "git", *arguments]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
     return done.stdout
 
 
