@@ -57,7 +57,7 @@ for stage in ("download", "tokenize", "shard", "train", "merge", "evaluate", "re
 
 rule plan:
     input:
-        EXPERIMENT.pointers("plan"),
+        results_of("plan"),
     log:
         "logs/plan.log",
     params:

@@ -110,10 +110,13 @@ def model_of(text: str, store: Store, experiment: str | None = None) -> Path:
         found = open_experiment(path, store, experiment)
         option = "" if path == DEFAULT_CONFIG else f" --configfile {shlex.quote(text)}"
         return _finished(found.name, found.ref("merge"), store, f"run `snakemake{option}` first")
-    from pipeline_lib.status.catalog import Catalog, unreadable
+    from pipeline_lib.status.catalog import Catalog, by_name, newest_with, said_of_newer, unreadable
 
-    known = {frozen.name: frozen for frozen in Catalog(store).experiments()}
-    if frozen := known.get(_name_in(path)):
+    known = by_name(Catalog(store).experiments(all_of_them=True))
+    if configs := known.get(_name_in(path)):
+        frozen = newest_with("merge", configs, store)
+        if frozen is not configs[0]:
+            tell(said_of_newer(frozen, configs[0]))
         if "merge" not in frozen.parts:
             raise unreadable(frozen)
         status = f"`python -m pipeline_lib status {shlex.quote(frozen.name)}` shows how far it is"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.cli.chat import tell
 from pipeline_lib.cli.internal import run_as_rule, run_one_stage
 from pipeline_lib.cli.machines import positive
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
@@ -40,20 +41,7 @@ def add_to(commands: Any) -> None:
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument("config", **default)
     sub.set_defaults(command=check)
-    text = "predict the memory, time and disk of a config, and choose the fastest strategy that fits"
-    sub = commands.add_parser("plan", help=text, description=text)
-    sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)  # the plan rule runs the stage by it
-    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
-    sub.add_argument(
-        "--what-if",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="also show the plan with other values, such as cluster.nodes=4 workload.document_tokens=8192",
-    )
-    sub.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
-    run_as_rule(sub, plan, stage="plan")
+    _add_plan(commands)
     text = "show the state of every experiment in the store"
     sub = commands.add_parser("status", help=text, description=text)
     sub.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}")
@@ -100,8 +88,29 @@ def add_to(commands: Any) -> None:
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
     run_as_rule(sub, rehearse)
+    sub = commands.add_parser("overrides", description="refuse what `dvc exp run -S` changed and no run reads")
+    sub.set_defaults(command=overrides)
     docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
     docs.set_defaults(command=write_docs)
+
+
+def _add_plan(commands: Any) -> None:
+    text = "predict the memory, time and disk of a config, and choose the fastest strategy that fits"
+    sub = commands.add_parser("plan", help=text, description=text)
+    sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)  # the plan rule runs the stage by it
+    sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument(
+        "--what-if",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="also show the plan with other values, such as cluster.nodes=4 workload.document_tokens=8192",
+    )
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
+    how.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    run_as_rule(sub, plan, stage="plan")
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
@@ -207,27 +216,36 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.spec is not None:
         run_one_stage(arguments)
         return
-    from pipeline_lib.plan.command import show_plan
+    from pipeline_lib.plan.command import show_plan, show_plan_as_json
 
-    config, what_if = arguments.config, list(arguments.what_if)
+    config, what_if, store = arguments.config, list(arguments.what_if), Store.from_env(os.environ)
     if config is None and what_if and "=" not in what_if[-1] and what_if[-1].endswith((".yaml", ".yml")):
         config = Path(what_if.pop())  # --what-if also takes a config that follows it
-    show_plan(config or DEFAULT_CONFIG, what_if, arguments.details, Store.from_env(os.environ), say)
+    if arguments.json and what_if:
+        raise ConfigError("--json", ["it shows the plan of the config alone; leave out --what-if"])
+    if arguments.json:
+        show_plan_as_json(config or DEFAULT_CONFIG, store, say)
+    else:
+        show_plan(config or DEFAULT_CONFIG, what_if, arguments.details, store, say)
 
 
 def summary(arguments: argparse.Namespace) -> None:
     """Show the table of a finished experiment; of several, a line for each, or with --experiment the table of one."""
     from pipeline_lib.report.record import print_summary
-    from pipeline_lib.status.selection import Selector
+    from pipeline_lib.status.selection import Selector, notes_on
     from pipeline_lib.workflow.outcomes import outcome_table, outcomes_of
 
-    selector, texts = Selector(Store.from_env(os.environ)), [str(text) for text in arguments.experiments]
+    selector = Selector(Store.from_env(os.environ), wants_finished=True)
+    texts = [str(text) for text in arguments.experiments]
     if arguments.experiment is not None:
         if len(texts) > 1:
             raise ConfigError("--experiment", [f"it chooses from one config file, and {len(texts)} were given"])
         print_summary(open_experiment(Path(texts[0]), selector.store, arguments.experiment), selector.store)
         return
-    opened = [selector.opened(one) for one in selector.chosen(texts)]
+    chosen = selector.chosen(texts)
+    for note in notes_on(chosen):
+        tell(note)
+    opened = [selector.opened(one) for one in chosen]
     if len(opened) > 1:
         say(outcome_table(outcomes_of(opened)))
     else:
@@ -295,9 +313,25 @@ def record(arguments: argparse.Namespace) -> None:
     from pipeline_lib.report.record import record as record_experiment
 
     store = Store.from_env(os.environ)
-    experiment = open_experiment(config_of(arguments), store, arguments.experiment)
-    record_experiment(arguments.name, experiment, store, say, with_model=arguments.model, force=arguments.force)
+    config = config_of(arguments)
+    experiment = open_experiment(config, store, arguments.experiment)
+    record_experiment(
+        arguments.name,
+        experiment,
+        store,
+        say,
+        with_model=arguments.model,
+        force=arguments.force,
+        is_of_default_config=config == DEFAULT_CONFIG and arguments.experiment is None,
+    )
     _say_how_to_commit(experiment)
+
+
+def overrides(_: argparse.Namespace) -> None:
+    """Refuse parameters that `dvc exp run` changed in a file that its run does not read."""
+    from pipeline_lib.report.overrides import refuse_overrides
+
+    refuse_overrides()
 
 
 def _say_how_to_commit(experiment: Experiment) -> None:
@@ -314,7 +348,7 @@ def compare(arguments: argparse.Namespace) -> None:
     from pipeline_lib.compare.show import render, verdict
     from pipeline_lib.status.survey import console_on
 
-    comparison = Comparison.of(select(arguments.experiments, Store.from_env(os.environ)))
+    comparison = Comparison.of(select(arguments.experiments, Store.from_env(os.environ), tell))
     said = verdict(comparison)
     if arguments.json:
         say(json.dumps(comparison.to_json(said), indent=2, allow_nan=False))

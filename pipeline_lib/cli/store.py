@@ -30,7 +30,11 @@ def add_to(commands: Any) -> None:
     gc = _action(actions, "gc", collect, "delete everything that no kept experiment and no job needs")
     keep = "experiments, or patterns such as 'lr-*'; by default all are kept, and only unused files are deleted"
     gc.add_argument("--keep-experiments", nargs="+", metavar="NAME", help=keep)
-    gc.add_argument("--newest", action="store_true", help="of each kept name, keep only the newest config")
+    gc.add_argument(
+        "--newest",
+        action="store_true",
+        help="of each kept name, keep only the newest config and the newest finished one",
+    )
     gc.add_argument(
         "--older-than", type=days, default=0.0, metavar="DAYS", help="delete only what was last used before that"
     )

@@ -414,6 +414,12 @@ def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) 
     return found
 
 
+def _number(value: Any) -> float | None:
+    """Return `value` if it is a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
 def _value_text(value: Any) -> str:
     """Return a config value as a user would write it."""
     if value is None:
@@ -435,11 +441,13 @@ class Measured:
     """The numbers of an experiment: losses in nats per supervised token, speed over all ranks, hours of a `device`.
 
     All attempts count. `training_time_s` is the time from the first step to the last; `held_s` is how long the devices
-    were occupied, from the start of the ranks to their end. A device is a `GPU` or a `CPU core`. None means not known,
-    or not yet.
+    were occupied, from the start of the ranks to their end. A device is a `GPU` or a `CPU core`. If a rung of its sweep
+    stopped it, `rung_loss` is its held-out loss there, after the step `stopped_at`. None means not known, or not yet.
     """
 
     state: str
+    stopped_at: int | None
+    rung_loss: float | None
     loss: float | None
     standard_error: float | None
     perplexity: float | None
@@ -467,6 +475,8 @@ def measured(known: Known) -> Measured:
     losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
     return Measured(
         state=known.state,
+        stopped_at=known.stop.step if known.stop else None,
+        rung_loss=known.stop.loss if known.stop else None,
         loss=scores.tuned.loss,
         standard_error=scores.tuned.standard_error,
         perplexity=scores.tuned.perplexity,
@@ -480,7 +490,7 @@ def measured(known: Known) -> Measured:
         held_s=cost.held_s if cost else None,
         device=cost.device if cost else "GPU" if known.plan.cluster.is_gpu else "CPU core",
         device_hours=cost.hours if cost else None,
-        restarts=known.attempts - 1,
+        restarts=known.restarts,
     )
 
 
@@ -547,6 +557,13 @@ class Comparison:
             pairs = [(one, other) for one, other in pairs if keys[one] == keys[other]]
         return [sameness(self.found, one, other) for one, other in pairs]
 
+    @cached_property
+    def swept(self) -> dict[str, list[float | None]]:
+        """The values of each key that differs and holds numbers, by experiment; None where it has no number."""
+        tables = [_flat(filled(known.subject.config)) for known in self.found]
+        values = {one.name: [_number(table.get(one.name)) for table in tables] for one in self.differences.changing}
+        return {name: found for name, found in values.items() if len({*found} - {None}) > 1}
+
     @property
     def same_texts(self) -> list[str]:
         """The comparisons of `same` as sentences."""
@@ -566,13 +583,14 @@ class Comparison:
 
     @property
     def order(self) -> list[int]:
-        """The places in display order: the best, then by loss, then those without a loss, as they were named."""
+        """The places in display order: the best, then by loss, then those that a sweep stopped, the latest first."""
 
-        def key(place: int) -> tuple[bool, bool, float, int]:
-            loss = self.measured[place].loss
+        def key(place: int) -> tuple[bool, bool, int, float, int]:
+            numbers = self.measured[place]
             versus = self.ranking.versus.get(place, Versus(""))
-            difference = versus.difference if versus.difference is not None else loss
-            return place != self.ranking.best, loss is None, difference if difference is not None else math.inf, place
+            known = (versus.difference, numbers.loss, numbers.rung_loss)
+            difference = next((one for one in known if one is not None), math.inf)
+            return place != self.ranking.best, numbers.loss is None, -(numbers.stopped_at or 0), difference, place
 
         return sorted(range(len(self.found)), key=key)
 

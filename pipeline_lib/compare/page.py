@@ -1,7 +1,8 @@
 """The HTML page of a comparison: one file that needs no network and escapes everything it shows."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ from pipeline_lib.workflow.outcomes import outcomes
 COLOURS = (BLUE, AMBER, GREEN, RED, "#8b6bc2", "#2f9fae", "#c763a0", "#8f9a35", "#9a6b4b", GREY)
 ALL_POINTS = 10_000  # per figure, over all experiments
 MAX_POINTS = 2000  # per experiment
+MAX_SWEPT = 6  # keys that have a figure
+MIN_SWEPT = 2  # values of a key that make a figure
+DECADE = 10
+RATE = "train.lr"
 Values = NDArray[np.float64]
 
 
@@ -96,7 +101,70 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
             found, "peak memory, GiB", lambda course: course.curves.peak_memory_mb * GIB_OF_MB, "0,0.0[0]"
         ),
     }
+    drawn |= {swept_id(key): swept_figure(comparison, key, styles) for key in swept_keys(comparison)}
     return {name: chart for name, chart in drawn.items() if chart is not None}
+
+
+def swept_keys(comparison: Comparison) -> list[str]:
+    """Return the keys with a figure of their own: the learning rate first, and no more than MAX_SWEPT."""
+    return sorted(comparison.swept, key=lambda key: key != RATE)[:MAX_SWEPT]
+
+
+def swept_id(key: str) -> str:
+    """Return the id of the place in the page of a key's figure."""
+    return f"figure-swept-{re.sub('[^a-z0-9]+', '-', key.lower())}"
+
+
+def swept_figure(comparison: Comparison, key: str, styles: Sequence[LineStyle]) -> Chart | None:
+    """Draw the held-out loss against the values of a key: dots for finished experiments, triangles for stopped ones.
+
+    A stopped one has the loss of its last rung. The axis of the values is logarithmic for the learning rate, and for
+    any other key whose values span a decade.
+    """
+    finished, stopped = [], []
+    for place, value in enumerate(comparison.swept[key]):
+        numbers = comparison.measured[place]
+        if value is not None and numbers.loss is not None:
+            finished.append(Point(value, numbers.loss, comparison.names[place], "finished", styles[place].colour))
+        elif value is not None and numbers.rung_loss is not None:
+            told = f"stopped after step {numbers.stopped_at}"
+            stopped.append(Point(value, numbers.rung_loss, comparison.names[place], told, styles[place].colour))
+    values = {point.value for point in (*finished, *stopped)}
+    if len(values) < MIN_SWEPT:
+        return None
+    spans_decades = min(values) > 0 and (key == RATE or max(values) >= DECADE * min(values))
+    x_scale = "log" if spans_decades else "linear"
+    is_only = len(comparison.swept) == 1  # else another key changes along the line
+    linear, log = (_swept_plot(key, finished, stopped, is_only, (x_scale, y_scale)) for y_scale in ("linear", "log"))
+    return Chart(linear, log_plot=log)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The held-out loss of an experiment against its value of a swept key."""
+
+    value: float
+    loss: float
+    name: str
+    told: str
+    colour: str
+
+
+def _swept_plot(
+    key: str, finished: Sequence[Point], stopped: Sequence[Point], is_only: bool, scales: tuple[str, str]
+) -> Any:
+    x_scale, y_scale = scales
+    plot = empty_plot(280, key, "held-out loss (nats/token)", x_axis_type=x_scale, y_axis_type=y_scale)
+    if is_only:
+        along = sorted(finished, key=lambda point: point.value)
+        plot.line([point.value for point in along], [point.loss for point in along], color=GREY, line_width=1)
+    tips = (("", "@name"), (key, "@value{0.[00000000]}"), ("held-out loss", "@loss{0.0000}"), ("", "@told"))
+    for points, marker, alpha in ((finished, "circle", 1.0), (stopped, "triangle", 0.0)):
+        columns = {field.name: [getattr(point, field.name) for point in points] for field in fields(Point)}
+        look = {"color": "colour", "fill_alpha": alpha, "line_width": 2, "size": 11}
+        drawn = plot.scatter("value", "loss", marker=marker, source=ColumnDataSource(columns), **look)
+        add_hover(plot, drawn, tips)
+    return plot
 
 
 def course_of(comparison: Comparison, place: int, style: LineStyle) -> Course | None:
@@ -276,7 +344,7 @@ def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
         return None
     path = results / dag.name / PAGE_NAME
     best = [by_name[outcome.name] for outcome in found[:MAX_COMPARED]]
-    write_page(Comparison.of([Subject.of(experiment, dag.store) for experiment in best]), path)
+    write_page(Comparison.of([Subject.of(experiment, dag) for experiment in best]), path)
     return path
 
 
@@ -294,6 +362,8 @@ def render(comparison: Comparison) -> str:
         "results": result_rows(comparison),
         "cost_columns": list(dict.fromkeys(name for one in comparison.measured for name in cost_cells(one))),
         "footnotes": footnotes(comparison),
+        "stopped": any(known.stop is not None for known in comparison.found),
+        "swept": [(swept_id(key), key) for key in swept_keys(comparison)],
         "sections": {name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS},
         "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
         "generations": answers[:MAX_PROMPTS],

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline_lib.config.compile import Experiment, run_digest
+from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.halving import last_decisions
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
+from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
 from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.facts import Results, read_one, read_rows
@@ -27,7 +31,7 @@ from pipeline_lib.report.results import (
 )
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
 from pipeline_lib.status.run import shown
-from pipeline_lib.status.selection import Chosen, Selector
+from pipeline_lib.status.selection import Chosen, Selector, notes_on
 
 # The experiments to compare.
 
@@ -35,29 +39,60 @@ MAX_COMPARED = 20
 
 
 @dataclass(frozen=True)
+class Stop:
+    """Why a rung of a sweep stopped a training: its held-out loss after `step`, None if it had none, and the reason."""
+
+    step: int
+    loss: float | None
+    why: str
+
+
+def stop_of(dag: Dag, experiment: Experiment) -> Stop | None:
+    """Return why the sweep `dag` stopped the training of `experiment`; None if it did not.
+
+    Raise IntegrityError or Unreadable if a decision cannot be read.
+    """
+    decided = last_decisions(dag.decisions()).get(experiment.ref("train").digest)
+    if decided is None or decided[1].goes_on:
+        return None
+    rung, judged = decided
+    return Stop(rung.step, judged.loss, judged.failure or judged.why)
+
+
+@dataclass(frozen=True)
 class Subject:
-    """An experiment to compare: its config, with or without defaults, and the digests of its parts."""
+    """An experiment to compare: its config, with or without defaults, and the digests of its parts.
+
+    `stop` says that its sweep stopped it.
+    """
 
     store: Store
     name: str
     config: Mapping[str, Any]
     parts: Mapping[str, str]
+    stop: Stop | None = None
 
     @staticmethod
-    def of(experiment: Experiment, store: Store) -> "Subject":
-        """Return the subject of a compiled experiment."""
+    def of(experiment: Experiment, dag: Dag) -> "Subject":
+        """Return the subject of an experiment of `dag`. Raise IntegrityError or Unreadable as `stop_of`."""
         parts = {part: spec.digest for part, spec in experiment.specs.items()}
-        return Subject(store, experiment.name, experiment.config.model_dump(mode="json"), parts)
+        config = experiment.config.model_dump(mode="json")
+        return Subject(dag.store, experiment.name, config, parts, stop_of(dag, experiment))
 
     @staticmethod
-    def chosen(one: Chosen) -> "Subject":
+    def chosen(one: Chosen, selector: Selector) -> "Subject":
         """Return the subject of an experiment that was named. Raise IntegrityError or Unreadable if it is not read."""
-        if (compiled := one.compiled) is not None:
-            return Subject.of(compiled, one.catalog.store)
+        if one.dag is not None:
+            return Subject.of(one.of(one.dag), one.dag)
         if not one.frozen.parts:
             raise unreadable(one.frozen)
         config = json_object(one.frozen.path).get("config")
-        return Subject(one.catalog.store, one.frozen.name, config if isinstance(config, dict) else {}, one.frozen.parts)
+        stop = None
+        with suppress(IntegrityError, Unreadable):  # also of an older version of the code
+            dag, experiment = selector.opened(one)
+            stop = stop_of(dag, experiment)
+        known = config if isinstance(config, dict) else {}
+        return Subject(one.catalog.store, one.frozen.name, known, one.frozen.parts, stop)
 
     @property
     def key(self) -> tuple[Path, str]:
@@ -65,11 +100,18 @@ class Subject:
         return self.store.root.resolve(), self.parts[LAST_PART]
 
 
-def select(texts: Sequence[str], store: Store) -> list[Subject]:
-    """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20."""
+def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> list[Subject]:
+    """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20.
+
+    `say` is told of each name that stands for an older config than its newest.
+    """
+    selector = Selector(store, wants_finished=True)
+    chosen = selector.chosen(texts)
+    for note in notes_on(chosen):
+        say(note)
     found: dict[tuple[Path, str], Subject] = {}
-    for one in Selector(store).chosen(texts):
-        subject = Subject.chosen(one)
+    for one in chosen:
+        subject = Subject.chosen(one, selector)
         found.setdefault(subject.key, subject)
     if not 2 <= len(found) <= MAX_COMPARED:
         problem = f"at most {MAX_COMPARED} can be compared"
@@ -117,6 +159,11 @@ class Known(Results):
         return "evaluate" in self.manifests
 
     @property
+    def stop(self) -> Stop | None:
+        """Why its sweep stopped it; None if it did not, or if the training was finished all the same."""
+        return None if self.is_trained else self.subject.stop
+
+    @property
     def last_step(self) -> int:
         """The last step that the training reached."""
         return self.training.steps or (self.steps[-1].step if self.steps else 0)
@@ -128,6 +175,8 @@ class Known(Results):
             return "done"
         if self.is_trained:
             return "not evaluated"
+        if self.stop is not None:
+            return f"stopped by its sweep after step {self.stop.step:,}: {self.stop.why}"
         of = f" of {self.plan.batch.steps:,}" if self.plan.batch.steps else ""
         return f"not finished: step {self.last_step:,}{of}" if self.steps else "not begun"
 

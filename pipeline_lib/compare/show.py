@@ -25,17 +25,24 @@ def verdict(comparison: Comparison) -> str:
         if len(names) == 2:
             return comparison.same_texts[0]
         return f"All {len(names)} are identical: the same curves to the last bit, and the same model files."
-    states = {names[place]: known.state for place, known in enumerate(comparison.found) if known.loss is None}
+    known = list(zip(names, comparison.found, strict=True))
+    states = {name: one.state for name, one in known if one.loss is None and one.stop is None}
     reasons = [f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()]
+    stopped = [name for name, one in known if one.loss is None and one.stop is not None]
     versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
     if best is None:
         text = _of_none(comparison) if versus else "There are no results to compare yet."
+    elif not versus and stopped:
+        loss = units.real(comparison.ranking.loss, UNIT, 4)
+        text = f"{names[best]} won its sweep, which stopped {listed(stopped)}: its held-out loss is {loss}."
     elif not versus:
         text = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
     elif len(versus) == 1:
         text = _of_two(comparison, *next(iter(versus.items())))
     else:
         text = _of_many(comparison, versus)
+    if versus and stopped:
+        text += f" The sweep stopped {listed(stopped)} before."
     return f"{text} No held-out loss: {listed(reasons)}." if reasons else text
 
 

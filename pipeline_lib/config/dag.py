@@ -64,7 +64,7 @@ class Dag:
         refuse: Refuse = lambda _: None,
         learn: Learn = lambda _: None,
     ) -> "Dag":
-        """Compile the one config file and freeze its specs. Raises ConfigError, also those raised by `refuse`.
+        """Compile the one config file that Snakemake was given. Raises ConfigError, also those raised by `refuse`.
 
         `refuse` and `learn` are those of `open_experiments`. Overrides on Snakemake's command line and a second config
         file are refused.
@@ -75,17 +75,11 @@ class Dag:
         if len(configfiles) > 1:
             raise ConfigError("--configfile", [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"])
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
-        dag = Dag.open(path, store, refuse, learn)
-        specs = [spec for spec, _ in dag._placed.values()]
-        store.write_specs(specs)
-        store.drop_dangling_pointers(specs)
-        for rung, going in dag.open_rungs():
-            store.write_specs(spec for training, spec in rung.trainings.items() if training in going)
-        return dag
+        return Dag.open(path, store, refuse, learn)
 
     @staticmethod
     def open(path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None) -> "Dag":
-        """Compile the config file at `path` without writing any spec. Raises ConfigError, HubError."""
+        """Compile the config file at `path`; nothing is written into the store. Raises ConfigError, HubError."""
         name, experiments, halving = open_sweep(path, store, refuse, learn)
         return Dag(experiments, store, halving, name)
 
@@ -100,22 +94,44 @@ class Dag:
         return rehearsal_of(self.experiment)
 
     def freeze(self) -> Path:
-        """Write each experiment under the hash of its content; return the path for `FROZEN_VARIABLE`.
+        """Write what the jobs read, and return `frozen_path`: only where something is about to run.
 
-        For a sweep, this is the path of a file that lists the experiments.
+        That is each spec, and each experiment under the hash of its content. Pointers that mislead Snakemake are
+        removed, so that it makes again what is missing.
         """
-        frozen = []
+        self.store.write_specs(spec for spec, _ in self._placed.values())
+        for rung, going in self.open_rungs():
+            self.store.write_specs(spec for training, spec in rung.trainings.items() if training in going)
+        for pointer in self.dangling_pointers():
+            pointer.unlink(missing_ok=True)
         take_out_of_future((self.store.root / "experiments").glob("*.json"))  # the newest file is the latest request
+        for path, content in self._frozen.items():
+            _write_or_touch(path, content)
+        return self.frozen_path
+
+    @property
+    def frozen_path(self) -> Path:
+        """The value of `FROZEN_VARIABLE`: the file that `freeze` writes last, which for a sweep lists the others."""
+        return list(self._frozen)[-1].resolve()
+
+    def dangling_pointers(self) -> list[Path]:
+        """Return the pointers of these experiments that lead to nothing, as `Store.dangling_pointers`."""
+        return self.store.dangling_pointers(spec for spec, _ in self._placed.values())
+
+    @cached_property
+    def _frozen(self) -> dict[Path, dict[str, Any]]:
+        """The content of each file that `freeze` writes, the experiments' first: their names are its hashes."""
+        frozen: dict[Path, dict[str, Any]] = {}
         for experiment in self.experiments:
             parts = {part: spec.digest for part, spec in experiment.specs.items()}
             content = {"config": experiment.config.model_dump(mode="json"), "parts": parts}
-            frozen.append(_write_hashed(self.store.root / "experiments", content))
+            frozen[_hashed_path(self.store.root / "experiments", content)] = content
         if len(frozen) == 1:
-            return frozen[0].resolve()
+            return frozen
         sweep: dict[str, Any] = {"name": self.name, "experiments": [path.name for path in frozen]}
         if self.halving:
             sweep["halving"] = asdict(self.halving)
-        return _write_hashed(self.store.root / "sweeps", sweep).resolve()
+        return {**frozen, _hashed_path(self.store.root / "sweeps", sweep): sweep}
 
     @staticmethod
     def thaw(path: Path, store: Store) -> "Dag":
@@ -308,20 +324,23 @@ def _leads_astray(link: Path, part: str, store: Store) -> bool:
     return not target.exists() or of_ours.parent.parent.resolve() != store.root.resolve()
 
 
-def _write_hashed(folder: Path, content: dict[str, Any]) -> Path:
-    path = folder / f"{sha256_text(canonical_json(content))[:DIGEST_CHARS]}.json"
+def _hashed_path(folder: Path, content: dict[str, Any]) -> Path:
+    return folder / f"{sha256_text(canonical_json(content))[:DIGEST_CHARS]}.json"
+
+
+def _write_or_touch(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path`, or stamp the file that has it: the newest file is the latest request."""
     try:
         is_known = path.read_text(encoding="utf-8") == json_text(content)
     except (OSError, ValueError):
         is_known = False
     if is_known:
         try:
-            os.utime(path)  # the newest file is the latest request
+            os.utime(path)
         except PermissionError:  # another user's, whose umask lets nobody else write
             is_known = False
     if not is_known:
         write_json(path, content)
-    return path
 
 
 def _thaw(frozen: Mapping[str, Any], store: Store) -> Experiment:

@@ -29,6 +29,8 @@ _ENDS = (
     EventName.RUN_REQUEUE_REFUSED,
 )
 
+_DONE = "done"
+
 Event = Mapping[str, Any]
 
 
@@ -41,6 +43,11 @@ class Attempt:
     first_step: int
     end: str
     job: str = ""
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it came to the step at which it was to end."""
+        return self.end == _DONE
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,12 @@ class RunRecord:
         return {event["attempt"]: event for event in starts if isinstance(event.get("attempt"), int)}
 
     @cached_property
+    def completed(self) -> frozenset[int]:
+        """The attempts that came to the step at which they were to end: what continues one is no restart."""
+        ends = self.named(EventName.RUN_END)
+        return frozenset(event["attempt"] for event in ends if isinstance(event.get("attempt"), int))
+
+    @cached_property
     def held_s(self) -> dict[int, float]:
         """Seconds from the first to the last event by attempt; an attempt without a valid time is left out."""
         spans: dict[int, tuple[float, float]] = {}
@@ -147,7 +160,7 @@ def _end(own: Sequence[Event]) -> str:
     ends = [event for event in own if event.get("event") in _ENDS]
     last = ends[-1].get("event") if ends else None
     if last == EventName.RUN_END:
-        return "done"
+        return _DONE
     of_launcher = [e for e in ends if e.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)]
     reason = _first_line(of_launcher[0]).replace(f"; {CONTINUES}", "") if of_launcher else ""
     reason = reason or "interrupted without a word: killed, or its node lost"

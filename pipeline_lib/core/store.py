@@ -418,22 +418,25 @@ class Store:
         """Write the pointer of `ref`, which tells Snakemake that its sealed directory is complete."""
         write_text(self.pointer(ref), sha256_file(self.sealed(ref) / MANIFEST_NAME) + "\n")
 
-    def drop_dangling_pointers(self, specs: Iterable[Spec]) -> None:
-        """Remove pointers whose sealed directory is missing, and those of stages that depend on such a directory.
+    def dangling_pointers(self, specs: Iterable[Spec]) -> list[Path]:
+        """Return the pointers whose sealed directory is missing, and those of stages that depend on such a directory.
 
-        Snakemake then reruns these stages. If only the pointers of missing directories were removed, it could still
-        find the final result and do nothing. Pointers that hold no hash are removed too: their stage verifies its
-        directory and writes them again. `specs` must be in the order of the stages.
+        Without them Snakemake reruns these stages. If it lacked only the pointers of missing directories, it could
+        still find the final result and do nothing. Pointers that hold no hash are returned too: their stage verifies
+        its directory and writes them again. `specs` must be in the order of the stages.
         """
         lost: set[Ref] = set()
+        dangling = []
         for spec in specs:
             pointer = self.pointer(spec.ref)
             with unreadable_named(pointer):
-                is_garbled = is_there(pointer) and not is_hash(pointer.read_bytes())
+                has_pointer = is_there(pointer)
+                is_garbled = has_pointer and not is_hash(pointer.read_bytes())
             if not self.is_sealed(spec.ref) or lost & set(spec.inputs.values()):
                 lost.add(spec.ref)
-            if spec.ref in lost or is_garbled:
-                pointer.unlink(missing_ok=True)
+            if has_pointer and (spec.ref in lost or is_garbled):
+                dangling.append(pointer)
+        return dangling
 
 
 def is_hash(content: bytes) -> bool:

@@ -64,7 +64,7 @@ def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> 
         job=", ".join(dict.fromkeys(filter(None, [*(attempt.job for attempt in attempts), manifest.job]))) or None,
         started_at=manifest.started_at,
         duration_s=manifest.duration_s,
-        restarts=max(0, len(attempts) - 1),
+        restarts=sum(not attempt.is_completed for attempt in attempts[:-1]),
         attempts=attempts,
     )
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline_lib.config.checks import warnings_of
-from pipeline_lib.config.dag import RESULTS
 from pipeline_lib.config.load import FLAG, load_config, load_configs
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.core.files import write_json
-from pipeline_lib.core.run_folder import PLAN_NAME
+from pipeline_lib.core.files import json_text
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import cut
@@ -32,12 +30,12 @@ DOCUMENTS = "workload.document_tokens"
 
 
 def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Store, say: Say) -> None:
-    """Show the plan of the config at `path`, and write it to RESULTS/NAME/plan.json unless a report is there.
+    """Show the plan of the config at `path`; nothing is written.
 
     With `is_detailed` all figures and formulas follow. For a sweep, this is the plan of the first experiment. With
     `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed; beside those of the config, DOCUMENTS
-    is the mean length of a document, weighted by tokens. A what-if plan is not written, nor is one that cannot be run.
-    Raise ConfigError after the plan if the run is impossible, and DataError if the model's sizes are not known here.
+    is the mean length of a document, weighted by tokens. Raise ConfigError after the plan if the run is impossible,
+    and DataError if the model's sizes are not known here.
     """
     configs = load_configs(path)
     config = configs[0]
@@ -63,16 +61,18 @@ def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Stor
         run, untrained = run_of(question), () if question.geometry.is_trained else (PLANNED_ONLY,)
         for problem in (*untrained, *too_little_disk(run, config, store), *later_problems(run)):
             say(f"\nthe training would be refused: {problem}")
-    if not what_if and found.refusal is None:
-        kept = RESULTS / config.experiment / PLAN_NAME
-        # With a report, the folder's plan is the one that the finished run was made from.
-        if (kept.parent / "report.html").exists():
-            say(f"\nnot written to {kept}: this run has finished, and its plan is kept")
-        else:
-            write_json(kept, found.content)
-            say(f"\nwrote {kept}")
     if is_detailed and found.wanted is not None and found.choice is not None:
         say(f"\n{explain(found.choice.chosen, found.wanted.setting)}")
+    if found.refusal is not None:
+        raise ConfigError(str(path), [found.refusal])
+
+
+def show_plan_as_json(path: Path, store: Store, say: Say) -> None:
+    """Show what plan.json would hold for the config at `path`, and nothing else. Raise as `show_plan`."""
+    config = load_configs(path)[0]
+    learn_architecture(config, store, lambda _: None)
+    found = _answer(path, config, store)
+    say(json_text(found.content).rstrip("\n"))
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 

@@ -98,17 +98,18 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
 
 
 # What the hubs say of models that are in no table: the kilobytes of config.json, looked up once and remembered in the
-# store. With them, a model that cannot be trained is refused before its weights are downloaded.
+# user's own cache. With them, a model that cannot be trained is refused before its weights are downloaded.
 
-_ARCHITECTURES = "architectures.json"
+ARCHITECTURES_NAME = "architectures.json"
 _MOST_CONFIG_BYTES = MIB
 
 
 def learn_architecture(config: Config, store: Store, say: Say) -> None:
     """Look up the config.json of the config's hub model, unless its sizes are known or its training is sealed.
 
-    It is fetched at the pinned commit, verified, and remembered in the store. If the hub cannot be asked, a line says
-    so, and nothing more is known than before. Raise DataError for hostile file names, IntegrityError for wrong content.
+    It is fetched at the pinned commit, verified, and remembered in the user's cache. If the hub cannot be asked, a line
+    says so, and nothing more is known than before. Raise DataError for hostile file names, IntegrityError for wrong
+    content.
     """
     model = config.model
     if not isinstance(model, HubModel) or is_sealed(config, store, "train"):
@@ -130,8 +131,10 @@ def learn_architecture(config: Config, store: Store, say: Say) -> None:
             f"download: {error}"
         )
         return
-    with suppress(OSError, DiskFull):  # of a store that cannot be written: it is looked up again next time
-        write_json(store.root / _ARCHITECTURES, _architectures(store) | {f"{repository} {commit}": found})
+    if (path := store.remembered(ARCHITECTURES_NAME)) is None:  # it is looked up again next time
+        return
+    with suppress(OSError, DiskFull):
+        write_json(path, _architectures(store) | {f"{repository} {commit}": found})
 
 
 def _fetch_architecture(repository: Repository, commit: str, say: Say) -> dict[str, Any]:
@@ -176,8 +179,11 @@ def _looked_up(model: HubModel, store: Store) -> Geometry | None:
 
 
 def _architectures(store: Store) -> dict[str, Any]:
+    path = store.remembered(ARCHITECTURES_NAME)
+    if path is None:
+        return {}
     try:
-        return dict(read_json(store.root / _ARCHITECTURES))
+        return dict(read_json(path))
     except (OSError, ValueError, TypeError):
         return {}
 

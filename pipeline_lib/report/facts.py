@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -325,8 +326,23 @@ class Results:
     @property
     def attempts(self) -> int:
         """The number of times the training was started, including attempts whose steps were all lost; at least 1."""
+        return max(len(self._started), self.training.attempts or 1)
+
+    @property
+    def restarts(self) -> int:
+        """The number of attempts after one that did not come to its end. A pause at a rung or a rehearsal is none."""
+        return max(0, self.attempts - 1 - len(self._continued))
+
+    @property
+    def _started(self) -> set[int]:
+        """The attempts that are known."""
         started = {number for event in self.record.events if isinstance(number := event.get("attempt"), int)}
-        return max(len(started | {step.attempt or 1 for step in self.steps}), self.training.attempts or 1)
+        return started | {step.attempt or 1 for step in self.steps}
+
+    @property
+    def _continued(self) -> set[int]:
+        """The attempts that continue one that came to the step at which it was to end."""
+        return {after for before, after in pairwise(sorted(self._started)) if before in self.record.completed}
 
     @property
     def spent(self) -> Spent | None:
@@ -379,11 +395,12 @@ class Facts(Results):
 
     @property
     def restart_steps(self) -> list[int]:
-        """The first step of every attempt but the first, for the attempts that left steps in the model."""
+        """The first step of every restart, for those that left steps in the model."""
         first_steps: dict[int, int] = {}
         for step in self.steps:
             first_steps.setdefault(step.attempt or 1, step.step)
-        return list(first_steps.values())[1:]
+        later = list(first_steps.items())[1:]
+        return [step for attempt, step in later if attempt not in self._continued]
 
     @property
     def validations(self) -> dict[int, float]:

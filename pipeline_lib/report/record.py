@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.table import Table
 from ruamel.yaml import YAML
 
 from pipeline_lib.config.compile import Experiment, held_keys
-from pipeline_lib.config.dag import Dag, link_results
+from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag, link_results
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import CHOSEN_KEYS
 from pipeline_lib.core import units
@@ -26,7 +27,7 @@ from pipeline_lib.core.stage import open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
 from pipeline_lib.core.text import redact, shortened
 from pipeline_lib.report.facts import read_facts, tally
-from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, params_of
+from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, settings_of_run
 from pipeline_lib.workflow.outcomes import outcomes
 
 # Publishing: the git-tracked record, links to results, and the summary table.
@@ -38,10 +39,7 @@ RECORDING = Path("results/.recording")  # lock of the process that writes to CUR
 MODEL_NAME = "model"
 # Every path that `publish` and `record` write or remove and that git may track; git ignores the model itself.
 FOR_GIT = (
-    *(
-        CURRENT / name
-        for name in ("config.yaml", "params.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
-    ),
+    *(CURRENT / name for name in ("config.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")),
     Path("dvc.lock"),  # DVC updates it with every record
 )
 
@@ -60,16 +58,16 @@ def best_of(dag: Dag) -> Experiment:
 
 
 def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
-    """Rewrite config.yaml, params.yaml, metrics.json and curves.csv in `target`, each atomically; return their texts.
+    """Rewrite config.yaml, metrics.json and curves.csv in `target`, each atomically; return their texts.
 
     The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not sealed, or is damaged.
     """
     report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
+    ran = settings_of_run(experiment.config)
     texts = {
         "config.yaml": f"{head} as resolved, defaults included; every publish rewrites this file.\n"
         + yaml_of(resolved(experiment.config)),
-        "params.yaml": f"{head}: what `dvc exp show` has a column for.\n" + yaml_of(params_of(experiment.config)),
-        "metrics.json": json_text(metrics_of(read_json(report / SUMMARY_NAME))),
+        "metrics.json": json_text({**metrics_of(read_json(report / SUMMARY_NAME)), "ran": ran}),
         "curves.csv": (report / CURVES_NAME).read_text(encoding="utf-8"),
     }
     drop_model(target)
@@ -192,15 +190,23 @@ def record(
     say: Callable[[str], None],
     with_model: bool = False,
     force: bool = False,
+    is_of_default_config: bool = False,
 ) -> None:
     """Publish `experiment` and save the working tree as the DVC experiment `name`, optionally with the model.
 
+    DVC takes the parameters from DEFAULT_CONFIG. Unless it `is_of_default_config`, the experiment's config is saved in
+    its place, so that DVC's parameters are those of the run and `dvc exp apply` brings them back.
+
     A lock allows one record at a time in a working tree. `dvc exp apply` and git write there too, so the saved files
     are read back, and the DVC experiment is dropped if they differ from what was published. Raise PipelineError with
-    DVC's reason, ConfigError for an empty name, IntegrityError if the experiment is not finished.
+    DVC's reason, ConfigError for a name that is empty or that of a file, IntegrityError if the experiment is not
+    finished.
     """
     if not name:  # dvc would generate one
         raise ConfigError("record", ["the name is empty; give the experiment one"])
+    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        raise ConfigError("record", [f"{name!r} is a file, and no name; type `record NAME {shlex.quote(name)}`"])
+    config_text = None if is_of_default_config else _as_config(experiment)
     with locked(RECORDING, say):
         published = publish(experiment, store)
         added = _add_model(experiment, store, say) if with_model else []
@@ -215,19 +221,59 @@ def record(
                 f"record {name!r}: dvc does not say what it saved, but {shortened(output, 200)!r}; look at "
                 "`dvc exp show`, and record again with --force"
             ) from error
+        refs = _git("for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps").split()
+        if config_text is not None:
+            published[DEFAULT_CONFIG] = config_text
+            saved, commit = commit, _with_config(commit, config_text)
+            for ref in refs:
+                _git("update-ref", ref, commit, saved)
         if any(_git("show", f"{commit}:./{path.as_posix()}") != text for path, text in published.items()):
-            for ref in _git("for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps").split():
-                _git("update-ref", "-d", ref, commit)
+            for ref in refs:
+                _git("update-ref", "-d", ref)
             raise PipelineError(
                 f"record {name!r}: something else wrote to {CURRENT} meanwhile, so nothing was recorded; record again"
             )
     say(f"recorded experiment {experiment.name!r} as {name}; see `dvc exp show`")
+    if with_model and not _has_remote():
+        say(
+            "warning: DVC has no remote, and `dvc exp push` looks for it in what was recorded: it would send no model; "
+            f"type `dvc remote add --default NAME FOLDER-OR-URL`, then record {name} again with --force"
+        )
 
 
-def _git(*arguments: str) -> str:
-    """Return git's output; empty if it fails."""
-    command = ["git", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False).stdout
+def _as_config(experiment: Experiment) -> str:
+    """Return the experiment's config as a file with the keys that were set."""
+    keys = experiment.config.model_dump(mode="json", exclude_unset=True)
+    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(keys)}"
+
+
+def _with_config(commit: str, text: str) -> str:
+    """Return a commit like `commit` with `text` as DEFAULT_CONFIG; empty if git fails.
+
+    The file in the working tree is left alone: another run may be reading it.
+    """
+    author, email, message = _git("log", "-1", "--format=%an%n%ae%n%B", commit).split("\n", 2)
+    people = {"GIT_AUTHOR_NAME": author, "GIT_AUTHOR_EMAIL": email}
+    people |= {"GIT_COMMITTER_NAME": author, "GIT_COMMITTER_EMAIL": email}
+    place = f"{_git('rev-parse', '--show-prefix').strip()}{DEFAULT_CONFIG.as_posix()}"
+    with TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}
+        _git("read-tree", commit, **index)
+        blob = _git("hash-object", "-w", "--stdin", text=text).strip()
+        _git("update-index", "--add", "--cacheinfo", f"100644,{blob},{place}", **index)
+        tree = _git("write-tree", **index).strip()
+    return _git("commit-tree", tree, "-p", f"{commit}^", "-m", message.strip(), **people).strip()
+
+
+def _has_remote() -> bool:
+    return bool(_dvc("remote", "list", what="list the remotes").strip())
+
+
+def _git(*arguments: str, text: str = "", **environment: str) -> str:
+    """Return git's output when it reads `text`, with the further variables `environment`; empty if it fails."""
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), "git", *arguments]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
+    return done.stdout
 
 
 def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None]) -> list[Path]:

@@ -5,19 +5,18 @@ from functools import reduce
 from typing import Any
 
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.section import flat
-from pipeline_lib.core.files import canonical_json, write_json, write_text
+from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.chat_template import how_to_call
 from pipeline_lib.report.facts import Facts, read_facts
 from pipeline_lib.report.figures import curves_csv, curves_of
 from pipeline_lib.report.page import render
 
-# The numbers that experiments are compared by. DVC shows every value of a metrics or params file as a column of
-# `dvc exp show`, so both have few; all other settings that are not defaults share one column.
+# The numbers that experiments are compared by. DVC shows every value of a metrics file as a column of `dvc exp show`,
+# so it has few. The settings among them tell which experiment of a sweep ran; DVC's parameters are the config's keys.
 
 METRICS = ("eval.tuned.loss", "eval.base.loss", "train.tokens_per_s", "train.train_s", "train.peak_memory_mb")
-PARAMS = ("train.method", "train.lr", "train.global_batch_tokens")
+SETTINGS = ("method", "lr", "global_batch_tokens")
 
 
 def summary_of(facts: Facts) -> dict[str, Any]:
@@ -62,18 +61,12 @@ def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     return _nested({key: value for key in METRICS if (value := _at(summary, key)) is not None})
 
 
-def params_of(config: Config) -> dict[str, Any]:
-    """Return the model, PARAMS, and one text with all other non-default settings; the experiment's name is left out."""
-    every = config.model_dump(mode="json")
+def settings_of_run(config: Config) -> dict[str, Any]:
+    """Return the experiment's name, its model and SETTINGS."""
     source = config.model
-    name = getattr(source, "name", None) or getattr(source, "path", None) or source.source
-    shown = {"experiment", "model.source", "model.name", "model.path", *PARAMS}
-    chosen = flat(config.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
-    texts = {key: value if isinstance(value, str) else canonical_json(value) for key, value in chosen if value != {}}
-    others = [f"{key}={text}" for key, text in texts.items() if key not in shown]
-    replaced = {f"train.{key}" for key in config.train.replaced_keys}
-    named = {key: _at(every, key) for key in PARAMS if key not in replaced}
-    return {"model": name, **_nested(named), "others": " ".join(others)}
+    model = getattr(source, "name", None) or getattr(source, "path", None) or source.source
+    shown = {key: getattr(config.train, key) for key in SETTINGS if key not in config.train.replaced_keys}
+    return {"experiment": config.experiment, "model": model, **shown}
 
 
 def _at(values: Any, key: str) -> Any:

@@ -1,9 +1,12 @@
 """Describe what a job asks for and what the cluster has, and check that the request can be met."""
 
+import ast
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -13,7 +16,7 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import count
 from pipeline_lib.slurm.job import has_no_answer, seconds_of
-from pipeline_lib.slurm.site import VARIABLES, Site
+from pipeline_lib.slurm.site import OF_THE_JOB, VARIABLES, Site
 
 # The request of one job.
 
@@ -41,46 +44,70 @@ class Request:
 
 # A request as resources of a rule, in the names of Snakemake's SLURM plugin. None leaves a resource out.
 
-OF_STAGE = ("mem_mb", "runtime", "cpus_per_task", "gres", "slurm_account", "slurm_partition", "qos", "constraint")
-OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu", "slurm_extra")
+EXTRA = "slurm_extra"
+_OUR_OPTIONS = ("--signal", "--open-mode")
+OF_STAGE = (
+    *("mem_mb", "runtime", "cpus_per_task", "gres", "slurm_account", "slurm_partition", "qos", "constraint"),
+    "slurm_extra",
+)
+OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu")
 
 
-def training_resources(request: Request, site: Site) -> dict[str, Any]:
+def training_resources(request: Request, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
     """Return the resources of a job with one task per rank, whose batch step starts the tasks.
 
     Any value of `mpi` keeps the plugin's job step from taking the place of the tasks. A true value makes the plugin ask
     for several tasks, and it refuses a single one. `--signal` reaches job steps only: the ranks, but not the Snakemake
-    in the job.
+    in the job. `given` are further options of the user.
     """
+    own = ("--open-mode=append", f"--signal=USR1@{request.warning_s}")
     several_each, several = request.tasks_per_node > 1, request.tasks > 1
     return {
-        **_job(request, site, is_training=True),
+        **_job(request, site, True, (*given, *own)),
         "nodes": request.nodes,
         "mpi": "srun" if several else "",
         "tasks_per_node": request.tasks_per_node if several_each else None,
         "tasks": request.nodes if several and not several_each else None,
         "tasks_per_gpu": 0 if request.gpus_per_node else None,
-        "slurm_extra": f"--open-mode=append --signal=USR1@{request.warning_s}",
     }
 
 
-def stage_resources(request: Request, site: Site) -> dict[str, Any]:
-    """Return the resources of a job with one task, on a node with GPUs if it asks for one."""
-    return _job(request, site, is_training=request.gpus_per_node > 0)
+def stage_resources(request: Request, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the resources of a job with one task, on a node with GPUs if it asks for one; `given` as above."""
+    return _job(request, site, request.gpus_per_node > 0, given)
 
 
-def _job(request: Request, site: Site, is_training: bool) -> dict[str, Any]:
+def _job(request: Request, site: Site, is_training: bool, further: Sequence[str]) -> dict[str, Any]:
+    """Return the resources of a job; options that the plugin has no resource for go into `slurm_extra`, ours last."""
     options = site.job_options(is_training)
+    named = [f"--{name}={options[name]}" for name in ("reservation", "exclude") if options[name] is not None]
     return {
         "mem_mb": request.memory_mb,
         "runtime": request.runtime_minutes,
         "cpus_per_task": request.cpus_per_task,
-        "gres": f"gpu:{request.gpus_per_node}" if request.gpus_per_node else None,
+        "gres": site.gres(request.gpus_per_node),
         "slurm_account": options["account"],
         "slurm_partition": options["partition"],
         "qos": options["qos"],
         "constraint": options["constraint"],
+        "slurm_extra": shlex.join([*named, *site.further_options(is_training), *further]) or None,
     }
+
+
+def given_options(resources: Mapping[str, Any], rule: str) -> tuple[str, ...]:
+    """Return the options in `slurm_extra` of the `resources` that the user gave for `rule` on the command line.
+
+    Raises ConfigError for those that would take the warning from a training, or its log.
+    """
+    if EXTRA not in resources:
+        return ()
+    given = str(resources[EXTRA].raw)
+    with suppress(ValueError, SyntaxError):  # in quotes of its own, or as they come
+        given = str(ast.literal_eval(given))
+    options = tuple(shlex.split(given))
+    if ours := [option for option in options if option.partition("=")[0] in _OUR_OPTIONS]:
+        raise ConfigError(f"{EXTRA} of {rule}", [f"{option}: {OF_THE_JOB}; leave it out" for option in ours])
+    return options
 
 
 # What the cluster has, according to `sinfo`, and whether it can ever meet a request: checked before submission.
@@ -209,7 +236,8 @@ def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]
 
 def where_set(key: str) -> str:
     """Describe where a key of the site file is set, for messages."""
-    return f"`{key}` in the site file, or {VARIABLES[key]}"
+    variable = f", or {VARIABLES[key]}" if key in VARIABLES else ""
+    return f"`{key}` in the site file{variable}"
 
 
 # Whether the training can be started at all, by SLURM or on this machine: checked once, before any stage runs.
@@ -219,16 +247,22 @@ _COUNT_S = 120.0  # importing torch from a slow disk, and finding a driver
 _COUNT = "import torch; print(torch.cuda.device_count())"
 _AS_A_JOB = "as a SLURM job: snakemake --profile slurm"
 # The key of the site file that sbatch complains about, by a word of its message.
-_BLAMED = (("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition"))
+_BLAMED = (
+    *(("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition")),
+    *(("reservation", "reservation"), ("node name", "exclude"), ("node list", "exclude")),
+)
 
 
-def refuse_jobs(site: Site, request: Request, groups: list[Group], others: Iterable[str] = ()) -> None:
+def refuse_jobs(
+    site: Site, request: Request, groups: list[Group], others: Iterable[str] = (), given: Sequence[str] = ()
+) -> None:
     """Raise ConfigError, naming what to change, if SLURM would refuse the jobs or could never start them.
 
-    `others` are problems of jobs other than the training's. They are computed only when they are needed.
+    `others` are problems of jobs other than the training's. They are computed only when they are needed. `given` are
+    further options of the training job.
     """
     problems = list(wrong_partitions(site, groups)) or [*too_much(request, site, groups), *others]
-    if not problems and (refusal := _refusal(site, request)):
+    if not problems and (refusal := _refusal(site, request, given)):
         problems = [refusal]
     if problems:
         raise ConfigError("the cluster", problems)
@@ -273,23 +307,24 @@ def _visible_gpus() -> int | None:
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdecimal() else None
 
 
-def sbatch_options(site: Site, request: Request) -> list[str]:
-    """Return the options of the training job, as the executor plugin passes them."""
+def sbatch_options(site: Site, request: Request, given: Sequence[str] = ()) -> list[str]:
+    """Return the options of the training job, as the executor plugin passes them; `given` are the user's."""
     options = {
         **site.job_options(is_training=True),
         "nodes": request.nodes,
         "ntasks": request.tasks,
         "cpus-per-task": request.cpus_per_task,
         "mem": request.memory_mb,
-        "gres": f"gpu:{request.gpus_per_node}" if request.gpus_per_node else None,
+        "gres": site.gres(request.gpus_per_node),
         "time": request.runtime_minutes,
     }
-    return [f"--{name}={value}" for name, value in options.items() if value not in (None, "")]
+    named = [f"--{name}={value}" for name, value in options.items() if value not in (None, "")]
+    return [*named, *site.further_options(is_training=True), *given]
 
 
-def _refusal(site: Site, request: Request) -> str | None:
+def _refusal(site: Site, request: Request, given: Sequence[str]) -> str | None:
     """Return why SLURM would refuse such a job, with the key to change; None if it accepts or does not answer."""
-    options = sbatch_options(site, request)
+    options = sbatch_options(site, request, given)
     command = ["sbatch", "--test-only", *options, "--wrap", "true"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S)

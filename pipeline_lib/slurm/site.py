@@ -5,6 +5,7 @@ the cluster and does not affect results.
 """
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,21 @@ VARIABLES = {
 }
 
 
+# Options of sbatch that cannot be among the further ones of the site file, with the reason.
+_A_KEY = "it has a key of its own in the site file"
+_THE_PLAN = "the plan, or a key of `cluster` in the config, sets it"
+OF_THE_JOB = "the pipeline needs it as it sets it"
+_TAKEN = {
+    **dict.fromkeys(("account", "partition", "qos", "constraint", "reservation", "exclude"), _A_KEY),
+    **dict.fromkeys(("gres", "gpus", "gpus-per-node"), "use `gpu_type` in the site file for the kind of GPU"),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "mem", "mem-per-cpu", "time"), _THE_PLAN),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), _THE_PLAN),
+    **dict.fromkeys(("signal", "open-mode", "job-name", "output", "error", "comment", "export", "chdir"), OF_THE_JOB),
+    **dict.fromkeys(("parsable", "wrap", "array", "clusters", "requeue", "no-requeue"), OF_THE_JOB),
+}
+_OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=.*)?", re.DOTALL)
+
+
 class Site(Section):
     """The keys of the site file; none is required."""
 
@@ -38,8 +54,16 @@ class Site(Section):
         None, description="partition for training and evaluation; for all stages without cpu_partition"
     )
     cpu_partition: str | None = Field(None, description="partition for the stages that need no GPU")
+    cpu_account: str | None = Field(None, description="account of the stages that need no GPU; default: `account`")
     qos: str | None = Field(None, description="quality of service (sbatch --qos)")
+    cpu_qos: str | None = Field(None, description="quality of service of the stages that need no GPU; default: `qos`")
     constraint: str | None = Field(None, description="features of the nodes to train on (sbatch --constraint)")
+    gpu_type: str | None = Field(None, description="kind of GPU that jobs ask for, as in `--gres gpu:h100:8`")
+    reservation: str | None = Field(None, description="reservation of all jobs (sbatch --reservation)")
+    exclude: str | None = Field(None, description="nodes that no job shall get (sbatch --exclude)")
+    sbatch: tuple[str, ...] = Field((), description="further options of all jobs, such as `--mail-type=FAIL`")
+    gpu_sbatch: tuple[str, ...] = Field((), description="further options of training and evaluation")
+    cpu_sbatch: tuple[str, ...] = Field((), description="further options of the other stages")
     setup: tuple[str, ...] = Field(
         (), description="shell lines before each stage in its job, such as `module load cuda`"
     )
@@ -53,6 +77,18 @@ class Site(Section):
     interface: str | None = Field(
         None, description="network interface between the hosts, such as `ib0`; default: one by which all are reached"
     )
+
+    @field_validator("sbatch", "gpu_sbatch", "cpu_sbatch")
+    @classmethod
+    def _as_options(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse what is not `--name` or `--name=value`, and options that the pipeline sets."""
+        for value in values:
+            match = _OPTION.fullmatch(value)
+            if match is None:
+                raise ValueError(f"{value!r} is no option of the form --name or --name=value")
+            if reason := _TAKEN.get(match["name"]):
+                raise ValueError(f"{value!r} cannot be set here: {reason}")
+        return values
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -92,11 +128,22 @@ class Site(Section):
     def job_options(self, is_training: bool) -> dict[str, str | None]:
         """Return the options of a job by the names of sbatch, salloc and srun; None leaves one out."""
         return {
-            "account": self.account,
+            "account": self.account if is_training else self.cpu_account or self.account,
             "partition": self.partition_of(is_training),
-            "qos": self.qos,
+            "qos": self.qos if is_training else self.cpu_qos or self.qos,
             "constraint": self.constraint if is_training else None,
+            "reservation": self.reservation,
+            "exclude": self.exclude,
         }
+
+    def further_options(self, is_training: bool) -> tuple[str, ...]:
+        """Return the options of a job that have no key of their own."""
+        return (*self.sbatch, *(self.gpu_sbatch if is_training else self.cpu_sbatch))
+
+    def gres(self, gpus: int) -> str | None:
+        """Return what a job that needs `gpus` GPUs of a node asks for (sbatch --gres); None without any."""
+        kind = f":{self.gpu_type}" if self.gpu_type else ""
+        return f"gpu{kind}:{gpus}" if gpus else None
 
     def variables(self) -> dict[str, str]:
         """Return the variables that every job gets besides those it inherits. They may be secrets: never print them."""

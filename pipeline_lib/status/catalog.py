@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,12 +67,7 @@ class Catalog:
         """Return the newest experiment of each name, or `all_of_them`, newest first."""
         found = [experiment for path in self._files() if (experiment := self._open(path)) is not None]
         found.sort(key=lambda experiment: experiment.frozen_at, reverse=True)
-        if all_of_them:
-            return found
-        newest: dict[str, Frozen] = {}
-        for experiment in found:
-            newest.setdefault(experiment.name, experiment)
-        return list(newest.values())
+        return found if all_of_them else [configs[0] for configs in by_name(found).values()]
 
     @property
     def folder(self) -> Path:
@@ -131,6 +127,31 @@ class Catalog:
         if digest not in self._specs:
             self._specs[digest] = self.store.read_spec(self.store.spec_path(digest))
         return self._specs[digest]
+
+
+def by_name(experiments: Iterable[Frozen]) -> dict[str, list[Frozen]]:
+    """Return the experiments by name, in their order."""
+    found: dict[str, list[Frozen]] = {}
+    for one in experiments:
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def newest_with(part: str, configs: Sequence[Frozen], store: Store) -> Frozen:
+    """Return what the name of `configs`, newest first, means: the newest whose `part` is made, else the newest of all.
+
+    Raises Unreadable.
+    """
+    is_made = (one for one in configs if part in one.parts and store.is_sealed(Ref(part, one.parts[part])))
+    return next(is_made, configs[0])
+
+
+def said_of_newer(meant: Frozen, newest: Frozen) -> str:
+    """Return a line about `newest`, a newer config of the name of `meant` that is not finished."""
+    return (
+        f"{meant.name}: its newest config ({newest.path.stem}) is not finished, so this is the newest finished one "
+        f"({meant.path.stem}); `python -m pipeline_lib status {shlex.quote(meant.name)}` shows how far the other is"
+    )
 
 
 def _frozen(path: Path, frozen_at: float) -> Frozen:

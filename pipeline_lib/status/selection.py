@@ -1,8 +1,8 @@
 """The experiments that a user means by what was typed, for every command that takes several.
 
-A name means the newest config that was frozen under it; `*` and `?` match parts of names. A prefix of a report's
-digest, or of the name of the file that froze the experiment, tells two configs of one name apart. A config file means
-its experiment, or all experiments of its sweep. `STORE:NAME` looks in another store.
+A name means its newest config, or where a result is wanted its newest finished one; `*` and `?` match parts of names.
+A prefix of a report's digest, or of the name of the file that froze the experiment, tells two configs of one name
+apart. A config file means its experiment, or all experiments of its sweep. `STORE:NAME` looks in another store.
 """
 
 import string
@@ -16,7 +16,16 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import did_you_mean
-from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, unreadable
+from pipeline_lib.status.catalog import (
+    LAST_PART,
+    Catalog,
+    Frozen,
+    Sweeps,
+    by_name,
+    newest_with,
+    said_of_newer,
+    unreadable,
+)
 from pipeline_lib.status.run import LOGS, shown
 
 MIN_DIGEST_CHARS = 4
@@ -28,13 +37,15 @@ _SUFFIXES = (".yaml", ".yml")
 class Chosen:
     """An experiment that was named, in the store of `catalog`; `dag` is that of its config file, if that was named.
 
-    Unless it `has_begun`, snakemake has not frozen it, and there is no file at the path of `frozen`.
+    Unless it `has_begun`, snakemake has not frozen it, and there is no file at the path of `frozen`. `newer` is a newer
+    config of the name that was typed, if that is passed over for not being finished.
     """
 
     catalog: Catalog
     frozen: Frozen
     dag: Dag | None = None
     has_begun: bool = True
+    newer: Frozen | None = None
 
     @property
     def compiled(self) -> Experiment | None:
@@ -49,9 +60,13 @@ class Chosen:
 
 @dataclass
 class Selector:
-    """A selector of experiments in `store`, unless a text names another one. A config file is compiled once."""
+    """A selector of experiments in `store`, unless a text names another one. A config file is compiled once.
+
+    With `wants_finished`, a name means its newest config that is finished, if there is one.
+    """
 
     store: Store
+    wants_finished: bool = False
     _catalogs: dict[Path, Catalog] = field(default_factory=dict)
     _dags: dict[str, Dag] = field(default_factory=dict)
     _sweeps: dict[Path, Sweeps] = field(default_factory=dict)
@@ -102,7 +117,29 @@ class Selector:
         if colon and not Path(folder).is_dir():
             raise ConfigError(shown(text), [f"{shown(folder)!r} is not a folder; write STORE:NAME"])
         catalog = self.catalog(Store(Path(folder)) if colon else self.store)
-        return [Chosen(catalog, frozen) for frozen in _in_catalog(name, catalog, all_of_them)]
+        return self._in_catalog(name, catalog, all_of_them)
+
+    def _in_catalog(self, text: str, catalog: Catalog, all_of_them: bool) -> list[Chosen]:
+        """Return what `text` means in `catalog`. Raise ConfigError if it means nothing, or several by digest."""
+        every = catalog.experiments(all_of_them=True)
+        known = by_name(every)
+        names = [text] if text in known else []
+        if not names and ("*" in text or "?" in text):
+            names = [name for name in sorted(known) if known[name][0].parts and fnmatchcase(name, text)]
+        if all_of_them:
+            found = [Chosen(catalog, one) for name in names for one in known[name]]
+        else:
+            found = [self._named(known[name], catalog) for name in names]
+        found = found or [Chosen(catalog, one) for one in _by_digest(text, every)]
+        if not found:
+            raise _unknown(text, sorted(known), catalog)
+        return found
+
+    def _named(self, configs: Sequence[Frozen], catalog: Catalog) -> Chosen:
+        """Return what the name of `configs`, newest first, means."""
+        newest = configs[0]
+        meant = newest_with(LAST_PART, configs, catalog.store) if self.wants_finished else newest
+        return Chosen(catalog, meant, newer=None if meant is newest else newest)
 
     def _of_config(self, text: str) -> list[Chosen]:
         if text not in self._dags:
@@ -117,24 +154,17 @@ class Selector:
         return found
 
 
-def _in_catalog(text: str, catalog: Catalog, all_of_them: bool) -> list[Frozen]:
-    """Return the frozen experiments that `text` means. Raise ConfigError if there are none, or several by digest."""
-    every = catalog.experiments(all_of_them=True)
-    newest: dict[str, Frozen] = {}
-    for frozen in every:
-        newest.setdefault(frozen.name, frozen)
-    names = [text] if text in newest else []
-    if not names and ("*" in text or "?" in text):
-        names = [known for known in sorted(newest) if newest[known].parts and fnmatchcase(known, text)]
-    found = [one for name in names for one in every if one.name == name and (all_of_them or one is newest[name])]
-    found = found or _by_digest(text, every)
-    if not found:
-        problem, known_names = f"{shown(text)}: no experiment of that name", sorted(newest)
-        if close := did_you_mean(text, known_names):
-            raise ConfigError(str(catalog.folder), [problem + shown(close)])
-        some = ", ".join(map(shown, known_names[:SHOWN_NAMES])) + (", ..." if len(known_names) > SHOWN_NAMES else "")
-        raise ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"])
-    return found
+def notes_on(chosen: Iterable[Chosen]) -> list[str]:
+    """Return a line for each name that stands for an older config than its newest."""
+    return [shown(said_of_newer(one.frozen, one.newer)) for one in chosen if one.newer is not None]
+
+
+def _unknown(text: str, known: Sequence[str], catalog: Catalog) -> ConfigError:
+    problem = f"{shown(text)}: no experiment of that name"
+    if close := did_you_mean(text, known):
+        return ConfigError(str(catalog.folder), [problem + shown(close)])
+    some = ", ".join(map(shown, known[:SHOWN_NAMES])) + (", ..." if len(known) > SHOWN_NAMES else "")
+    return ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"])
 
 
 def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:

@@ -5,7 +5,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +24,16 @@ from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.units import brief, count, gib
 from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
-from pipeline_lib.status.catalog import LAST_PART, Catalog, Frozen, Sweeps, changed_at, unreadable
+from pipeline_lib.status.catalog import (
+    LAST_PART,
+    Catalog,
+    Frozen,
+    Sweeps,
+    by_name,
+    changed_at,
+    missing_products,
+    unreadable,
+)
 from pipeline_lib.status.run import (
     DONE,
     FAILED,
@@ -53,7 +64,10 @@ STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN
 
 @dataclass(frozen=True)
 class Status:
-    """The state of an experiment: its first stage that is not done, and the progress of its training."""
+    """The state of an experiment: its first stage that is not done, and the progress of its training.
+
+    `finished` names the newest finished config of the same name, if this one is not finished.
+    """
 
     experiment: str
     frozen: str | None
@@ -68,6 +82,7 @@ class Status:
     advice: str | None = None
     log: str | None = None
     slurm_log: str | None = None
+    finished: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as one flat object, whose keys are stable."""
@@ -110,8 +125,11 @@ class Survey:
             if catalog.folder not in readers:
                 sweeps = Sweeps(catalog, self.folder / LOGS, jobs or [])
                 readers[catalog.folder] = _Reader(catalog.store, self.folder, catalog, jobs, sweeps)
-            has_begun = one.has_begun
-            statuses.append(readers[catalog.folder].status(one.frozen) if has_begun else _not_begun(one.frozen.name))
+            reader = readers[catalog.folder]
+            status = reader.status(one.frozen) if one.has_begun else _not_begun(one.frozen.name)
+            if status.state != DONE and not self.all_of_them:
+                status = replace(status, finished=reader.finished_of(one.frozen.name))
+            statuses.append(status)
         return sorted(statuses, key=lambda status: (STATES.index(status.state), status.experiment))
 
 
@@ -161,6 +179,17 @@ class _Reader:
             steps = planned_steps(self.store.root / "plan" / experiment.parts.get("plan", ""))
             found["numbers"] = replace(found["numbers"], last_step=steps)
         return Status(**common, **found)
+
+    def finished_of(self, name: str) -> str | None:
+        """Return the digest of the newest finished config of that name; None if there is none, or it cannot be seen."""
+        configs = (one for one in self._configs.get(name, []) if one.parts)
+        with suppress(Unreadable, OSError, ValueError):
+            return next((one.path.stem for one in configs if not missing_products(one, self.store)), None)
+        return None
+
+    @cached_property
+    def _configs(self) -> dict[str, list[Frozen]]:
+        return by_name(self.catalog.experiments(all_of_them=True))
 
     def _stage(self, spec: Spec) -> dict[str, Any]:
         """Return the fields of `Status` for a stage instance that is to be made."""
@@ -342,6 +371,10 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
         if first.advice:
             lines.append(f"then: {first.advice}")
         yield from (Padding.indent(Text(line), 2) for line in lines)
+    for status in found:
+        if status.finished is not None:
+            done = f"an earlier config is done ({status.finished})"
+            yield Text(f"{status.experiment}: {done}; chat, summary and compare take that one")
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:

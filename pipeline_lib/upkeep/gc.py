@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from pipeline_lib.config.compile import PRODUCTS
 from pipeline_lib.core.errors import IntegrityError, Interrupted, PipelineError
 from pipeline_lib.core.files import remove_dir, sweep
 from pipeline_lib.core.lock import locked
+from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import columns, count, size
 from pipeline_lib.slurm.job import QueuedJob
-from pipeline_lib.status.catalog import Catalog, Frozen, changed_at, unreadable
+from pipeline_lib.status.catalog import Catalog, Frozen, by_name, changed_at, newest_with, unreadable
 from pipeline_lib.status.run import shown
 from pipeline_lib.upkeep.inventory import (
     EXPERIMENTS,
@@ -49,7 +51,7 @@ _ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "
 
 @dataclass(frozen=True)
 class Request:
-    """A request: patterns of names to keep (None: all), whether only the newest config of each, and an age in s."""
+    """A request: patterns of names to keep (None: all), whether only the newest configs of each, and an age in s."""
 
     keep: tuple[str, ...] | None = None
     newest_only: bool = False
@@ -125,12 +127,14 @@ def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> s
         names = [name for name in request.keep if name not in no_match] or request.keep
         experiments = named(experiments, names, "store gc --keep-experiments")
     if request.newest_only:
-        newest: dict[str, Frozen] = {}
-        for one in experiments:
-            if newest.setdefault(one.name, one).frozen_at < one.frozen_at:
-                newest[one.name] = one
-        experiments = list(newest.values())
+        experiments = [one for configs in by_name(experiments).values() for one in _newest(configs, inventory.store)]
     return {one.path for one in experiments}
+
+
+def _newest(configs: Sequence[Frozen], store: Store) -> list[Frozen]:
+    """Return the newest of one name's configs, and the newest that is finished: what its name means to users."""
+    newest_first = sorted(configs, key=lambda one: one.frozen_at, reverse=True)
+    return [newest_first[0], *(newest_with(part, newest_first, store) for part in PRODUCTS)]
 
 
 def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline_lib.compare.comparison import Difference, Differences, filled
 from pipeline_lib.compare.read import Known, Subject
+from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.store import Store, read_manifest, write_manifest
 from tests.compare.fakes import compared, curve, experiment, made, seal
@@ -17,7 +18,8 @@ def between(*subjects: Subject) -> Differences:
 
 
 def subject(store: Store, **changes: object) -> Subject:
-    return Subject.of(experiment("one", **changes), store)  # type: ignore[arg-type]
+    one = experiment("one", **changes)  # type: ignore[arg-type]
+    return Subject.of(one, Dag((one,), store))
 
 
 def test_only_what_differs_is_shown_and_where_it_runs_is_told_apart(store: Store) -> None:

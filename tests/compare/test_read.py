@@ -12,6 +12,7 @@ from pipeline_lib.compare.show import render as render_text
 from pipeline_lib.compare.show import verdict
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import Content
+from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store, describe_file, read_manifest, write_manifest
@@ -66,7 +67,7 @@ def test_the_generation_config_of_a_local_model_is_a_download(store: Store) -> N
     content = Content(model={}, data=({},), generation={"generation_config.json": "0"})
     world = seal(store, compile_config(Config.model_validate_json(json.dumps(sections)), content), realistic_files())
 
-    known = read_known(Subject.of(world.experiment, store))
+    known = read_known(Subject.of(world.experiment, Dag((world.experiment,), store)))
 
     assert known.manifests["generation"].stage == "download"
 

@@ -162,6 +162,7 @@ def dag(tmp_path: Path) -> Dag:
 
 
 def test_trainings_to_a_rung_work_in_the_folder_of_the_whole_run_and_change_nothing_of_it(dag: Dag) -> None:
+    dag.freeze()
     assert [rung.step for rung in dag.rungs] == [10, 20]
     assert [len(rung.trainings) for rung in dag.rungs] == [4, 4]  # two experiments share each
     plain = Dag(dag.experiments, dag.store)

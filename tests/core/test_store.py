@@ -106,7 +106,7 @@ def test_a_pointer_holds_the_hash_of_the_manifest(tmp_path: Path) -> None:
     assert store.pointer(ref).read_text().strip() == sha256_file(path / MANIFEST_NAME)
 
 
-def test_only_pointers_to_nothing_are_dropped(tmp_path: Path) -> None:
+def test_only_pointers_to_nothing_dangle(tmp_path: Path) -> None:
     store = Store(tmp_path)
     kept, dangling, never_made = (Spec("shard", 1, {"seed": seed}) for seed in range(3))
     lost = Spec("shard", 1, {"seed": 3})
@@ -117,10 +117,7 @@ def test_only_pointers_to_nothing_are_dropped(tmp_path: Path) -> None:
         seal(store, spec.ref)
     (store.sealed(dangling.ref) / MANIFEST_NAME).unlink()
 
-    store.drop_dangling_pointers([kept, dangling, never_made, lost, after, beside, after_lost])
+    found = store.dangling_pointers([kept, dangling, never_made, lost, after, beside, after_lost])
 
-    assert store.pointer(kept.ref).exists()
-    assert store.pointer(beside.ref).exists()
-    assert not store.pointer(dangling.ref).exists()
-    assert not store.pointer(after.ref).exists(), "made from what is gone: Snakemake has to look at it again"
-    assert not store.pointer(after_lost.ref).exists(), "the directory and its pointer may be gone together"
+    # Of what was made from what is gone too: Snakemake has to look at it again, also if a pointer is gone as well.
+    assert found == [store.pointer(spec.ref) for spec in (dangling, after, after_lost)]

@@ -1,11 +1,14 @@
 """DVC records real runs of the pipeline, all in one store, and gives them back."""
 
+import copy
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.pipeline.conftest import Project, executed
 
@@ -97,4 +100,33 @@ def test_a_run_of_snakemake_with_another_config_is_recorded_with_that_config(rep
     output = repository.snakemake("-n", "--configfile", "results/current/config.yaml").stdout
     assert "Nothing to be done" in output
     rows = csv.DictReader(io.StringIO(repository.run("dvc", "exp", "show", "--csv").stdout))
-    assert "evaluate.generations=1" in next(row["others"] for row in rows if row["Experiment"] == "other")
+    assert next(row["evaluate.generations"] for row in rows if row["Experiment"] == "other") == "1"
+
+
+def test_a_second_clone_pulls_a_recorded_model_loads_it_and_chats(repository: Project, tmp_path: Path) -> None:
+    """In the order of the page; without a remote, `record` says that nothing would be sent."""
+    remote, bare = tmp_path / "models", tmp_path / "bare.git"
+    repository.git("init", "-q", "--bare", str(bare))
+    repository.git("remote", "add", "origin", str(bare))
+    repository.git("push", "-q", "origin", "HEAD")
+    record = ("python", "-m", "pipeline_lib", "record", "best", "--model", "--force")
+    assert "warning: DVC has no remote" in repository.run(*record).stdout
+    repository.run("dvc", "remote", "add", "--default", "there", str(remote))
+    assert "warning" not in repository.run(*record).stdout
+    repository.run("dvc", "exp", "push", "origin", "best")
+    assert sum(path.is_file() for path in remote.rglob("*")) > 5
+
+    other = copy.copy(repository)
+    other.root = tmp_path / "other"
+    repository.git("clone", "-q", str(bare), str(other.root))
+    other.run("dvc", "remote", "add", "--default", "there", str(remote))
+    other.run("dvc", "exp", "pull", "origin", "best")
+    other.run("dvc", "exp", "apply", "best")
+    folder = other.root / "results/current/model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(repository.sealed("merge")).config.vocab_size
+    library = f"{sys.executable} -m pipeline_lib"
+    told = other.run(
+        "/bin/bash", "-c", f"echo What is os.getcwd? | {library} chat results/current/model --max-new-tokens 4"
+    )
+    assert "cut after 4 tokens" in told.stdout or told.stdout.strip()

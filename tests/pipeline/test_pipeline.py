@@ -166,6 +166,14 @@ def test_a_dry_run_reads_well_and_needs_no_slurm(project: Project) -> None:
     assert "small: train (full fine-tuning by ddp on 2 cpu ranks)" in output
 
 
+def test_options_of_sbatch_are_taken_from_the_command_line_and_other_resources_left(project: Project) -> None:
+    given = ("train_stage:slurm_extra=--exclude=n2", "train_stage:mem_mb=16000", "merge_stage:mem_mb=9000")
+    assert executed(project.snakemake("-n", "--set-resources", *given).stdout) == ALL
+    refused = project.snakemake("-n", "--set-resources", "train_stage:slurm_extra=--signal=USR1@5", check=False)
+    assert refused.returncode == 2
+    assert "slurm_extra of train_stage: 1 problem" in refused.stdout
+
+
 LOCAL_RULES = """
 from pathlib import Path
 from snakemake.api import SnakemakeApi

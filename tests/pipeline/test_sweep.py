@@ -206,12 +206,15 @@ def test_commands_know_the_experiments_of_a_sweep(swept: tuple[Project, str]) ->
     assert "the first of 3 experiments" in shown
 
 
-def test_a_dry_run_of_twenty_shows_all_and_freezes_each(project: Project) -> None:
+def test_a_dry_run_of_twenty_shows_all_and_its_run_would_freeze_each(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep = "sweep: {train.lr: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3], train.seed: [1, 2, 3, 4]}\n"
     project.config.write_text(project.config.read_text() + sweep)
     output = project.snakemake("-n").stdout
     assert executed(output) == sorted(SHARED + 20 * OWN)
     assert "small-lr=0.001-seed=1: tokenize (1 source, up to 128 tokens a sample, shared with 19 more)" in output
+    compiled(project, monkeypatch).freeze()
     frozen = [json.loads(path.read_text()) for path in (project.store.root / "experiments").glob("*.json")]
     assert sorted(one["config"]["experiment"] for one in frozen) == sorted(
         f"small-lr=0.00{lr}-seed={seed}" for lr in range(1, 6) for seed in range(1, 5)

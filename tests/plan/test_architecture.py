@@ -12,7 +12,8 @@ import pytest
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.core.store import Store
-from pipeline_lib.plan.known import find_geometry, geometry_of, learn_architecture
+from pipeline_lib.core.user_cache import UserCache
+from pipeline_lib.plan.known import ARCHITECTURES_NAME, find_geometry, geometry_of, learn_architecture
 from pipeline_lib.plan.preflight import refuse_wrong
 from tests.fake_hub import FakeHub, Files, flipped, serving
 
@@ -27,7 +28,7 @@ HUBS = ("huggingface", "modelscope")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+    return Store(tmp_path / "store", UserCache(tmp_path / "cache"))
 
 
 def files_of(config: Any) -> Files:
@@ -145,8 +146,9 @@ def test_a_hub_that_cannot_be_asked_is_said_and_refuses_nothing(
 @pytest.mark.parametrize("text", ["[1]", "{", '{"huggingface model owner/model COMMIT": 1}'])
 def test_a_damaged_memory_is_as_none(hub: FakeHub, store: Store, text: str) -> None:
     commit = hub.add("model", NAME, files_of(QWEN))[1]
-    store.root.mkdir()
-    (store.root / "architectures.json").write_text(text.replace("COMMIT", commit))
+    memory = store.remembered(ARCHITECTURES_NAME)
+    assert memory is not None
+    memory.write_text(text.replace("COMMIT", commit))
     config = config_of("huggingface", commit)
     assert find_geometry(config, store) is None
     learned(config, store)
@@ -155,7 +157,8 @@ def test_a_damaged_memory_is_as_none(hub: FakeHub, store: Store, text: str) -> N
 
 def command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     told = {key: value for key, value in os.environ.items() if key not in ("HF_TOKEN", "HF_HUB_OFFLINE")}
-    told |= {"HF_HOME": str(folder / "hf"), "PIPELINE_STORE": str(folder / "store"), **environment}
+    told |= {"HF_HOME": str(folder / "hf"), "XDG_CACHE_HOME": str(folder / "cache"), **environment}
+    told |= {"PIPELINE_STORE": str(folder / "store")}
     line = [sys.executable, "-m", "pipeline_lib", *arguments]
     return subprocess.run(line, cwd=folder, env=told, capture_output=True, text=True, timeout=120, check=False)
 
@@ -183,6 +186,7 @@ def test_check_and_plan_refuse_another_architecture_and_say_what_they_could_not_
             assert refused.returncode == (2 if name == "check" else 65), refused.stdout + refused.stderr
             assert "model_type 'qwen3_vl' is not one of qwen2, qwen3, qwen3_moe" in refused.stderr
         assert hub.sent_bytes("/cdn/") == 0
+        assert not (tmp_path / "store").exists()
 
         repository.commit(files_of(QWEN))
         path.write_text(CONFIG.replace("REVISION", "main"))

@@ -91,17 +91,13 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return Plan(tmp_path, monkeypatch, capsys)
 
 
-def test_it_needs_nothing_but_the_config_and_keeps_what_it_found(plan: Plan, tmp_path: Path) -> None:
+def test_it_needs_nothing_but_the_config_and_writes_nothing(plan: Plan, tmp_path: Path) -> None:
     done = plan.guarded()
     assert (done.returncode, done.stderr) == (0, "")
-    kept = json.loads((tmp_path / "results/big/plan.json").read_text())
-    assert (kept["schema"], kept["experiment"], kept["workload"]["is_assumed"]) == (3, "big", True)
-    assert kept["chosen"]["strategy"] != "auto"
     assert "plan of big" in done.stdout
     assert "ASSUMED  documents of 1,024 tokens, 50% supervised in blocks 98% full" in done.stdout
     assert "all figures and formulas: --details" in done.stdout
-    assert "wrote results/big/plan.json" in done.stdout
-    assert not (tmp_path / "store").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["config"]
     assert plan.guarded(config=BIG.replace("gpu: h200", "gpu: h2000"), command="check").returncode == 2
 
 
@@ -311,24 +307,14 @@ evaluate: {generations: 500, max_new_tokens: 1024}
     ) in done.stdout
 
 
-def test_a_plan_that_is_refused_is_not_kept(plan: Plan, tmp_path: Path) -> None:
-    assert plan().returncode == 0
-    kept = tmp_path / "results/big/plan.json"
-    before = kept.read_text()
-    done = plan(config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8"))
-    assert done.returncode == 2
-    assert "wrote" not in done.stdout
-    assert kept.read_text() == before
-
-
-def test_the_folder_of_a_finished_run_is_left_alone(plan: Plan, tmp_path: Path) -> None:
-    folder = tmp_path / "results" / "big"
-    folder.mkdir(parents=True)
-    (folder / "report.html").write_text("done")
-    done = plan()
-    assert done.returncode == 0, done.stderr
-    assert "not written to results/big/plan.json: this run has finished" in done.stdout
-    assert [path.name for path in folder.iterdir()] == ["report.html"]
+def test_the_plan_as_json_is_what_the_stage_would_seal(plan: Plan) -> None:
+    found = json.loads(plan("--json").stdout)
+    assert (found["schema"], found["experiment"], found["workload"]["is_assumed"]) == (3, "big", True)
+    assert found["chosen"]["strategy"] != "auto"
+    refused = plan("--json", config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8"))
+    assert refused.returncode == 2
+    assert json.loads(refused.stdout)["summary"]["verdict"] == "too large"
+    assert plan("--json", "--what-if", "cluster.gpus_per_node=4").returncode == 2
 
 
 def test_a_disk_that_is_too_small_is_said_and_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

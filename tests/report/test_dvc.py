@@ -23,6 +23,7 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
 from pipeline_lib.report import record
+from pipeline_lib.report.overrides import overrides_in
 from pipeline_lib.report.record import publish
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,7 @@ def test_one_stage_without_outs_and_nothing_but_the_record_is_compared() -> None
     assert stage["always_changed"] is True
     plotted = {path for plot in document["plots"] for path in [*plot.popitem()[1]["y"]]}
     assert {*document["params"], *document["metrics"], *plotted} == {
-        *("results/current/params.yaml", "results/current/metrics.json", "results/current/curves.csv"),
+        *("config/config.yaml", "results/current/metrics.json", "results/current/curves.csv"),
     }
     assert document["artifacts"]["model"]["path"] == "results/current/model"
 
@@ -164,27 +165,71 @@ def test_an_overridden_number_reaches_the_strict_loader_as_a_number(clone: Clone
     assert json.loads((clone.root / "results/current/metrics.json").read_text())["eval"]["tuned"]["loss"] == 2.0005
 
 
-def test_exp_show_tells_the_runs_apart_in_a_dozen_columns(clone: Clone) -> None:
+def test_exp_show_tells_the_runs_apart_by_the_keys_of_the_config(clone: Clone) -> None:
     rows = clone.rows()
     found = {name: (row["train.lr"], row["eval.tuned.loss"]) for name, row in rows.items()}
     assert found["second"] == found["workspace"] == ("0.0005", "2.0005")
     assert ("0.003", "2.003") in found.values()
-    header = clone.dvc("exp", "show", "--md").splitlines()[0]
+    assert {(row["train.lr"], row["ran.lr"]) for row in rows.values()} == {("0.003", "0.003"), ("0.0005", "0.0005")}
+    header = clone.dvc("exp", "show", "--md", "--only-changed").splitlines()[0]
     columns = [title.strip() for title in header.strip("|").split("|")]
-    assert 2 < len(columns) <= 12, columns
-    assert "evaluate.max_new_tokens=64" in rows["second"]["others"]
+    assert "train.lr" in columns
+    assert "train.method" not in columns
 
 
 def test_metrics_params_and_plots_are_compared(clone: Clone) -> None:
     assert "-0.0025" in clone.dvc("metrics", "diff")
     lr = {"old": 0.003, "new": 0.0005, "diff": -0.0025}
-    assert json.loads(clone.dvc("params", "diff", "--json"))["results/current/params.yaml"]["train.lr"] == lr
+    assert json.loads(clone.dvc("params", "diff", "--json"))["config/config.yaml"]["train.lr"] == lr
     whole = json.loads(clone.dvc("params", "diff", "--json", "--targets", "results/current/config.yaml"))
     assert whole["results/current/config.yaml"] == {"train.lr": lr}
     plots = json.loads(clone.dvc("plots", "diff", "HEAD", "workspace", "--json"))
     assert not plots.get("errors")
     assert plots["data"].keys() == {"loss", "learning rate", "throughput", "memory"}
     assert all(len(drawn[0]["content"]["data"]["values"]) == 6 for drawn in plots["data"].values())
+
+
+@pytest.mark.parametrize("where", [(), ("--temp",)], ids=["here", "aside"])
+@pytest.mark.parametrize("file", ["config/0.003.yaml", "mine.yaml", "results/current/config.yaml"])
+def test_what_no_run_reads_is_refused_with_what_to_type(clone: Clone, file: str, where: tuple[str, ...]) -> None:
+    """Of a config that git tracks, of one that it does not, and of a result."""
+    (clone.root / "mine.yaml").write_text((clone.root / "config/0.003.yaml").read_text())
+    before, recorded = {path: path.read_text() for path in clone.root.glob("*/*.yaml")}, clone.recorded()
+    said = clone.run(
+        str(BIN / "dvc"), "exp", "run", *where, "--name", "wrong", "-S", f"{file}:train.lr=9e-4", check=False
+    )
+    assert f"{file} is changed, which this run does not read" in said
+    assert "type -S 'config/config.yaml:train.lr=9e-4'" in said
+    assert clone.recorded() == recorded
+    for path, text in before.items():
+        path.write_text(text)
+    (clone.root / "mine.yaml").unlink()
+
+
+def test_the_words_of_a_command_line_name_what_is_set() -> None:
+    words = ["dvc", "exp", "run", "-S", "train.lr=1", "-Sa.yaml:x=1", "--set-param=b.yaml:+y.z=a:b", "--set-param"]
+    found = list(overrides_in([*words, "c.yaml:~k"]))
+    assert found == [("", "train.lr=1"), ("a.yaml", "x=1"), ("b.yaml", "+y.z=a:b"), ("c.yaml", "~k")]
+
+
+def test_a_file_is_no_name_of_a_record(clone: Clone) -> None:
+    for name in ("config/0.003.yaml", "later.yaml", "dvc.lock"):
+        assert "is a file, and no name; type `record NAME" in clone.library("record", name, check=False)
+
+
+def test_the_recorded_parameters_are_those_of_the_config_that_ran_and_come_back_with_it(clone: Clone) -> None:
+    before = clone.root.joinpath("config/config.yaml").read_text()
+    lr = IN_TURN["turn0"]
+    clone.library("record", "other", f"config/{lr:g}.yaml")
+    assert clone.root.joinpath("config/config.yaml").read_text() == before
+    assert float(clone.rows()["other"]["train.lr"]) == lr
+    refs = clone.run("git", "for-each-ref", "--format=%(refname)", "refs/exps/*/*/other").split()
+    shown = clone.run("git", "show", f"{refs[0]}:config/config.yaml")
+    applied = clone.root / "applied.yaml"
+    applied.write_text(shown)
+    one, other = (open_experiment(path, clone.store) for path in (applied, clone.root / f"config/{lr:g}.yaml"))
+    assert one.specs == other.specs
+    applied.unlink()
 
 
 def test_a_run_without_any_change_publishes_again(clone: Clone) -> None:
@@ -262,7 +307,11 @@ def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_qu
         assert time.monotonic() < deadline_s, clone.run(str(BIN / "dvc"), "queue", "status", check=False)
         time.sleep(0.5)
     clone.dvc("queue", "stop")
-    runs = [row for row in clone.rows().values() if row["typ"].startswith("branch") and row["Experiment"] != "second"]
+    runs = [
+        row
+        for row in clone.rows().values()
+        if row["typ"].startswith("branch") and row["Experiment"] not in ("second", "other")
+    ]
     assert sorted(float(row["train.lr"]) for row in runs) == pytest.approx(
         sorted([*ASIDE.values(), *IN_TURN.values(), *QUEUED])
     )

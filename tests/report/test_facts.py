@@ -13,7 +13,14 @@ def test_restarts_are_known_from_the_steps_and_attempts_from_the_events(world: W
     world.files["train"]["events.jsonl"].append({"event": "run.launched", "attempt": 3})
     facts = facts_of(world)
     assert facts.restart_steps == [RESTART_AFTER + 1]
-    assert facts.attempts == 3
+    assert (facts.attempts, facts.restarts) == (3, 1)  # the third follows one that was done
+
+
+def test_what_continues_an_attempt_that_came_to_its_end_is_no_restart(world: World) -> None:
+    """As at a rung of a sweep, and after a rehearsal."""
+    world.files["train"]["events.jsonl"].append({"event": "run.end", "attempt": 1})
+    facts = facts_of(world)
+    assert (facts.attempts, facts.restarts, facts.restart_steps) == (2, 0, [])
 
 
 def test_totals(finished: World) -> None:

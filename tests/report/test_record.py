@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from pipeline_lib.cli.experiments import config_of
 from pipeline_lib.cli.main import parser
@@ -28,7 +27,7 @@ def contents(folder: Path) -> dict[str, str]:
 def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path: Path) -> None:
     target = tmp_path / "results" / "current"
     paths = publish(finished.experiment, finished.store, target)
-    names = ["config.yaml", "params.yaml", "metrics.json", "curves.csv"]
+    names = ["config.yaml", "metrics.json", "curves.csv"]
     assert [path.name for path in paths] == names
     assert {path.name: text for path, text in paths.items()} == contents(target)
     published = contents(target)
@@ -38,18 +37,7 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
     assert json.loads(published["metrics.json"]) == {
         "eval": {"tuned": {"loss": 2.404}, "base": {"loss": 7.631}},
         "train": {"tokens_per_s": 19_400, "train_s": 52.38, "peak_memory_mb": 612},
-    }
-
-
-def test_the_columns_show_the_settings_that_matter_and_in_one_text_all_others_that_are_no_defaults(
-    finished: World, tmp_path: Path
-) -> None:
-    shown = YAML(typ="safe").load(publish(finished.experiment, finished.store, tmp_path)[tmp_path / "params.yaml"])
-    assert shown.pop("train") == {"method": "full", "lr": 0.003, "global_batch_tokens": 8192}
-    assert shown == {
-        "model": "tiny",
-        "others": 'data.train=[{"source":"pydoc"},{"max_rows":500,"source":"pydoc"}] tokenize.max_tokens=256 '
-        "shard.block_tokens=256 train.precision=fp32 train.epochs=2",
+        "ran": {"experiment": "demo", "model": "tiny", "method": "full", "lr": 0.003, "global_batch_tokens": 8192},
     }
 
 

@@ -1,10 +1,12 @@
 """The site file, and the variables that go before it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm.cluster import Request, given_options, sbatch_options, stage_resources, training_resources
 from pipeline_lib.slurm.site import VARIABLES, Site, site_file
 
 FILE = """\
@@ -46,11 +48,69 @@ def test_the_file_is_found_where_programs_keep_theirs(path: Path, tmp_path: Path
 
 def test_stages_without_gpus_go_to_their_own_partition_and_need_no_special_nodes(path: Path) -> None:
     site = Site.load({"PIPELINE_SITE": str(path)})
-    common = {"account": "physics", "qos": "long"}
+    common = {"account": "physics", "qos": "long", "reservation": None, "exclude": None}
     assert site.job_options(is_training=True) == {**common, "partition": "h100", "constraint": "nvlink"}
     assert site.job_options(is_training=False) == {**common, "partition": "milan", "constraint": None}
     alone = site.model_copy(update={"cpu_partition": None})
     assert alone.partition_of(is_training=False) == "h100"
+
+
+def test_options_are_of_all_jobs_or_of_those_with_or_without_gpus() -> None:
+    site = Site(
+        account="physics",
+        cpu_account="students",
+        qos="long",
+        cpu_qos="short",
+        gpu_type="h100",
+        reservation="course",
+        exclude="n[2-3]",
+        sbatch=("--nice=7",),
+        gpu_sbatch=("--mail-user=a b",),
+        cpu_sbatch=("--exclusive",),
+    )
+    first, other = (site.job_options(is_training) for is_training in (True, False))
+    assert (first["account"], other["account"]) == ("physics", "students")
+    assert (first["qos"], other["qos"]) == ("long", "short")
+    request = Request(2, 4, 1, 4, 1000, 60, 90)
+    training = training_resources(request, site, ("--exclude=n2",))
+    own = "--open-mode=append --signal=USR1@90"
+    assert training["slurm_extra"] == (
+        f"--reservation=course '--exclude=n[2-3]' --nice=7 '--mail-user=a b' --exclude=n2 {own}"
+    )
+    assert training["gres"] == "gpu:h100:4"
+    asked = sbatch_options(site, request, ("--exclude=n2",))
+    assert {"--reservation=course", "--exclude=n[2-3]", "--nice=7", "--mail-user=a b", "--gres=gpu:h100:4"} < set(asked)
+    assert asked[-1] == "--exclude=n2"
+    stage = stage_resources(Request(1, 1, 1, 0, 1000, 60, 0), site)
+    assert stage["slurm_extra"] == "--reservation=course '--exclude=n[2-3]' --nice=7 --exclusive"
+    assert (stage["slurm_account"], stage["qos"], stage["gres"]) == ("students", "short", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sbatch: [--signal=USR1@5]", "the pipeline needs it as it sets it"),
+        ("gpu_sbatch: [--gres=gpu:h100:2]", "use `gpu_type` in the site file"),
+        ("cpu_sbatch: [--exclude=n2]", "it has a key of its own in the site file"),
+        ("sbatch: [--mem=5]", "the plan, or a key of `cluster` in the config, sets it"),
+        ("sbatch: ['-x n2']", "is no option of the form --name or --name=value"),
+    ],
+)
+def test_an_option_that_is_not_the_site_s_to_set_is_refused_with_its_place(path: Path, text: str, said: str) -> None:
+    path.write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=said):
+        Site.load({"PIPELINE_SITE": str(path)})
+
+
+def test_what_the_user_gives_to_snakemake_is_read_as_typed_and_takes_no_warning_away() -> None:
+    def given(text: str) -> tuple[str, ...]:
+        return given_options({"slurm_extra": SimpleNamespace(raw=text)}, "train_stage")
+
+    assert given("--exclude=n2 --nice 7") == given("'--exclude=n2 --nice 7'") == ("--exclude=n2", "--nice", "7")
+    assert given_options({}, "train_stage") == ()
+    for text in ("--signal=USR1@5", "'--open-mode=truncate'"):
+        with pytest.raises(ConfigError, match="slurm_extra of train_stage"):
+            given(text)
 
 
 def test_variables_go_before_the_file(path: Path) -> None:

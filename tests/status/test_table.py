@@ -98,8 +98,8 @@ def test_the_keys_of_the_json_stay() -> None:
 
     assert list(value) == [
         "experiment", "frozen", "stage", "digest", "state", "owner", "job", "job_state", "reason", "advice", "log",
-        "slurm_log", "step", "last_step", "loss", "tokens_per_s", "eta_s", "elapsed_s", "since_step_s", "attempt",
-        "requeues", "peak_memory_bytes", "checkpoint_step", "checkpoint_age_s", "is_stalled",
+        "slurm_log", "finished", "step", "last_step", "loss", "tokens_per_s", "eta_s", "elapsed_s", "since_step_s",
+        "attempt", "requeues", "peak_memory_bytes", "checkpoint_step", "checkpoint_age_s", "is_stalled",
         "gpu_utilization", "warnings",
     ]  # fmt: skip
     assert set(STATES) == {

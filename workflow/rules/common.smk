@@ -21,9 +21,11 @@ from pipeline_lib.plan.stages import TOKENIZE_CPUS
 from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
 from pipeline_lib.workflow.outcomes import LOGS
 from pipeline_lib.slurm.cluster import (
+    EXTRA,
     OF_STAGE,
     OF_TRAINING,
     fitted,
+    given_options,
     groups_of,
     read_groups,
     refuse_jobs,
@@ -108,14 +110,32 @@ try:
         refuse_unwritable_folders()
         for warning in warnings_of([one.config for one in EXPERIMENT.experiments]):
             warn(warning)
-        os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.freeze())
-        EXPERIMENT.link_results()
+        os.environ[FROZEN_VARIABLE] = str(EXPERIMENT.frozen_path)
     else:
         EXPERIMENT = Dag.thaw(Path(os.environ[FROZEN_VARIABLE]), STORE)
 except PipelineError as error:
     exit_with(error)
 except OSError as error:
     exit_with(STORE.blamed(error))
+
+
+def take_options(settings):
+    """The options of sbatch that the user gave on the command line, by rule, and for all rules by "".
+
+    Left where they are, those of a rule would take the place of the ones that the rule sets itself.
+    """
+    taken = {"": given_options(settings.default_resources or {}, "all rules")}
+    for name, resources in dict(settings.overwrite_resources).items():
+        taken[name] = given_options(resources, name)
+        left = {key: value for key, value in resources.items() if key != EXTRA}
+        settings.overwrite_resources[name] = type(resources)(left)
+    return taken
+
+
+try:
+    OPTIONS = take_options(workflow.resource_settings)
+except PipelineError as error:
+    exit_with(error)
 
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails before `| log_to` fails its rule. A signal to all processes ends neither the shell,
@@ -158,15 +178,49 @@ def partitions():
         exit_with(error)
 
 
+def will_run():
+    """Not for `-n`, nor for `--summary`, `--dag` and others that execute nothing."""
+    return workflow.executor_plugin is not None and not workflow.dryrun
+
+
+@cache
+def begin():
+    """Freeze the experiments: each function of inputs asks for it first, since Snakemake knows by then whether it runs
+    anything, and has not looked for files yet. One that runs nothing writes nothing; pointers to what is missing are
+    then hidden from it.
+    """
+    if not workflow.is_main_process:
+        return
+    try:
+        if will_run():
+            EXPERIMENT.freeze()
+            EXPERIMENT.link_results()
+            return
+        hidden = dict.fromkeys(map(str, EXPERIMENT.dangling_pointers()), False)
+    except PipelineError as error:
+        exit_with(error)
+    except OSError as error:
+        exit_with(STORE.blamed(error))
+    if hidden:
+        workflow.iocache.exists_local.update(hidden)
+        workflow.iocache.remaining_wait_time = (
+            0  # a listing of the folder would show them
+        )
+
+
+def no_inputs(wildcards):
+    begin()
+    return []
+
+
 def stage_inputs(wildcards, is_to_rung=False):
+    begin()
     partitions()
     return EXPERIMENT.pointers_read_by(wildcards.digest, is_to_rung=is_to_rung)
 
 
 def will_train_here():
-    """Not for `-n`, nor for `--summary`, `--dag` and others that execute nothing."""
-    is_executed = workflow.executor_plugin is not None
-    return is_executed and not (workflow.dryrun or workflow.touch)
+    return will_run() and not workflow.touch
 
 
 @cache
@@ -188,7 +242,10 @@ def train_inputs(wildcards, is_to_rung=False):
             refuse_too_large(config, STORE)
             if groups := partitions():
                 evaluation = too_long_evaluation(config, STORE, SITE, groups, warn)
-                refuse_jobs(SITE, training_request_of(wildcards), groups, evaluation)
+                given = options_of("rung_stage" if is_to_rung else "train_stage")
+                refuse_jobs(
+                    SITE, training_request_of(wildcards), groups, evaluation, given
+                )
             elif will_train_here():
                 refuse_unable(config.cluster)
         elif workflow.remote_exec and not workflow.is_main_process:
@@ -297,10 +354,17 @@ def asked_by(resources, names):
     return {name: function_of(name) for name in names}
 
 
-def training_job():
+def options_of(name):
+    """What the user gave for all rules, and for that one."""
+    return (*OPTIONS[""], *OPTIONS.get(name, ()))
+
+
+def training_job(name):
     """All resources of a job with a task for each rank."""
     return asked_by(
-        lambda wildcards: training_resources(training_request_of(wildcards), SITE),
+        lambda wildcards: training_resources(
+            training_request_of(wildcards), SITE, options_of(name)
+        ),
         OF_TRAINING,
     )
 
@@ -309,7 +373,7 @@ def training_job():
 # sum of what the members ask for before any of them has run, whatever a partition allows; a member that fails removes the
 # outputs of all, those of other experiments too; and the job's comment has no digest, by which jobs of an earlier
 # snakemake are found.
-def job_of(request, has_weights=False):
+def job_of(name, request, has_weights=False):
     """All resources of a job with one task, which asks for what `request` says of its config and of what it reads.
 
     Of files of weights only the stages that open them count the bytes. Asked again when all that it reads is there.
@@ -319,7 +383,7 @@ def job_of(request, has_weights=False):
         asked = requested(request, wildcards.digest, has_weights)
         partition = SITE.partition_of(is_training=asked.gpus_per_node > 0)
         nodes = groups_of(partition, partitions() or [])
-        return stage_resources(fitted(asked, nodes), SITE)
+        return stage_resources(fitted(asked, nodes), SITE, options_of(name))
 
     return asked_by(resources, OF_STAGE)
 

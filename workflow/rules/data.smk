@@ -5,6 +5,8 @@
 
 
 rule download_stage:
+    input:
+        no_inputs,
     output:
         f"{STORE.root}/download/{{digest}}.ok",
     log:
@@ -31,7 +33,7 @@ rule tokenize_stage:
         "logs/benchmark/tokenize/{digest}.tsv"
     threads: tokenize_threads
     resources:
-        **job_of(tokenize_request),
+        **job_of("tokenize_stage", tokenize_request),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -53,7 +55,7 @@ rule shard_stage:
     benchmark:
         "logs/benchmark/shard/{digest}.tsv"
     resources:
-        **job_of(shard_request),
+        **job_of("shard_stage", shard_request),
     params:
         title=stage_title,
         spec=stage_spec,

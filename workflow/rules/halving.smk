@@ -16,7 +16,7 @@ rule rung_stage:
     retries: 0
     threads: training_threads
     resources:
-        **training_job(),
+        **training_job("rung_stage"),
     params:
         title=stage_title,
         spec=stage_spec,

@@ -10,7 +10,7 @@ use rule shard_stage as merge_stage with:
         "logs/benchmark/merge/{digest}.tsv"
     threads: threads_of_merge
     resources:
-        **job_of(merge_request, has_weights=True),
+        **job_of("merge_stage", merge_request, has_weights=True),
     params:
         stage="merge",
 
@@ -24,7 +24,7 @@ use rule shard_stage as evaluate_stage with:
         "logs/benchmark/evaluate/{digest}.tsv"
     threads: threads_of_model
     resources:
-        **job_of(with_cpus(evaluation_request), has_weights=True),
+        **job_of("evaluate_stage", with_cpus(evaluation_request), has_weights=True),
     params:
         stage="evaluate",
 
@@ -45,7 +45,7 @@ rule report_stage:
         "logs/benchmark/report/{digest}.tsv"
     localrule: not SITE.short_stages_as_jobs
     resources:
-        **job_of(reading_request),
+        **job_of("report_stage", reading_request),
     params:
         title=stage_title,
         spec=stage_spec,

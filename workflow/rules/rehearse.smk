@@ -2,16 +2,24 @@
 from pipeline_lib.workflow.rehearsal import needed_for_findings, needed_for_report
 
 
+def rehearsed(needed):
+    def inputs(wildcards):
+        begin()
+        return needed(EXPERIMENT)
+
+    return inputs
+
+
 rule rehearsal_stage:
     input:
-        lambda wildcards: needed_for_findings(EXPERIMENT),
+        rehearsed(needed_for_findings),
     output:
         f"{STORE.root}/rehearse/{{digest}}.txt",
     log:
         "logs/rehearse/{digest}.log",
     threads: threads_of_model
     resources:
-        **job_of(with_cpus(loading_request), has_weights=True),
+        **job_of("rehearsal_stage", with_cpus(loading_request), has_weights=True),
     params:
         frozen=os.environ[FROZEN_VARIABLE],
     message:
@@ -23,7 +31,7 @@ rule rehearsal_stage:
 
 rule rehearse:
     input:
-        lambda wildcards: needed_for_report(EXPERIMENT),
+        rehearsed(needed_for_report),
     log:
         "logs/rehearse.log",
     params:

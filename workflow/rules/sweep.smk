@@ -13,6 +13,7 @@ def decision_of(rung):
 
 def needed_for_decision(wildcards):
     """What those came to that the rung before let go on; and that decision, so that another one is followed."""
+    begin()
     rung, before = EXPERIMENT.rung(wildcards.digest)
     going = decision_of(before).survivors if before else rung.trainings
     reached = [str(reached_path(STORE, rung.trainings[one].digest)) for one in going]
@@ -34,15 +35,19 @@ def survivors():
 
 def products(wildcards):
     """Reports and models of all experiments, or with halving of the survivors."""
+    begin()
     return EXPERIMENT.products(survivors())
 
 
 def results_of(stage):
     """What `stage` makes for all experiments, or with halving, from the training on, for the survivors."""
-    is_of_all = stage in ("download", "tokenize", "shard")
-    return lambda wildcards: EXPERIMENT.pointers(
-        stage, None if is_of_all else survivors()
-    )
+    is_of_all = stage in ("download", "tokenize", "shard", "plan")
+
+    def results(wildcards):
+        begin()
+        return EXPERIMENT.pointers(stage, None if is_of_all else survivors())
+
+    return results
 
 
 def inputs_to_rung(wildcards):

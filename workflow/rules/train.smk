@@ -10,7 +10,7 @@ use rule shard_stage as plan_stage with:
         "logs/benchmark/plan/{digest}.tsv"
     localrule: not SITE.short_stages_as_jobs  # it takes seconds, and a job may wait for hours
     resources:
-        **job_of(reading_request),
+        **job_of("plan_stage", reading_request),
     params:
         stage="plan",
 
@@ -32,7 +32,7 @@ rule train_stage:
     retries: 0
     threads: training_threads
     resources:
-        **training_job(),
+        **training_job("train_stage"),
     params:
         title=stage_title,
         spec=stage_spec,
