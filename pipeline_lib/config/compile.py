@@ -29,7 +29,7 @@ Refuse = Callable[[Config], None]
 Learn = Callable[[Config], None]
 
 VERSIONS = {
-    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 16},
+    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 17},
     **{"train": 4, "merge": 4, "evaluate": 3, "report": 2},
 }
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.

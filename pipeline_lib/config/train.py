@@ -56,9 +56,18 @@ class Guards(Section):
     )
     max_skips: Positive = Field(
         3,
-        description="steps that may be skipped within `window_steps`; one more returns to an earlier checkpoint, and"
-        " if that happens again, the run ends",
+        description="steps that may be skipped within `window_steps`; one more goes back to the last multiple of"
+        " `rollback_every_steps`, and if that happens again, the run ends",
     )
+    rollback_every_steps: Positive = Field(
+        100,
+        description="steps to which the guards can go back: the multiples of this, which are saved whatever"
+        " `save_every_steps` is, and step 0, the model as it was",
+    )
+
+    def step_before(self, refused: int) -> int:
+        """Return the step to which the guards go back if `refused` is the first refused step."""
+        return (refused - 1) // self.rollback_every_steps * self.rollback_every_steps
 
 
 # Keys of `train` whose name in a config file (right) differs from that in specs, plans and results, which keep their
@@ -139,7 +148,9 @@ class Train(Section):
         " sizes and prefetch, are merged over the generated one",
     )
     micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
-    save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints")
+    save_every_steps: Positive = Field(
+        100, description="optimizer steps between checkpoints; `guards.rollback_every_steps` adds some"
+    )
     save_async: Literal["auto"] | bool = Field(
         "auto",
         description="write checkpoints in the background, from a copy in host memory, for which the training waits;"
@@ -254,7 +265,13 @@ class Train(Section):
     @property
     def checkpoints_on_disk(self) -> int:
         """The most checkpoints that are on the disk at once: those that are kept, and the one being written."""
-        return self.keep_last + self.keep_best + 1
+        for_guards = self.save_every_steps % self.guards.rollback_every_steps != 0  # otherwise one of the last
+        return self.keep_last + self.keep_best + for_guards + 1
+
+    def saves(self, steps: int) -> int:
+        """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end."""
+        one, other, before = self.save_every_steps, self.guards.rollback_every_steps, steps - 1
+        return before // one + before // other - before // math.lcm(one, other) + 1
 
     @property
     def replaced_keys(self) -> frozenset[str]:

@@ -89,12 +89,12 @@ def _require_whole(saved: Mapping[int, Path], step: int) -> None:
 def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[str]:
     """Yield what the run had at `step` and has lost since, because it keeps only `keep_last` checkpoints."""
     state = read_json(saved[step] / STATE_NAME)
-    refused = Window.from_json(train.guards, state["window"]).recently_skipped(step) if "window" in state else []
-    if refused and min(saved) >= min(refused):
-        steps = ", ".join(map(str, refused))
+    window = Window.from_json(train.guards, state["window"]) if "window" in state else Window(train.guards)
+    back = window.step_before(step)
+    if back > 0 and back not in saved and not window.has_rolled_back:
         yield (
-            f"the guards had skipped step {steps} by then, and no earlier checkpoint is left: if they skip too many "
-            "steps again, the run fails instead of going back"
+            f"step {back}, to which the guards would go back from there, has no checkpoint any more: if they skip too "
+            "many steps, the run fails instead of going back"
         )
     best = state.get("validations", {}).get("best_step")
     if train.keep_best and best and best not in saved:

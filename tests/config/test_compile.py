@@ -140,6 +140,7 @@ EFFECTS: dict[str, tuple[Any, set[str]]] = {
     "train.guards.spike_deviations": (10.0, TRAIN),
     "train.guards.window_steps": (32, TRAIN),
     "train.guards.max_skips": (5, TRAIN),
+    "train.guards.rollback_every_steps": (50, TRAIN),
     "train.seed": (1, TRAIN),
     "train.replica": ("b", TRAIN),
     "train.lora.rank": (8, TRAIN),
