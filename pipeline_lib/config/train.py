@@ -1,11 +1,13 @@
 """Every key of the section `train`: strategy, checkpoints, batch, optimizer, adapters and validation."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
 
-from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed
+from pipeline_lib.config.rope import ROPE
+from pipeline_lib.config.section import Fraction, Positive, Seconds, Section, Seed, read_settings
 
 AUTO = "auto"  # the plan chooses the value; in a DeepSpeed JSON: ours is kept
 
@@ -185,13 +187,16 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none",
         description="approximation for slow networks, applied to the gradients that ranks exchange: `bf16` halves"
-        " their size, `powersgd` sends low-rank factors and works with `ddp` only",
+        " their size, `powersgd` sends low-rank factors and works with `ddp` only, and its result depends on the number"
+        " of ranks",
     )
     powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
         4, description="rank of the factors with `gradient_compression: powersgd`"
     )
     local_sgd_steps: Positive = Field(
-        1, description="updates that each rank makes alone before `ddp` averages the models; an approximation"
+        1,
+        description="updates that each rank makes alone before `ddp` averages the models; an approximation, whose"
+        " result depends on the number of ranks",
     )
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
@@ -283,6 +288,11 @@ class Train(Section):
         }
         return frozenset(old for new, old in pairs.items() if getattr(self, new) is not None)
 
+    @property
+    def depends_on_ranks(self) -> bool:
+        """Whether each rank approximates by itself, so that the result depends on which blocks it gets."""
+        return self.local_sgd_steps > 1 or self.gradient_compression == "powersgd"
+
     def batch_blocks(self, block_tokens: int, samples_per_block: float) -> int:
         """Return the blocks of an optimizer step, given the mean number of samples in a block.
 
@@ -321,6 +331,15 @@ PLACEMENT_KEYS = frozenset(
         *("kept_attention_layers", "context_ranks"),
     }
 )
+
+
+# In the spec of a training: the ranks and the blocks of their micro-batches, where the result depends on them.
+DEALING = "dealing"
+
+
+def read_train(settings: Mapping[str, Any]) -> Train:
+    """Return the section `train` of the settings of a training's spec. Raises IntegrityError."""
+    return read_settings(Train, {key: value for key, value in settings.items() if key not in (ROPE, DEALING)})
 
 
 def in_file(key: str) -> str:

@@ -1,7 +1,7 @@
 """Account for every row and sample of the tokenize stage; an inconsistent ledger is never written."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from typing import Any
@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import count
 from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
@@ -107,6 +108,7 @@ class Encoded:
 
 # The ledgers of files and sources, ledger.json, and the tables for the log.
 
+LEDGER_NAME = "ledger.json"
 PERCENTILES = (1, 10, 50, 90, 99)
 HISTOGRAM_BINS = 40
 LISTED_KEYS = 20
@@ -238,6 +240,24 @@ def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.in
         "length_percentiles": percentiles(every),
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
+
+
+def lost_too_much(ledger: Mapping[str, Any], limits: Tokenize) -> Iterator[str]:
+    """Yield what a sealed tokenize stage, whose ledger.json is `ledger`, has left out beyond the `limits`."""
+    total = ledger["total"]
+    unusable = sum(total["quarantined"].values())
+    if unusable > limits.max_quarantined_fraction * total["rows"]:
+        yield (
+            f"tokenize.max_quarantined_fraction: {limits.max_quarantined_fraction:g}, but {unusable:,} of"
+            f" {count(total['rows'], 'rows')} were unusable; raise it or mend the rows"
+        )
+    for source in ledger["sources"]:
+        lost = sum(source["dropped"].values()) + source["truncated"]
+        if lost > limits.max_dropped_fraction * source["samples"]:
+            yield (
+                f"tokenize.max_dropped_fraction: {limits.max_dropped_fraction:g}, but of {source['name']} {lost:,} of"
+                f" {count(source['samples'], 'samples')} were dropped or cut; raise it, or tokenize.max_tokens"
+            )
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:

@@ -222,6 +222,19 @@ def repetition_in(tokenized: Manifest) -> str:
     return repetition(*(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens")))
 
 
+def losses_of(config: Config, store: Store) -> list[str]:
+    """Return what the config's sealed tokenize stage left out beyond its limits, which no digest has.
+
+    Raises IntegrityError on damage.
+    """
+    sealed = _sealed(config, store, "tokenize")
+    if sealed is None:
+        return []
+    from pipeline_lib.data.ledger import LEDGER_NAME, lost_too_much
+
+    return list(lost_too_much(read_json(sealed.file(LEDGER_NAME)), config.tokenize))
+
+
 def is_sealed(config: Config, store: Store, part: str) -> bool:
     """Return whether that part of the experiment is sealed, as far as the store remembers its inputs."""
     specs = remembered_specs(config, store)

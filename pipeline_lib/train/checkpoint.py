@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_lib.config.rope import ROPE
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import DEALING, Train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName
@@ -371,11 +371,8 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
 
     def decisive(of: Spec) -> dict[str, Any]:
         """Return what determines the resulting weights, by a name that says where it is set."""
-        settings = {
-            f"{'model' if key == ROPE else 'train'}.{key}": value
-            for key, value in of.settings.items()
-            if key != "until_step"
-        }
+        named = {ROPE: f"model.{ROPE}", DEALING: "what the ranks are dealt"}
+        settings = {named.get(key, f"train.{key}"): value for key, value in of.settings.items() if key != "until_step"}
         inputs = {f"the {name}": ref.digest for name, ref in of.inputs.items()}
         return {**settings, **inputs, "the version of the training code": of.version}
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
 from functools import partial
 from io import StringIO
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -238,7 +237,9 @@ class Zero(Strategy):
         """Read the user's DeepSpeed config, if any. Raises ConfigError if it cannot be merged over ours."""
         self.world = world
         self.train = train
-        chosen = read_deepspeed_json(Path(train.deepspeed_json), train.offload) if train.deepspeed_json else {}
+        given, chosen = train.deepspeed_json, dict[str, Any]()
+        if given is not None:
+            chosen = read_deepspeed_json(given, train.strategy, train.offload)
         self.config = zero_config(train, world.size, accumulation, chosen)
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: torch.optim.Optimizer

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.rope import without_rope
-from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import read_json
@@ -45,7 +43,7 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
         if step not in saved:
             raise ConfigError(COMMAND, [_no_checkpoint(run, step, list(saved))])
         _require_whole(saved, step)
-        for warning in _warnings(saved, step, read_settings(Train, without_rope(training.settings))):
+        for warning in _warnings(saved, step, read_train(training.settings)):
             say(f"warning: {warning}")
         newer = [path for saved_step, path in reversed(saved.items()) if saved_step > step]
         if not newer:
