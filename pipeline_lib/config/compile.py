@@ -34,6 +34,8 @@ VERSIONS = {
 }
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
 CONSTANT_RATE_VERSION = 3
+# Since version 5 dropout is drawn by block, and not by rank.
+DROPOUT_VERSION = 5
 
 # The end results of an experiment; results/NAME links to them.
 PRODUCTS = ("report", "merge")
@@ -131,6 +133,8 @@ def training_of(plan: Spec) -> Spec:
         settings[DEALING] = {"ranks": cluster.ranks, "micro_batch_blocks": train.micro_batch_blocks}
     is_constant = train.lr_schedule == "constant"
     version = CONSTANT_RATE_VERSION if is_constant else VERSIONS["train"]
+    if train.lora.dropout > 0:
+        version = DROPOUT_VERSION
     return Spec("train", version, settings, {name: plan.inputs[name] for name in ("model", "shard")})
 
 

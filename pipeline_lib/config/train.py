@@ -270,7 +270,7 @@ class Train(Section):
     @property
     def checkpoints_on_disk(self) -> int:
         """The most checkpoints that are on the disk at once: those that are kept, and the one being written."""
-        for_guards = self.save_every_steps % self.guards.rollback_every_steps != 0  # otherwise one of the last
+        for_guards = self.save_every_steps % self.guards.rollback_every_steps != 0  # otherwise it is one of the last
         return self.keep_last + self.keep_best + for_guards + 1
 
     def saves(self, steps: int) -> int:

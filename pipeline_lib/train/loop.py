@@ -18,6 +18,7 @@ from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import first_valid, sealed_steps, step_name
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.batch import Batch, Portion
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
@@ -70,7 +71,8 @@ class Batches:
 
     def of_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global step `step`, from 0."""
-        return list(self.portion.batches(self.reader, self.blocks_of_step(step), self.micro_batch_blocks))
+        blocks, key = self.blocks_of_step(step), key_of(self.seed, step)
+        return list(self.portion.batches(self.reader, blocks, self.micro_batch_blocks, key))
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of the blocks of the whole global step `step`, from 0."""

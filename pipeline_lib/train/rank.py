@@ -135,7 +135,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         )
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
-        torch.manual_seed(train.seed + world.rank)  # dropout differs between ranks
+        torch.manual_seed(train.seed + world.rank)  # of a model's own dropout; that of adapters is drawn by block
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = Sampler.of(held_out, folder, portion, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
