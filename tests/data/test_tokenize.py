@@ -259,6 +259,9 @@ def test_limits_of_what_is_lost_compute_nothing_again_and_hold_for_what_is_seale
         problems = losses_of(experiment.config, pipeline.store)
         assert {problem.partition(":")[0] for problem in problems} == refused
 
+    (made.path / "ledger.json").write_text("{")
+    assert losses_of(experiment.config, pipeline.store) == []  # the stage that reads it names the damage
+
 
 def test_a_given_format_is_used_and_other_rows_are_set_aside(pipeline: Pipeline, jsonl: Jsonl) -> None:
     path = jsonl([{**row(1), "text": "Once upon a time."}, {"text": "There was a token."}, row(3)])
