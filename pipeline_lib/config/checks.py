@@ -422,29 +422,29 @@ def _warnings(config: Config) -> Iterator[str]:
 
 
 def _idle(config: Config) -> Iterator[str]:
-    """Yield keys without effect on these machines, or with these trackers and prompts."""
-    cluster, train, evaluate = config.cluster, config.train, config.evaluate
-    without_gpus = "without GPUs (cluster.gpus_per_node: 0)"
-    on_one_rank = "on one rank"
+    """Yield keys that do nothing, or save nothing, on these machines or without trackers and prompts."""
+    cluster, train, tracking, evaluate = config.cluster, config.train, config.tracking, config.evaluate
+    without_gpus = "has no effect without GPUs (cluster.gpus_per_node: 0)"
+    on_one_rank = "saves nothing on one rank, which exchanges nothing"
     on_cpus, is_alone = cluster.device == "cpu", cluster.ranks == 1
     table: list[tuple[str, bool, str]] = [
         ("cluster.gpu", on_cpus and cluster.gpu is not None, without_gpus),
         ("cluster.gpu_hour_price", on_cpus and cluster.gpu_hour_price is not None, without_gpus),
         ("train.attention", on_cpus and train.attention != AUTO, without_gpus),
         ("train.deterministic", on_cpus and train.deterministic, f"{without_gpus}: sums on CPUs are always the same"),
-        ("cluster.cpu_ranks", not on_cpus and "cpu_ranks" in cluster.model_fields_set, "with cluster.gpus_per_node"),
+        ("cluster.cpu_ranks", not on_cpus and "cpu_ranks" in cluster.model_fields_set, "has no effect with GPUs"),
         ("train.gradient_compression", is_alone and train.gradient_compression != "none", on_one_rank),
         ("train.local_sgd_steps", is_alone and train.local_sgd_steps > 1, on_one_rank),
-        ("tracking.project", not config.tracking.to and config.tracking != Tracking(), "without tracking.to"),
+        ("tracking.project", not tracking.to and tracking != Tracking(), "has no effect without tracking.to"),
         (
             "evaluate.max_new_tokens",
             not evaluate.prompts and not evaluate.generations and evaluate.max_new_tokens != Evaluate().max_new_tokens,
-            "without evaluate.prompts and evaluate.generations",
+            "has no effect without evaluate.prompts and evaluate.generations",
         ),
     ]
     for key, is_idle, why in table:
         if is_idle:
-            yield f"{key}: has no effect {why}"
+            yield f"{key}: {why}"
 
 
 def _unusual(config: Config) -> Iterator[str]:
