@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from pipeline_lib.config.deepspeed_json import json_problems
-from pipeline_lib.config.schema import Cluster, Config, HubData
+from pipeline_lib.config.schema import Cluster, Config, Evaluate, HubData, TinyModel, Tracking
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
@@ -28,12 +27,13 @@ OFFLOADS = {
 }
 FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
 GROUPED_TILE = 8  # those of grouped products: their rows begin on multiples of 16 bytes
+LEAST_KEPT_TOKENS = 16_384  # of the documents of which a layer may keep the attention's results
 _DEFAULT = Train()
 
 
 def cross_check(config: Config) -> list[Problem]:
     """Return every problem, with the key to change."""
-    own = (*_data(config), *_batch(config), *_cluster(config), *_merge(config))
+    own = (*_data(config), *_batch(config), *_cluster(config), *_merge(config), *_ineffective(config))
     return [*own, *train_problems(config.train, config.cluster)]
 
 
@@ -123,7 +123,7 @@ def allows_count(train: Train, block_tokens: int, count: int) -> bool:
     """Return whether `train` and the length of a block allow `count` ranks to share each block."""
     if count == 1:
         return True
-    return not train.uses_deepspeed and train.local_sgd_steps == 1 and block_tokens % (count * _tile(train)) == 0
+    return not train.uses_deepspeed and not train.depends_on_ranks and block_tokens % (count * _tile(train)) == 0
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
@@ -144,6 +144,30 @@ def _merge(config: Config) -> Iterator[Problem]:
     if config.merge.base == "original" and (train.method != "lora" or train.lora.base == "unquantized"):
         text = "original has no effect, because train.lora.base is not nf4: the base is merged as it is; remove it"
         yield ("merge", "base"), text
+
+
+def _ineffective(config: Config) -> Iterator[Problem]:
+    """Yield the keys that cannot do anything beside the other keys of the file."""
+    model, train = config.model, config.train
+    is_given = isinstance(model, TinyModel) and model.vocab_tokens != TinyModel.model_fields["vocab_tokens"].default
+    if isinstance(model, TinyModel) and model.tokenizer is not None and is_given:
+        yield ("model", "vocab_tokens"), "has no effect with model.tokenizer, which has a vocabulary; remove it"
+    if train.reshard is True and train.strategy not in (AUTO, "fsdp", "hsdp"):
+        yield ("train", RENAMED["reshard"]), f"has no effect with train.strategy: {train.strategy}; remove it"
+    if train.kept_attention_layers != AUTO and train.recompute in (AUTO, "full") and train.precision != "fp32":
+        if train.uses_deepspeed:
+            text = f"has no effect with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+            yield ("train", "kept_attention_layers"), text
+        elif config.tokenize.max_tokens < LEAST_KEPT_TOKENS:
+            text = f"has no effect, because documents have up to {config.tokenize.max_tokens:,} tokens"
+            text += f" (tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; remove it"
+            yield ("train", "kept_attention_layers"), text
+    if train.lr_schedule == "constant" and train.min_lr_fraction != _DEFAULT.min_lr_fraction:
+        yield ("train", "min_lr_fraction"), "has no effect, because train.lr_schedule is 'constant'; remove it"
+    if train.guards.max_skips >= train.guards.window_steps:
+        text = f"{train.guards.max_skips} steps cannot be exceeded within train.guards.window_steps"
+        text += f" ({train.guards.window_steps}), so the guards would skip steps for ever; lower it"
+        yield ("train", "guards", "max_skips"), text
 
 
 def _method(train: Train) -> Iterator[Problem]:
@@ -247,7 +271,7 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
         text = f"works only with DeepSpeed, but train.strategy is {strategy}"
         yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
     elif train.deepspeed_json is not None:
-        for text in json_problems(Path(train.deepspeed_json), train.offload):
+        for text in json_problems(train.deepspeed_json, strategy, train.offload):
             yield ("train", "deepspeed_json"), text
 
 
@@ -261,6 +285,9 @@ def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
         yield key, f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
     if train.local_sgd_steps > 1:
         text = "does not work with train.local_sgd_steps, with which each rank makes updates alone"
+        yield key, f"{text}; remove one of them"
+    if train.gradient_compression == "powersgd":
+        text = "does not work with train.gradient_compression: powersgd, whose result depends on which rank has a block"
         yield key, f"{text}; remove one of them"
 
 
@@ -378,15 +405,49 @@ def _validation(train: Train) -> Iterator[Problem]:
                 yield ("train", key), "needs validations; set train.validate_every_steps"
 
 
-# Warnings about values that are legal but unusual, with the usual values.
+# Warnings about values that are legal but unusual, with the usual values, and about keys without effect.
 
 
 def warnings_of(configs: Sequence[Config]) -> list[str]:
-    """Return a warning for each unusual value, beginning with its key; of a sweep, each once, with its experiments."""
+    """Return the warnings about unusual values and idle keys, each of which begins with its key.
+
+    Of a sweep, each is returned once, with its experiments.
+    """
     return collapsed([(config.experiment, list(_warnings(config))) for config in configs])
 
 
 def _warnings(config: Config) -> Iterator[str]:
+    yield from _unusual(config)
+    yield from _idle(config)
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Yield keys that do nothing, or save nothing, on these machines or without trackers and prompts."""
+    cluster, train, tracking, evaluate = config.cluster, config.train, config.tracking, config.evaluate
+    without_gpus = "has no effect without GPUs (cluster.gpus_per_node: 0)"
+    on_one_rank = "saves nothing on one rank, which exchanges nothing"
+    on_cpus, is_alone = cluster.device == "cpu", cluster.ranks == 1
+    table: list[tuple[str, bool, str]] = [
+        ("cluster.gpu", on_cpus and cluster.gpu is not None, without_gpus),
+        ("cluster.gpu_hour_price", on_cpus and cluster.gpu_hour_price is not None, without_gpus),
+        ("train.attention", on_cpus and train.attention != AUTO, without_gpus),
+        ("train.deterministic", on_cpus and train.deterministic, f"{without_gpus}: sums on CPUs are always the same"),
+        ("cluster.cpu_ranks", not on_cpus and "cpu_ranks" in cluster.model_fields_set, "has no effect with GPUs"),
+        ("train.gradient_compression", is_alone and train.gradient_compression != "none", on_one_rank),
+        ("train.local_sgd_steps", is_alone and train.local_sgd_steps > 1, on_one_rank),
+        ("tracking.project", not tracking.to and tracking != Tracking(), "has no effect without tracking.to"),
+        (
+            "evaluate.max_new_tokens",
+            not evaluate.prompts and not evaluate.generations and evaluate.max_new_tokens != Evaluate().max_new_tokens,
+            "has no effect without evaluate.prompts and evaluate.generations",
+        ),
+    ]
+    for key, is_idle, why in table:
+        if is_idle:
+            yield f"{key}: {why}"
+
+
+def _unusual(config: Config) -> Iterator[str]:
     train, lora = config.train, config.train.lora
     weights = "each sample is used this often per epoch; 0.1 to 10 is usual"
     all_weights = "5e-6 to 5e-5 is usual for all weights"

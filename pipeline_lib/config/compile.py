@@ -10,10 +10,10 @@ from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_co
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.rope import ROPE, settings_with_rope
-from pipeline_lib.config.schema import Config, FileData, HubRepository, Rows, Weighted
-from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.schema import Cluster, Config, FileData, HubRepository, Rows, Weighted
+from pipeline_lib.config.section import Section, read_settings, settings_of
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train
+from pipeline_lib.config.train import CHOSEN_KEYS, DEALING, PLACEMENT_KEYS, Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.text import did_you_mean
@@ -29,11 +29,13 @@ Refuse = Callable[[Config], None]
 Learn = Callable[[Config], None]
 
 VERSIONS = {
-    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 16},
+    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 17},
     **{"train": 4, "merge": 4, "evaluate": 3, "report": 2},
 }
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
 CONSTANT_RATE_VERSION = 3
+# Since version 5 dropout is drawn by block, and not by rank.
+DROPOUT_VERSION = 5
 
 # The end results of an experiment; results/NAME links to them.
 PRODUCTS = ("report", "merge")
@@ -43,6 +45,9 @@ WHERE_KEYS = frozenset({"path", "tokenizer"})
 # Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are used.
 ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
+# Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it is cut, but not
+# what it holds. They are not hashed; `plan/preflight.py` judges results that are sealed already.
+UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "shards"})
 SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 
@@ -67,8 +72,13 @@ def compile_config(config: Config, content: Content) -> Experiment:
     """Compile `config` to an experiment, given the hashes of the local files that it names."""
     specs: dict[str, Spec] = {}
 
-    def add(part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = ()) -> None:
-        specs[part] = Spec(stage, VERSIONS[stage], settings, {name: specs[name].ref for name in reads})
+    def add(
+        part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = (), unhashed: Section | None = None
+    ) -> None:
+        inputs = {name: specs[name].ref for name in reads}
+        beside = {} if unhashed is None else settings_of(unhashed)
+        where = {key: value for key, value in beside.items() if key in UNHASHED_KEYS}
+        specs[part] = Spec(stage, VERSIONS[stage], settings, inputs, where)
 
     def add_download(part: str, kind: str, source: Any, hashes: Mapping[str, str]) -> None:
         settings = {"kind": kind, **_keyed_source(source, hashes)}
@@ -82,8 +92,8 @@ def compile_config(config: Config, content: Content) -> Experiment:
     data_parts = tuple(f"data.{index}" for index in range(len(config.data.train)))
     for part, source, hashes in zip(data_parts, config.data.train, content.data, strict=True):
         add_download(part, "data", source, hashes)
-    add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
-    add("shard", "shard", _shard_settings(config), ("tokenize",))
+    add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts), unhashed=config.tokenize)
+    add("shard", "shard", _shard_settings(config), ("tokenize",), unhashed=config.shard)
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     specs["train"] = training_of(specs["plan"])
     add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
@@ -95,10 +105,13 @@ def compile_config(config: Config, content: Content) -> Experiment:
 
 def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
     """Return the settings of the plan stage; `held` lists the keys that `strategy: auto` must leave as they are."""
+    train = settings_of(config.train)
+    if content.deepspeed_json is not None:
+        train["deepspeed_json"] = content.deepspeed_json  # in place of its path: queued jobs keep it when it is edited
     settings: dict[str, Any] = {
         "experiment": config.experiment,
         "cluster": settings_of(config.cluster, exclude=frozenset({"measured"})),
-        "train": settings_of(config.train),
+        "train": train,
         "tracking": settings_of(config.tracking),
     }
     if content.measured is not None:
@@ -109,11 +122,19 @@ def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
 
 
 def training_of(plan: Spec) -> Spec:
-    """Return the training that `plan` plans, without PLACEMENT_KEYS: they do not change the result."""
+    """Return the training that `plan` plans, without PLACEMENT_KEYS: they do not change the result.
+
+    Where ranks approximate by themselves, their number and the blocks of their micro-batches do.
+    """
     settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
     settings |= {key: value for key, value in plan.settings.items() if key == ROPE}
-    is_constant = settings.get("lr_schedule") == "constant"
+    train, cluster = read_settings(Train, plan.settings["train"]), read_settings(Cluster, plan.settings["cluster"])
+    if train.depends_on_ranks:
+        settings[DEALING] = {"ranks": cluster.ranks, "micro_batch_blocks": train.micro_batch_blocks}
+    is_constant = train.lr_schedule == "constant"
     version = CONSTANT_RATE_VERSION if is_constant else VERSIONS["train"]
+    if train.lora.dropout > 0:
+        version = DROPOUT_VERSION
     return Spec("train", version, settings, {name: plan.inputs[name] for name in ("model", "shard")})
 
 
@@ -252,13 +273,14 @@ def _tokenize_settings(config: Config) -> dict[str, Any]:
         settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS) if isinstance(source, Rows) else {}
         for source in config.data.train
     ]
-    settings = settings_of(config.tokenize)
+    settings = settings_of(config.tokenize, exclude=UNHASHED_KEYS)
     return {**settings, "sources": row_keys} if any(row_keys) else settings
 
 
 def _shard_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the section, the held-out fraction and, unless all are 1, the weights of the sources."""
-    settings = {**settings_of(config.shard), "validation_fraction": config.data.validation_fraction}
+    hashed = settings_of(config.shard, exclude=UNHASHED_KEYS)
+    settings = {**hashed, "validation_fraction": config.data.validation_fraction}
     weights = [source.weight for source in config.data.train]
     return {**settings, "weights": weights} if set(weights) != {1.0} else settings
 

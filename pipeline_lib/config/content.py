@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline_lib.config.deepspeed_json import content_of
 from pipeline_lib.config.schema import Config, FileData, HubRepository, LocalModel, ModelSource, TinyModel
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, sha256_file, write_json
@@ -95,13 +96,15 @@ class Content:
     """Hashes by file name: of the model folder or tokenizer, and of each data source.
 
     Content made from the running Python is identified by the Python version and platform. A hub repository has no
-    hashes: its commit identifies its content. `measured` is the content of the cluster.json that the config names.
+    hashes: its commit identifies its content. `measured` is the content of the cluster.json that the config names, and
+    `deepspeed_json` that of its DeepSpeed config, as JSON.
     `generation` has the hash of a local model's generation_config.json, which does not affect training.
     """
 
     model: dict[str, str]
     data: tuple[dict[str, str], ...]
     measured: dict[str, Any] | None = None
+    deepspeed_json: str | None = None
     generation: dict[str, str] = field(default_factory=dict)
 
 
@@ -127,6 +130,12 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
         measured = measured_content(config)
     except ConfigError as error:
         problems += error.problems
+    deepspeed_json = None
+    if config.train.deepspeed_json is not None:
+        try:
+            deepspeed_json = content_of(config.train.deepspeed_json)
+        except ConfigError as error:
+            problems += [f"train.deepspeed_json: {error.source}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(str(config_path), problems)
     if cache is not None:
@@ -134,7 +143,7 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     generation = {}
     if isinstance(config.model, LocalModel) and GENERATION_NAME in model:
         generation[GENERATION_NAME] = model.pop(GENERATION_NAME)
-    return Content(model, tuple(data), measured, generation)
+    return Content(model, tuple(data), measured, deepspeed_json, generation)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline_lib.config.effects import EFFECTS, Effect
 from pipeline_lib.config.schema import ConfigFile
 
 _INTRODUCTION = """\
@@ -17,6 +18,21 @@ This page lists the keys of a config file with their allowed values, defaults an
 
 `make docs` generates this page from `pipeline_lib/config/schema.py` and `pipeline_lib/config/train.py`.
 """
+_CHANGES = """\
+## What a key changes
+
+The first column says which stages compute again with another value, because their digests change. For the training that
+includes the plan. The second says whether the model or the report differ then: `up to rounding` means that sums are
+made in another order or by another kernel, and `by content` that the content of the files decides, not their place.
+
+- A finished training is not repeated for a key that changes only the plan, and an unfinished one continues.
+- With `train.local_sgd_steps` or `gradient_compression: powersgd` each rank approximates by itself. The number of ranks
+  and `train.micro_batch_blocks` then change the result, and belong to the digest of the training.
+- The limits of what `tokenize` may leave out are in no digest. A sealed result that has lost more is refused.
+- The text of `train.deepspeed_json` belongs to the plan; its path does not.
+
+| computes again | another result | keys |
+|---|---|---|"""
 _HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -43,7 +59,16 @@ def config_page() -> str:
         ]
         if rows:
             tables.append("\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows]))
-    return "\n\n".join([_INTRODUCTION.strip(), *tables]) + "\n"
+    return "\n\n".join([_INTRODUCTION.strip(), *tables, _effects()]) + "\n"
+
+
+def _effects() -> str:
+    """Return the table of what keys change: those with the same effect in one row."""
+    keys_of: dict[Effect, list[str]] = {}
+    for key, effect in EFFECTS.items():
+        keys_of.setdefault(effect, []).append(f"`{key}`")
+    rows = [f"| {effect.anew} | {effect.result} | {', '.join(keys)} |" for effect, keys in keys_of.items()]
+    return "\n".join([_CHANGES, *rows])
 
 
 def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str, Node]]:

@@ -5,9 +5,8 @@ transformers fills in whatever is "auto" by the same correspondence, and refuses
 
 from typing import Any
 
-from pipeline_lib.config.deepspeed_json import may_be_in_json
+from pipeline_lib.config.deepspeed_json import REASONS, SPEED, may_be_in_json
 from pipeline_lib.config.import_draft import Draft, Given
-from pipeline_lib.config.other_tools import NO_KEY
 from pipeline_lib.config.section import flat
 from pipeline_lib.config.train import AUTO
 
@@ -38,39 +37,6 @@ _OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.
 _WARMUP = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"}
 _COSINE = {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001}
 _SCHEDULES = {"WarmupLR": _WARMUP, "WarmupDecayLR": _WARMUP, "WarmupCosineLR": _COSINE}
-
-_SPEED = "speed and memory only, and chosen here by train.strategy"
-_SCALE = "the loss is scaled for fp16 by rules of ours, and not at all for bf16"
-_WHOLE = "the merged model is always whole, in train's result"
-REASONS = {
-    **dict.fromkeys(("fp16", "bf16", "bfloat16"), _SCALE),
-    "optimizer": "AdamW is made here by train.optimizer; it has no such setting",
-    "scheduler": "the schedule is made here by train.lr_schedule; it has no such setting",
-    _ZERO: _SPEED,
-    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": _WHOLE,
-    f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": _WHOLE,
-    "zero_allow_untested_optimizer": "DeepSpeed trains with the optimizer of train.optimizer here",
-    "zero_force_ds_cpu_optimizer": "DeepSpeed trains with the optimizer of train.optimizer here",
-    "activation_checkpointing": "train.activation_checkpointing: auto takes what fits; the result is the same",
-    "communication_data_type": "gradients are reduced in fp32 here; train.gradient_compression: bf16 halves them",
-    "data_types": "gradients are added up in fp32 here",
-    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), "gradients are reduced in fp32, unscaled"),
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "trackers are named by tracking.to"),
-    **dict.fromkeys(("flops_profiler", "comms_logger"), "train.profile_every_steps measures steps"),
-    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), "every step is timed and recorded"),
-    "aio": "nothing is offloaded to NVMe here, only to host memory",
-    "checkpoint": "checkpoints are ours: train.save_every_steps, train.save_async",
-    "amp": "the precision is train.precision",
-    **dict.fromkeys(("elasticity", "autotuning"), "a run can resume on other GPUs; `strategy: auto` chooses what fits"),
-    **dict.fromkeys(
-        ("curriculum_learning", "data_efficiency", "progressive_layer_drop", "sparse_attention"),
-        "there is no such technique here, so the result differs from that of a run with it",
-    ),
-    **dict.fromkeys(("tensor_parallel", "expert_parallel"), NO_KEY["tensor_parallel"]),
-    "monitor_config": "trackers are named by tracking.to",
-    "_comment": "a comment",
-    **dict.fromkeys(("compression_training", "hybrid_engine"), "there is no such technique here"),
-}
 
 
 def is_deepspeed(document: dict[str, Any]) -> bool:
@@ -136,7 +102,7 @@ def account_for_placement(draft: Draft) -> None:
     """Account for what a user may put into a JSON of their own, and for what the Trainer would have filled in."""
     speed = [key for key in draft.given if key not in REASONS and may_be_in_json(key)]
     if any(draft.has(key) for key in speed):
-        why = f"{_SPEED}; to keep them, put them into a JSON that train.deepspeed_json names"
+        why = f"{SPEED}; to keep them, put them into a JSON that train.deepspeed_json names"
         draft.without(" ".join(key for key in speed if draft.has(key)), why)
     filled = [key for key, found in draft.given.items() if any(one.value == AUTO for one in found)]
     draft.taken(" ".join(key for key in filled if draft.has(key)), why="auto: what the Trainer's arguments say")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config import strict_yaml
+from pipeline_lib.config.deepspeed_json import REASONS
 from pipeline_lib.config.import_arguments import Origin, convert_arguments
 from pipeline_lib.config.import_datasets import INFO_NAME, Info, convert_datasets, is_dataset_info
-from pipeline_lib.config.import_deepspeed import REASONS, account_for_placement, add_deepspeed, is_deepspeed
+from pipeline_lib.config.import_deepspeed import account_for_placement, add_deepspeed, is_deepspeed
 from pipeline_lib.config.import_draft import DEFAULTS, Draft, Given, Part, Row, shown, yaml_text
 from pipeline_lib.config.load import problems_of
 from pipeline_lib.config.other_tools import spelled

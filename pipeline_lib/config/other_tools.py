@@ -33,7 +33,7 @@ _KEYS = {
     "train.method": "finetuning_type train_type tuner_type adapter peft_type task_type lora_task_type use_peft",
     "train.lr": "learning_rate",
     "train.epochs": "num_train_epochs num_epochs max_epochs",
-    "train.max_steps": "num_iterations train_iters",
+    "train.max_steps": "num_iterations train_iters t_max",
     "train.adam_eps": "adam_epsilon eps epsilon",
     "train.global_batch_samples, of all GPUs and accumulated micro-batches": (
         "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu batch_size"
@@ -47,7 +47,7 @@ _KEYS = {
     "train.beta1": "adam_beta1",
     "train.beta2": "adam_beta2",
     "train.max_grad_norm": "gradient_clipping clip_grad",
-    "train.precision": "dtype torch_dtype bf16 fp16 fp8 pure_bf16 mixed_precision",
+    "train.precision": "dtype torch_dtype fp16_opt_level bf16 fp16 fp8 pure_bf16 mixed_precision",
     "train.activation_checkpointing": (
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs recompute_granularity"
         " recompute"
@@ -159,11 +159,12 @@ _NO_KEY = {
     ),
     "the strategy chooses gradient buckets, buffers and the backend": (
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend"
-        " allgather_bucket_size reduce_bucket_size"
+        " use_orig_params allgather_bucket_size reduce_bucket_size"
     ),
     "models are split over data-parallel ranks only (train.strategy), not over tensors or stages": (
         "tensor_parallel tensor_parallel_size tensor_model_parallel_size pipeline_parallel_size"
-        " pipeline_model_parallel_size expert_parallel_size parallelism_config"
+        " pipeline_model_parallel_size expert_parallel_size parallelism_config pipeline_parallel"
+        " device_map max_memory"
     ),
     "several nodes are a SLURM job or a list of hosts (docs/two-machines.md), which tells each rank its place": (
         "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip main_process_port"

@@ -25,8 +25,8 @@ class Rope(Section):
 
 
 def settings_with_rope(settings: Mapping[str, Any], rope: Rope | None) -> dict[str, Any]:
-    """Return the `settings` of a spec with `rope`, if it is set."""
-    return dict(settings) if rope is None else {**settings, ROPE: settings_of(rope)}
+    """Return the `settings` of a spec with `rope`, if it is set; a factor of 1 changes nothing."""
+    return dict(settings) if rope is None or rope.factor == 1.0 else {**settings, ROPE: settings_of(rope)}
 
 
 def rope_in(settings: Mapping[str, Any]) -> Rope | None:

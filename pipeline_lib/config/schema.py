@@ -316,7 +316,10 @@ Bandwidth = Annotated[FiniteFloat, Field(ge=0.001, le=100_000)]
 
 
 class Cluster(Section):
-    """Machines and launcher. These keys do not change what is computed, so changing them reruns no finished stage."""
+    """Machines and launcher. Changing these keys reruns no finished stage, because they do not change what is computed.
+
+    The exception is the number of ranks with `train.local_sgd_steps` or `train.gradient_compression: powersgd`.
+    """
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         1,

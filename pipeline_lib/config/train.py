@@ -1,11 +1,13 @@
 """Every key of the section `train`: strategy, checkpoints, batch, optimizer, adapters and validation."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
 
-from pipeline_lib.config.section import Fraction, LocalPath, Positive, Seconds, Section, Seed
+from pipeline_lib.config.rope import ROPE
+from pipeline_lib.config.section import Fraction, LocalPath, Positive, Seconds, Section, Seed, read_settings
 
 AUTO = "auto"  # the plan chooses the value; in a DeepSpeed JSON: ours is kept
 
@@ -56,9 +58,18 @@ class Guards(Section):
     )
     max_skips: Positive = Field(
         3,
-        description="steps that may be skipped within `window_steps`; one more returns to an earlier checkpoint, and"
-        " if that happens again, the run ends",
+        description="steps that may be skipped within `window_steps`; one more goes back to the last multiple of"
+        " `rollback_every_steps`, and if that happens again, the run ends",
     )
+    rollback_every_steps: Positive = Field(
+        100,
+        description="steps to which the guards can go back: the multiples of this, which are saved whatever"
+        " `save_every_steps` is, and step 0, the model as it was",
+    )
+
+    def step_before(self, refused: int) -> int:
+        """Return the step to which the guards go back if `refused` is the first refused step."""
+        return (refused - 1) // self.rollback_every_steps * self.rollback_every_steps
 
 
 # Keys of `train` whose name in a config file (right) differs from that in specs, plans and results, which keep their
@@ -139,7 +150,9 @@ class Train(Section):
         " sizes and prefetch, are merged over the generated one",
     )
     micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
-    save_every_steps: Positive = Field(100, description="optimizer steps between checkpoints")
+    save_every_steps: Positive = Field(
+        100, description="optimizer steps between checkpoints; `guards.rollback_every_steps` adds some"
+    )
     save_async: Literal["auto"] | bool = Field(
         "auto",
         description="write checkpoints in the background, from a copy in host memory, for which the training waits;"
@@ -174,13 +187,16 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none",
         description="approximation for slow networks, applied to the gradients that ranks exchange: `bf16` halves"
-        " their size, `powersgd` sends low-rank factors and works with `ddp` only",
+        " their size, `powersgd` sends low-rank factors and works with `ddp` only, and its result depends on the number"
+        " of ranks",
     )
     powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
         4, description="rank of the factors with `gradient_compression: powersgd`"
     )
     local_sgd_steps: Positive = Field(
-        1, description="updates that each rank makes alone before `ddp` averages the models; an approximation"
+        1,
+        description="updates that each rank makes alone before `ddp` averages the models; an approximation, whose"
+        " result depends on the number of ranks",
     )
     global_batch_tokens: Positive = Field(
         65536, description="tokens of an optimizer step over all ranks; a multiple of `shard.block_tokens`"
@@ -254,7 +270,13 @@ class Train(Section):
     @property
     def checkpoints_on_disk(self) -> int:
         """The most checkpoints that are on the disk at once: those that are kept, and the one being written."""
-        return self.keep_last + self.keep_best + 1
+        for_guards = self.save_every_steps % self.guards.rollback_every_steps != 0  # otherwise it is one of the last
+        return self.keep_last + self.keep_best + for_guards + 1
+
+    def saves(self, steps: int) -> int:
+        """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end."""
+        one, other, before = self.save_every_steps, self.guards.rollback_every_steps, steps - 1
+        return before // one + before // other - before // math.lcm(one, other) + 1
 
     @property
     def replaced_keys(self) -> frozenset[str]:
@@ -265,6 +287,11 @@ class Train(Section):
             "warmup_steps": "warmup_fraction",
         }
         return frozenset(old for new, old in pairs.items() if getattr(self, new) is not None)
+
+    @property
+    def depends_on_ranks(self) -> bool:
+        """Whether each rank approximates by itself, so that the result depends on which blocks it gets."""
+        return self.local_sgd_steps > 1 or self.gradient_compression == "powersgd"
 
     def batch_blocks(self, block_tokens: int, samples_per_block: float) -> int:
         """Return the blocks of an optimizer step, given the mean number of samples in a block.
@@ -304,6 +331,15 @@ PLACEMENT_KEYS = frozenset(
         *("kept_attention_layers", "context_ranks"),
     }
 )
+
+
+# In the spec of a training: the ranks and the blocks of their micro-batches, where the result depends on them.
+DEALING = "dealing"
+
+
+def read_train(settings: Mapping[str, Any]) -> Train:
+    """Return the section `train` of the settings of a training's spec. Raises IntegrityError."""
+    return read_settings(Train, {key: value for key, value in settings.items() if key not in (ROPE, DEALING)})
 
 
 def in_file(key: str) -> str:

@@ -125,14 +125,16 @@ def _name_before(aside: Path) -> str | None:
     return name if is_rejected else None
 
 
-def retain(folder: Path, keep_last: int, step: int, best_step: int = 0, before_step: int = 0) -> None:
+def retain(
+    folder: Path, keep_last: int, step: int, best_step: int = 0, kept_with: Callable[[int], set[int]] = lambda _: set()
+) -> None:
     """Delete sealed checkpoints up to `step` except the newest `keep_last` and the one of `best_step`.
 
-    The newest one before `before_step` is kept too, so that the guards can roll back to it. Checkpoints after `step`
-    belong to a longer run and stay.
+    `kept_with` returns the steps that are kept too, given the oldest step of the newest `keep_last`. Checkpoints after
+    `step` belong to a longer run and stay.
     """
     reached = [(saved, path) for saved, path in sealed_steps(folder) if saved <= step]
-    trusted = max((saved for saved, _ in reached if saved < before_step), default=0)
+    oldest = min((saved for saved, _ in reached[-keep_last:]), default=0)
     for saved, path in reached[:-keep_last]:
-        if saved not in (best_step, trusted):
+        if saved not in {best_step, *kept_with(oldest)}:
             files.remove_dir(path)

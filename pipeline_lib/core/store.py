@@ -48,14 +48,14 @@ class Spec:
     """The inputs of one stage's computation: its version, its settings and the digests of what it reads.
 
     `settings` holds only what differs from the defaults of that stage version, so that a new option changes no old
-    digest. `where` gives the location of content on this machine; it is not hashed.
+    digest. `where` is not hashed: the location of content on this machine, and settings that do not change the content.
     """
 
     stage: str
     version: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Ref] = field(default_factory=dict)
-    where: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:

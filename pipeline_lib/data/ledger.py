@@ -1,17 +1,19 @@
 """Account for every row and sample of the tokenize stage; an inconsistent ledger is never written."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import count
 from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
@@ -107,6 +109,7 @@ class Encoded:
 
 # The ledgers of files and sources, ledger.json, and the tables for the log.
 
+LEDGER_NAME = "ledger.json"
 PERCENTILES = (1, 10, 50, 90, 99)
 HISTOGRAM_BINS = 40
 LISTED_KEYS = 20
@@ -238,6 +241,41 @@ def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.in
         "length_percentiles": percentiles(every),
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
+
+
+class Lost(BaseModel):
+    """The counts of ledger.json, of a source or all, that the limits of the config are for."""
+
+    name: str
+    rows: int
+    samples: int
+    quarantined: dict[str, int]
+    dropped: dict[str, int]
+    truncated: int
+
+
+class Losses(BaseModel):
+    """What a sealed tokenize stage has left out, by its ledger.json."""
+
+    sources: list[Lost]
+    total: Lost
+
+    def beyond(self, limits: Tokenize) -> Iterator[str]:
+        """Yield what is more than the `limits` allow."""
+        unusable = sum(self.total.quarantined.values())
+        if unusable > limits.max_quarantined_fraction * self.total.rows:
+            yield (
+                f"tokenize.max_quarantined_fraction: {limits.max_quarantined_fraction:g}, but {unusable:,} of"
+                f" {count(self.total.rows, 'rows')} were unusable; raise it or mend the rows"
+            )
+        for source in self.sources:
+            lost = sum(source.dropped.values()) + source.truncated
+            if lost > limits.max_dropped_fraction * source.samples:
+                yield (
+                    f"tokenize.max_dropped_fraction: {limits.max_dropped_fraction:g}, but {lost:,} of"
+                    f" {count(source.samples, 'samples')} of {source.name} were dropped or cut; raise it, or"
+                    " tokenize.max_tokens"
+                )
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:

@@ -182,7 +182,7 @@ def run(job: Job) -> dict[str, Any]:
     settings = dict(job.spec.settings)
     fraction = float(settings.pop("validation_fraction", DEFAULT_FRACTION))
     weights = settings.pop("weights", None)
-    layout = read_settings(Shard, settings)
+    layout = read_settings(Shard, {**settings, **job.spec.where})
     samples = Samples(job.inputs["tokenize"].folder(*(f"{name}.npy" for name in ARRAYS)))
     held_out = choose_held_out(samples, fraction, layout.seed)
     _refuse_empty(samples, held_out, fraction)

@@ -47,6 +47,7 @@ from pipeline_lib.data.documents import ARRAYS, Samples
 from pipeline_lib.data.encode import TOKENIZER_NAME, Drop, Encoder
 from pipeline_lib.data.layouts import Layout, layout_of
 from pipeline_lib.data.ledger import (
+    LEDGER_NAME,
     Encoded,
     FileLedger,
     SourceLedger,
@@ -453,7 +454,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     """Write all of `job.out` but quarantine.jsonl. Raises DataError, Interrupted, WrongIds if the `fast` ids differ."""
     given = dict(job.spec.settings)
     sources = open_sources(job, given.pop("sources", None))
-    settings = read_settings(Tokenize, given)
+    settings = read_settings(Tokenize, {**given, **job.spec.where})
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool:
@@ -475,7 +476,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
-        write_json(job.out / "ledger.json", ledger_json(books.ledgers, lengths))
+        write_json(job.out / LEDGER_NAME, ledger_json(books.ledgers, lengths))
         (preview,) = pool.map([preview_of(samples, [source.name for source in sources])])
         write_json(job.out / "preview.json", preview)
     return books

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
-from pipeline_lib.config.rope import Rope, rope_in, without_rope
+from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.train import Lora, Train
+from pipeline_lib.config.train import Lora, Train, read_train
 from pipeline_lib.core.errors import IntegrityError, TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.run_folder import SUMMARY_NAME
@@ -329,7 +329,7 @@ def run(job: Job) -> dict[str, Any]:
     generation = generation_config_of(job.inputs)
     merge = read_settings(Merge, job.spec.settings)
     settings = job.inputs["train"].manifest.spec["settings"]
-    train, rope = read_settings(Train, without_rope(settings)), rope_in(settings)
+    train, rope = read_train(settings), rope_in(settings)
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype], rope)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
+from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.context import Part
+from pipeline_lib.model.dropout import Draws
 from pipeline_lib.plan.workload import PROBE_TOKENS
 
 # From packed blocks to tensors and losses. Documents do not attend to each other, and only supervised tokens are
@@ -46,6 +48,7 @@ class Batch:
     real_tokens: int
     squared_lengths: int  # sum of the documents' squared lengths: the cost of attention; 0 but for the first part
     part: Part | None = None
+    draws: Draws | None = None  # of dropout; without them torch's random numbers decide
 
     def pinned(self) -> "Batch":
         """Return the batch in pinned host memory, which allows asynchronous copies to a GPU."""
@@ -115,6 +118,7 @@ def part_of(batch: Batch, part: Part | None) -> Batch:
         real_tokens=int((documents >= 0).sum()),
         squared_lengths=batch.squared_lengths if part.number == 0 else 0,
         part=part,
+        draws=None if batch.draws is None else batch.draws.of(part),
     )
 
 
@@ -129,11 +133,20 @@ class Portion:
     groups: int
     part: Part | None = None
 
-    def batches(self, reader: BlockReader, block_ids: NDArray[np.int64], micro_batch_blocks: int) -> Iterator[Batch]:
-        """Read this rank's micro-batches of the blocks with these numbers; all ranks get equally many."""
-        costs = reader.costs[block_ids]
+    def batches(
+        self, reader: BlockReader, block_ids: NDArray[np.int64], micro_batch_blocks: int, key: int | None = None
+    ) -> Iterator[Batch]:
+        """Read this rank's micro-batches of the blocks with these numbers; all ranks get equally many.
+
+        With `key`, that and the number of a block decide its dropout.
+        """
+        costs, tokens = reader.costs[block_ids], reader.block_tokens
         for micro in order.rank_blocks(block_ids, costs, self.group, self.groups, micro_batch_blocks):
-            yield self.of(read_batch(reader, micro))
+            batch = read_batch(reader, micro)
+            if key is not None:
+                keys = tuple(key_of(key, block) for block in micro.tolist())
+                batch = replace(batch, draws=Draws(keys, tokens, first=0, tokens=tokens))
+            yield self.of(batch)
 
     def of(self, batch: Batch) -> Batch:
         """Return this rank's part of `batch`, whose blocks are whole."""
@@ -220,6 +233,7 @@ def _inputs(batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
         "max_length_k": batch.max_length,
         "use_cache": False,
         **({} if batch.part is None else {"part": batch.part}),
+        **({} if batch.draws is None else {"draws": batch.draws}),
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipeline_lib.model.dropout import rows_from
 from pipeline_lib.plan import workload
 from pipeline_lib.plan.workload import tokens_at_once
 
@@ -96,7 +97,9 @@ class _FedForward(torch.autograd.Function):
         # The backward pass has to repeat this, so it is the same code: with a graph, which is dropped.
         with torch.enable_grad(), _keeping_for_itself():
             for part in _parts(len(rows)):
-                output[part] = feed(layer, rows[part].detach().requires_grad_(between.requires_grad)).detach()
+                chunk = rows[part].detach().requires_grad_(between.requires_grad)
+                with rows_from(layer, part.start):
+                    output[part] = feed(layer, chunk).detach()
         return output.view_as(between)
 
     @staticmethod
@@ -115,7 +118,8 @@ class _FedForward(torch.autograd.Function):
             for part in _parts(len(rows)):
                 chunk = rows[part].detach().requires_grad_(wants_rows)
                 sources = [chunk, *parameters] if wants_rows else parameters
-                result = ctx.feed(ctx.layer, chunk)
+                with rows_from(ctx.layer, part.start):
+                    result = ctx.feed(ctx.layer, chunk)
                 found = [*torch.autograd.grad(result, sources, of_output[part], allow_unused=True)]
                 if of_rows is not None:
                     of_rows[part] = found.pop(0)

@@ -233,6 +233,10 @@ class Geometry:
         if self.delta is not None and train.precision == "fp8":
             yield "train.precision: fp8 does not work for models with a gated delta rule; set it to bf16"
         yield from self._context_problems(train)
+        if not self.experts and train.router_aux_loss != Train.model_fields["router_aux_loss"].default:
+            yield "train.router_aux_loss: has no effect, because the model has no experts; remove it"
+        if train.unit_layers > self.layers:
+            yield f"train.unit_layers: {train.unit_layers} are more than the model's {self.layers} layers"
         if train.kept_attention_layers != "auto" and train.kept_attention_layers > self.attention_layers:
             of_model = f"the model's {self.attention_layers} layers with attention"
             yield f"train.kept_attention_layers: {train.kept_attention_layers} are more than {of_model}"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.dropout import DRAWING, Drawing, SeededDropout
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.files import ADAPTER
 from pipeline_lib.model.geometry import OF_HEADS
@@ -297,6 +298,11 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if lora.dropout:
+        drawing = Drawing()
+        setattr(base, DRAWING, drawing)
+        for number, layer in enumerate(_adapted(model)):
+            layer.lora_dropout[ADAPTER] = SeededDropout(lora.dropout, number, drawing)
     for layer in _adapted(model) if lora.dora else ():
         weight = layer.get_base_layer().weight
         if not weight.is_meta:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.model.dropout import DRAWING, Draws
 from pipeline_lib.model.experts import router_loss_sum, take_router_logits
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE
@@ -35,8 +36,9 @@ def return_losses(model: PreTrainedModel) -> None:
     the sum of -log p in nats over the predicted positions, with gradients; -log p at each position [B, T], 0 where
     nothing is predicted, without gradients; and `router_loss_sum` times the config's `router_aux_loss_coef`, with
     gradients. The last is 0 unless `output_router_logits` is set and gradients are enabled; it needs layers prepared
-    by `prepare_layers` in model/build.py. With an argument `part`, all are of this rank's part of the tokens. Raises
-    DataError if the head is not a linear module without bias.
+    by `prepare_layers` in model/build.py. With an argument `part`, all are of this rank's part of the tokens. With
+    `draws`, these decide the masks of dropout (model/dropout.py). Raises DataError if the head is not a linear module
+    without bias.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -54,8 +56,11 @@ def return_losses(model: PreTrainedModel) -> None:
         targets: Tensor | None = None,
         predicted: Tensor | None = None,
         real: Tensor | None = None,
+        draws: Draws | None = None,
         **kwargs: Any,
     ) -> Any:
+        if hasattr(self, DRAWING):
+            getattr(self, DRAWING).draws = draws  # the backward pass, which may compute layers again, needs them too
         has_router_loss = getattr(self.config, "output_router_logits", False)
         if has_router_loss:
             kwargs["output_router_logits"] = False  # the layers store them (model/build.py)

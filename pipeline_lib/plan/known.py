@@ -23,7 +23,15 @@ from pipeline_lib.config.content import (
     read_content,
 )
 from pipeline_lib.config.schema import Config, HubModel, LocalModel, TinyModel
-from pipeline_lib.core.errors import ConfigError, DataError, DiskFull, HubError, PipelineError
+from pipeline_lib.core.errors import (
+    ConfigError,
+    DataError,
+    DiskFull,
+    HubError,
+    IntegrityError,
+    PipelineError,
+    Unreadable,
+)
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
@@ -226,6 +234,23 @@ def repetition_in(tokenized: Manifest) -> str:
     """Return the same for a sealed tokenize stage."""
     counts = tokenized.counts
     return repetition(*(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens")))
+
+
+def losses_of(config: Config, store: Store) -> list[str]:
+    """Return what the config's sealed tokenize stage left out beyond its limits, which no digest has.
+
+    A damaged ledger is passed over: the stage that reads it names it.
+    """
+    try:
+        sealed = _sealed(config, store, "tokenize")
+        if sealed is None:
+            return []
+        from pipeline_lib.data.ledger import LEDGER_NAME, Losses
+
+        losses = Losses.model_validate(read_json(sealed.file(LEDGER_NAME)))
+    except (IntegrityError, Unreadable, OSError, ValueError):
+        return []
+    return list(losses.beyond(config.tokenize))
 
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:

@@ -1,6 +1,5 @@
 """Predict what a way to train needs and takes."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -211,7 +210,7 @@ def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
 def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:
     """Return the time of all steps, of copies at saves, and of validations (forward passes), without compilation."""
     train, machine = case.train, case.machine
-    saves = steps / train.save_every_steps
+    saves = train.saves(steps)
     copied = {end: saves * checkpoint_size / machine.ranks / machine.speeds(end).copy_bytes_s for end in End}
     validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
     blocks = case.workload.validation_blocks
@@ -225,7 +224,8 @@ def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[End, float
     Without `save_async` it waits for every save; with it, only for a save that is not done when the next one starts. At
     the end of the run it waits for all of the last save.
     """
-    saves, apart = math.ceil(steps / train.save_every_steps), train.save_every_steps if train.save_async else 0
+    saves = train.saves(steps)
+    apart = min(train.save_every_steps, train.guards.rollback_every_steps) if train.save_async else 0
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
     waits = {end: max(0.0, save_s[end] - apart * meanwhile_s[end]) for end in End}
     return Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})

@@ -15,7 +15,8 @@ from pipeline_lib.config.content import (
     model_files,
     model_key,
 )
-from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel
+from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel, Tokenize
+from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.files import list_files
@@ -34,6 +35,7 @@ from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.known import (
     find_geometry,
     is_sealed,
+    losses_of,
     remembered_specs,
 )
 from pipeline_lib.plan.machine import Machine, Ranks
@@ -83,6 +85,7 @@ def _refuse(config: Config, store: Store, problems_of: Callable[[_Known], list[s
         problems = _of_model(config, is_trained=True)
     else:
         problems = []
+    problems += losses_of(config, store)
     if problems:
         raise ConfigError(f"experiment {config.experiment!r}", problems)
 
@@ -149,6 +152,16 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
             continue
     if formats - {"text", "auto", None}:
         yield from _of_template(config)
+    elif formats == {"text"}:
+        yield from _of_text(config.tokenize, has_prompts=bool(config.evaluate.prompts))
+
+
+def _of_text(tokenize: Tokenize, *, has_prompts: bool) -> Iterator[str]:
+    """Yield the keys that have no effect on raw text; some are for the prompts of the evaluation, too."""
+    of_prompts = {"system", "tools", "chat_template_kwargs"} if has_prompts else set()
+    for key in ("system", "tools", "chat_template_kwargs", "thinking", "prompt_thinking", "train_on"):
+        if key in settings_of(tokenize) and key not in of_prompts:
+            yield f"tokenize.{key}: has no effect, because all rows are raw text; remove it"
 
 
 def _of_template(config: Config) -> Iterator[str]:

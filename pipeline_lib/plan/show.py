@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline_lib.config.train import Guards
 from pipeline_lib.core.units import GIGA, brief, count, gbit_per_s, gib, gigabytes, gpu_hours, rounded
 from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
@@ -335,7 +336,11 @@ def _needed_bytes(plan: PlanDocument, memory: Memory) -> int:
 
 def _disk(plan: PlanDocument) -> list[Row]:
     disk, chosen, found = plan.disk, plan.chosen, plan.prediction
-    best = ", the best" if (plan.train or {}).get("keep_best") else ""
+    train = plan.train or {}
+    best = ", the best" if train.get("keep_best") else ""
+    back = train.get("guards", {}).get("rollback_every_steps", Guards().rollback_every_steps)
+    if (chosen.save_every_steps or 0) % back:
+        best += ", one that the guards may need"
     takes = f", {banded(found.checkpoint_s, brief)} to write" if plan.has_prediction else ""
     does = "goes on" if chosen.save_async else "waits"
     return [

@@ -259,8 +259,8 @@ def step_warnings(train: Train, batch: BatchPlan, steps: Steps, ranks: int) -> I
         yield f"train.{_key(train)}: {few}; {_more_steps(train, batch, value, ranks)}"
     if train.warmup_steps is not None and train.warmup_steps >= value and low < high:
         yield f"train.warmup_steps: {train.warmup_steps} of {_banded(steps.run)}; {max(1, value // 10)} is a tenth"
-    due = {"save_every_steps": train.save_every_steps, "validate_every_steps": train.validate_every_steps}
-    for key, every in due.items():
+    for key in ("save_every_steps", "validate_every_steps", "sample_every_steps", "profile_every_steps", "until_step"):
+        every = getattr(train, key)
         is_default = every == Train.model_fields[key].default
         if every is not None and not is_default and every > high:
             beyond = f"{every:,} is beyond the end of the run, {_banded(steps.run)}"

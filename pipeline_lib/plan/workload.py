@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipeline_lib.config.checks import LEAST_KEPT_TOKENS
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train
 from pipeline_lib.core.units import count
@@ -95,7 +96,7 @@ def recompute_of(train: Train) -> str:
 # Length of documents, in tokens, from which on full checkpointing keeps the attention's results. There, attention
 # is 26 % of the FLOPs of a layer of Qwen3-8B, and computing it again 8 % of those of a step. The results take as much
 # memory as the layer's input. In shorter documents the time shrinks with the length, and the memory does not.
-KEPT_FROM = 16_384
+KEPT_FROM = LEAST_KEPT_TOKENS
 
 
 def can_keep_attention(train: Train, tokens: float) -> bool:

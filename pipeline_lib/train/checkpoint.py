@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_lib.config.rope import ROPE
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import DEALING, Train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName
@@ -371,11 +371,8 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
 
     def decisive(of: Spec) -> dict[str, Any]:
         """Return what determines the resulting weights, by a name that says where it is set."""
-        settings = {
-            f"{'model' if key == ROPE else 'train'}.{key}": value
-            for key, value in of.settings.items()
-            if key != "until_step"
-        }
+        named = {ROPE: f"model.{ROPE}", DEALING: "what the ranks are dealt"}
+        settings = {named.get(key, f"train.{key}"): value for key, value in of.settings.items() if key != "until_step"}
         inputs = {f"the {name}": ref.digest for name, ref in of.inputs.items()}
         return {**settings, **inputs, "the version of the training code": of.version}
 
@@ -514,16 +511,16 @@ class Saver:
         """Return whether the save in progress has failed on this rank; another rank may learn of it a little later."""
         return self._flight is not None and self._flight.done() and self._flight.exception() is not None
 
-    def save(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int = 0) -> None:
+    def save(self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int = 0) -> None:
         """Start to write `snapshot`; call `wait` first. `waited_s` is how long the loop has waited for it.
 
-        The checkpoint of `best_step` is kept unless it is 0, and so is the newest from before `before_step`. With
-        `save_async: false`, this one is complete on return.
+        The checkpoints of `best_step` and `trusted_step` are kept unless these are 0. With `save_async: false`, this
+        one is complete on return.
         """
         if self.train.save_async:
-            self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, before_step)
+            self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, trusted_step)
         else:  # its parts are made by collectives of the training, whose thread is this one
-            saved = self._publish(snapshot, best_step, waited_s, before_step)
+            saved = self._publish(snapshot, best_step, waited_s, trusted_step)
             saved["wait_s"] += saved["duration_s"]
             self.events.emit(EventName.CHECKPOINT_SAVED, **saved)
 
@@ -548,11 +545,15 @@ class Saver:
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()
 
-    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, before_step: int) -> dict[str, Any]:
+    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int) -> dict[str, Any]:
+        def kept_with(step: int) -> set[int]:
+            """Return the steps to which the guards may go back in a run that continues from `step`, or goes on now."""
+            return {self.train.guards.step_before(step + 1), trusted_step}
+
         def delete_others() -> None:
             if self.world.is_first:
                 self.lock.require()
-                retain(self.folder, self.train.keep_last, snapshot.step, best_step, before_step)
+                retain(self.folder, self.train.keep_last, snapshot.step, best_step, kept_with)
 
         start_s = time.monotonic()
         size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.lock, self.group)

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
+from functools import partial
 from io import StringIO
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -237,7 +237,9 @@ class Zero(Strategy):
         """Read the user's DeepSpeed config, if any. Raises ConfigError if it cannot be merged over ours."""
         self.world = world
         self.train = train
-        chosen = read_deepspeed_json(Path(train.deepspeed_json), train.offload) if train.deepspeed_json else {}
+        given, chosen = train.deepspeed_json, dict[str, Any]()
+        if given is not None:
+            chosen = read_deepspeed_json(given, train.strategy, train.offload)
         self.config = zero_config(train, world.size, accumulation, chosen)
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: torch.optim.Optimizer
@@ -270,12 +272,20 @@ class Zero(Strategy):
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=deepcopy(self.config))
         self._sharded = Sharded(self._engine, self.optimizer)
+        self._load_masters = partial(self._fill_masters, model, load)
         if self.train.precision != "fp32" and self.train.method != "lora":
-            self._make_masters_exact(model, load)
+            self._load_masters()  # DeepSpeed makes them from rounded weights
         return self._engine  # type: ignore[no-any-return]
 
-    def _make_masters_exact(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
-        """Reload the masters, which DeepSpeed makes from rounded weights; adapters are initialized rounded anyway."""
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Load the masters again, and set moments to zero."""
+        for part in self._parts(MOMENTS).values():
+            part.values.zero_()
+        self._load_masters()
+
+    def _fill_masters(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
+        """Load the masters; adapters are rounded to the precision of the computation, as DeepSpeed rounds new ones."""
         trained = {id(parameter) for parameter in self.parameters.values()}
         parts = {}
         for parameter in model.parameters():
@@ -285,6 +295,9 @@ class Zero(Strategy):
                 parts[parameter] = FlatPart(torch.empty(0), 0, tuple(getattr(parameter, "ds_shape", parameter.shape)))
         with held_flat(parts):
             load(model)
+        if self.train.method == "lora":
+            for part in parts.values():
+                part.values.copy_(part.values.to(DTYPES[self.train.precision]))
         self._sharded.take_masters(0)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[Any]:

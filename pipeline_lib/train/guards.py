@@ -89,6 +89,10 @@ class Window:
         """Return the steps that count as skipped among the `window_steps` up to `step`."""
         return [skipped for skipped in self.skipped if skipped > step - self.guards.window_steps]
 
+    def step_before(self, step: int) -> int:
+        """Return the step to which the guards go back if a step after `step` is one too many."""
+        return self.guards.step_before(min(self.recently_skipped(step), default=step + 1))
+
 
 def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: float, supervised_tokens: int) -> Judgement:
     """Decide what to do with `step`. `loss` is the mean over `supervised_tokens`, in nats per token."""

@@ -15,9 +15,10 @@ from torch import Tensor
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
-from pipeline_lib.core.run_folder import first_valid, newest_valid, sealed_steps
+from pipeline_lib.core.run_folder import first_valid, sealed_steps, step_name
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
+from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.batch import Batch, Portion
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
@@ -70,7 +71,8 @@ class Batches:
 
     def of_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global step `step`, from 0."""
-        return list(self.portion.batches(self.reader, self.blocks_of_step(step), self.micro_batch_blocks))
+        blocks, key = self.blocks_of_step(step), key_of(self.seed, step)
+        return list(self.portion.batches(self.reader, blocks, self.micro_batch_blocks, key))
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of the blocks of the whole global step `step`, from 0."""
@@ -200,23 +202,26 @@ class Loop:
             self.roll_back(result)
 
     def roll_back(self, result: StepResult) -> None:
-        """Undo the updates since the newest checkpoint from before the refused steps; its later batches stay used.
+        """Undo the updates since the last step that is saved for this; its later batches stay used.
 
-        Raises Diverged if there is no such checkpoint.
+        Only the number of the first refused step decides which step that is. Raises Diverged if it is not there.
         """
-        step = self.step
-        first = min(self.window.recently_skipped(step), default=step)
+        to_step = self.window.step_before(self.step - 1)
         self.events.notify(EventName.RANK_DOING, what=LOADING)
         self.saver.wait()
-        path = self.choose(lambda: newest_valid(self.saver.folder, first - 1, self.reject))
-        if path is None:
-            raise self.gave_up(result, f"and there is no checkpoint from before step {first} to go back to")
-        scalars = self.load(path)
-        self.updates = int(scalars["updates"])
-        self.rows.undo_after(scalars["step"])
-        before = Window.from_json(self.train.guards, scalars["window"])  # steps that were refused since stay refused
-        self.window.accepted, self.window.sizes = before.accepted, before.sizes
-        self.events.emit(EventName.RUN_ROLLED_BACK, step=step, to_step=scalars["step"], checkpoint=path.name)
+        if to_step == 0:
+            self.stepper.strategy.begin_anew()
+            self.updates, before = 0, Window(self.train.guards)
+        else:
+            saved = self.saver.folder / step_name(to_step)
+            path = self.choose(lambda: first_valid([saved] if saved.exists() else [], self.reject))
+            if path is None:
+                raise self.gave_up(result, f"and {saved}, to which the guards go back, is missing or damaged")
+            scalars = self.load(path)
+            self.updates, before = int(scalars["updates"]), Window.from_json(self.train.guards, scalars["window"])
+        self.rows.undo_after(to_step)
+        self.window.accepted, self.window.sizes = before.accepted, before.sizes  # refused steps stay refused
+        self.events.emit(EventName.RUN_ROLLED_BACK, step=self.step, to_step=to_step)
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
         """Return the error of a run whose steps cannot be trusted."""
@@ -252,7 +257,8 @@ class Loop:
 
     def must_save(self, result: StepResult) -> bool:
         """Return whether a checkpoint is saved after this step."""
-        if self.is_done:
+        guards = self.train.guards
+        if self.is_done or (self.step % guards.rollback_every_steps == 0 and not self.window.has_rolled_back):
             return True
         is_best = self.train.keep_best and self.validations.best_step == self.step
         is_wanted = is_best or result.stop_agreed or result.judgement.verdict == Verdict.ROLL_BACK
@@ -281,8 +287,7 @@ class Loop:
         )
         refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group)
         best_step = self.validations.best_step if self.train.keep_best else 0
-        troubled = self.window.recently_skipped(self.step)
-        self.saver.save(snapshot, best_step, time.monotonic() - start_s, before_step=min(troubled, default=0))
+        self.saver.save(snapshot, best_step, time.monotonic() - start_s, self.window.step_before(self.step))
         self.saved_step = self.step
         self.checkpoint_wait_s += time.monotonic() - start_s
 

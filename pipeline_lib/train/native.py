@@ -176,7 +176,8 @@ class Native(Strategy):
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Load the whole `model` and make its optimizer."""
         prepare_layers(model, self.train)
-        load(model)
+        self._load = partial(load, model)
+        self._load()
         self.own(model)
         return model
 
@@ -268,6 +269,17 @@ class Native(Strategy):
         self.updates = updates
         for parameter in self.parameters.values():
             self.optimizer.state[parameter]["step"].fill_(float(updates))
+
+    def begin_anew(self) -> None:
+        """Load the model again, and set moments to zero."""
+
+        def clear(tensors: Mapping[str, Tensor]) -> None:
+            for name, tensor in tensors.items():
+                if not name.startswith(WEIGHTS):
+                    tensor.zero_()
+
+        self.restore(clear, updates=0)
+        self._load()
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the fp16 loss scale, if there is one."""
@@ -486,7 +498,8 @@ class Fsdp(Native):
             model._apply(  # type: ignore[no-untyped-call]
                 lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
             )
-        load(model)
+        self._load = partial(load, model)
+        self._load()
         self.own(model)
         self._wrapped = cast(FSDPModule, model)
         return model

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.rope import rope_in, without_rope
-from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train
+from pipeline_lib.config.rope import rope_in
+from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
@@ -69,7 +68,7 @@ class RankJob:
         """The settings of the run: those of the computation from the spec, those of the placement from the plan."""
         chosen = self.plan.chosen.model_dump()
         placement = {key: chosen[key] for key in PLACEMENT_KEYS}
-        return read_settings(Train, {**without_rope(self.spec.settings), **placement})
+        return read_train({**self.spec.settings, **placement})
 
     @property
     def run_dir(self) -> Path:
@@ -132,7 +131,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         )
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
-        torch.manual_seed(train.seed + world.rank)  # dropout differs between ranks
+        torch.manual_seed(train.seed + world.rank)  # of a model's own dropout; that of adapters is drawn by block
         stepper = Stepper(wrapped, strategy, world, stop)
         sampler = Sampler.of(held_out, folder, portion, world, job.run_dir) if train.sample_every_steps else None
         placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}

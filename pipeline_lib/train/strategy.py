@@ -165,6 +165,9 @@ class Strategy(Protocol):
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Let `read` fill tensors of those names, and use them as weights and moments after `updates` updates."""
 
+    def begin_anew(self) -> None:
+        """Restore the weights and moments that `spread` left."""
+
     def own_state(self) -> dict[str, Tensor]:
         """Return host copies of what this rank alone needs to continue bitwise: residuals, a loss scale."""
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.config.rope import without_rope
-from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import read_json
@@ -45,7 +43,7 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
         if step not in saved:
             raise ConfigError(COMMAND, [_no_checkpoint(run, step, list(saved))])
         _require_whole(saved, step)
-        for warning in _warnings(saved, step, read_settings(Train, without_rope(training.settings))):
+        for warning in _warnings(saved, step, read_train(training.settings)):
             say(f"warning: {warning}")
         newer = [path for saved_step, path in reversed(saved.items()) if saved_step > step]
         if not newer:
@@ -89,12 +87,12 @@ def _require_whole(saved: Mapping[int, Path], step: int) -> None:
 def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[str]:
     """Yield what the run had at `step` and has lost since, because it keeps only `keep_last` checkpoints."""
     state = read_json(saved[step] / STATE_NAME)
-    refused = Window.from_json(train.guards, state["window"]).recently_skipped(step) if "window" in state else []
-    if refused and min(saved) >= min(refused):
-        steps = ", ".join(map(str, refused))
+    window = Window.from_json(train.guards, state["window"]) if "window" in state else Window(train.guards)
+    back = window.step_before(step)
+    if back > 0 and back not in saved and not window.has_rolled_back:
         yield (
-            f"the guards had skipped step {steps} by then, and no earlier checkpoint is left: if they skip too many "
-            "steps again, the run fails instead of going back"
+            f"step {back}, to which the guards would go back from there, has no checkpoint any more: if they skip too "
+            "many steps, the run fails instead of going back"
         )
     best = state.get("validations", {}).get("best_step")
     if train.keep_best and best and best not in saved:

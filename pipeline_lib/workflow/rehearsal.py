@@ -58,7 +58,7 @@ class Cost:
             low, value, high = (steps * one + beside_s for one in each)
         else:
             save_s = statistics.median([float(event.get("duration_s", 0.0)) for event in saved] or [0.0])
-            low, value = None, steps * step_s + save_s * math.ceil(steps / config.train.save_every_steps)
+            low, value = None, steps * step_s + save_s * config.train.saves(steps)
             high = value
         run_s = Figure(value=value, low=low, high=high)
         return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)

@@ -6,12 +6,13 @@ import pytest
 
 from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
+from pipeline_lib.config.effects import EFFECTS, Result, effect_of
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import PLACEMENT_KEYS, in_file
 from pipeline_lib.core.store import Store
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Revisions
-from tests.config.keys import HUB, LOCAL, TINY, all_keys, base_of, with_value
+from tests.config.keys import HUB, LOCAL, TINY, all_keys, base_of, plain, with_value
 
 REPORT = {"report"}
 EVALUATE = REPORT | {"evaluate"}
@@ -25,138 +26,139 @@ PLAN = {"plan"}
 NAME = {"plan", "report"}
 NOTHING: set[str] = set()
 
-# Every key, another value for it than the default, and the parts that get another digest by it: this table is the
-# surface of the config. A key that goes breaks users' files; a key that begins to change a digest reruns their stages.
-EFFECTS: dict[str, tuple[Any, set[str]]] = {
-    "experiment": ("other", NAME),
-    "model(tiny).tokenizer": ("tokenizers/other", NOTHING),
-    "model(tiny).vocab_tokens": (4096, MODEL),
-    "model(tiny).hidden_size": (256, MODEL),
-    "model(tiny).layers": (2, MODEL),
-    "model(tiny).heads": (8, MODEL),
-    "model(tiny).seed": (1, MODEL),
-    "model(tiny).rope": ({"type": "yarn", "factor": 4.0}, TRAIN),
-    "model(local).path": ("models/moved", NOTHING),
-    "model(local).rope": ({"type": "yarn", "factor": 4.0}, TRAIN),
-    "model(huggingface).name": ("Qwen/Qwen3-4B", MODEL),
-    "model(huggingface).revision": ("b" * 40, MODEL),
-    "model(huggingface).rope": ({"type": "yarn", "factor": 4.0}, TRAIN),
-    "data.train(pydoc).weight": (0.5, SHARD),
-    "data.train(pydoc).max_rows": (100, DATA),
-    "data.train(file).weight": (2.0, SHARD),
-    "data.train(file).format": ("alpaca", TOKENIZE),
-    "data.train(file).columns": ({"output": "answer"}, TOKENIZE),
-    "data.train(file).roles": ({"bot": "assistant"}, TOKENIZE),
-    "data.train(file).max_rows": (10, TOKENIZE),
-    "data.train(file).path": ("moved/*.jsonl", NOTHING),
-    "data.train(file).split": ("test", NOTHING),
-    "data.train(huggingface).weight": (2.0, SHARD),
-    "data.train(huggingface).format": ("text", TOKENIZE),
-    "data.train(huggingface).columns": ({"text": "body"}, TOKENIZE),
-    "data.train(huggingface).roles": ({"bot": "assistant"}, TOKENIZE),
-    "data.train(huggingface).max_rows": (10, TOKENIZE),
-    "data.train(huggingface).name": ("owner/other", DATA),
-    "data.train(huggingface).revision": ("b" * 40, DATA),
-    "data.train(huggingface).subset": ("zh", DATA),
-    "data.train(huggingface).split": ("train_sft", DATA),
-    "data.train(huggingface).files": (["data/*.parquet"], DATA),
-    "data.validation_fraction": (0.1, SHARD),
-    "tokenize.max_tokens": (64, TOKENIZE),
-    "tokenize.over_long": ("truncate", TOKENIZE),
-    "tokenize.thinking": ("mask", TOKENIZE),
-    "tokenize.prompt_thinking": ("on", TOKENIZE),
-    "tokenize.chat_template_kwargs": ({"reasoning_effort": "low"}, TOKENIZE),
-    "tokenize.train_on": ("last_assistant", TOKENIZE),
-    "tokenize.system": ("Be brief.", TOKENIZE),
-    "tokenize.tools": ([{"type": "function", "function": {"name": "clock"}}], TOKENIZE),
-    "tokenize.duplicates": ("drop", TOKENIZE),
-    "tokenize.near_duplicates": (0.9, TOKENIZE),
-    "tokenize.max_dropped_fraction": (0.5, TOKENIZE),
-    "tokenize.max_quarantined_fraction": (0.5, TOKENIZE),
-    "shard.block_tokens": (2048, SHARD),
-    "shard.shards": (2, SHARD),
-    "shard.seed": (1, SHARD),
-    "cluster.nodes": (2, PLAN),
-    "cluster.gpus_per_node": (8, PLAN),
-    "cluster.gpu": ("h200", PLAN),
-    "cluster.gpu_hour_price": (2.5, PLAN),
-    "cluster.internode_gbit_s": (9.0, PLAN),
-    "cluster.intranode_gbyte_s": (100.0, PLAN),
-    "cluster.measured": ("cluster.json", NOTHING),
-    "cluster.cpu_ranks": (4, PLAN),
-    "cluster.launcher": ("srun", PLAN),
-    "cluster.cpus_per_rank": (4, PLAN),
-    "cluster.memory_gb": (64, PLAN),
-    "cluster.runtime_minutes": (10, PLAN),
-    "cluster.max_requeues": (3, PLAN),
-    "train.strategy": ("fsdp", PLAN),
-    "train.shard_ranks": (2, PLAN),
-    "train.context_ranks": (2, PLAN),
-    "train.unit_layers": (2, PLAN),
-    "train.offload": ("optimizer", PLAN),
-    "train.activation_checkpointing": ("full", PLAN),
-    "train.offload_activations": (False, PLAN),
-    "train.kept_attention_layers": (0, PLAN),
-    "train.reshard_after_forward": (False, PLAN),
-    "train.compile": (True, PLAN),
-    "train.attention": ("flash", PLAN),
-    "train.deepspeed_json": ("zero.json", PLAN),
-    "train.micro_batch_blocks": (2, PLAN),
-    "train.save_every_steps": (5, PLAN),
-    "train.save_async": (False, PLAN),
-    "train.keep_last": (5, PLAN),
-    "train.timeout_s": (60, PLAN),
-    "train.start_timeout_s": (60, PLAN),
-    "train.sample_every_steps": (5, PLAN),
-    "train.profile_every_steps": (5, PLAN),
-    "train.deterministic": (True, PLAN),
-    "train.method": ("full", TRAIN),
-    "train.precision": ("fp32", TRAIN),
-    "train.optimizer": ("adamw_8bit", TRAIN),
-    "train.gradient_compression": ("powersgd", TRAIN),
-    "train.powersgd_rank": (2, TRAIN),
-    "train.local_sgd_steps": (4, TRAIN),
-    "train.global_batch_tokens": (131072, TRAIN),
-    "train.global_batch_samples": (64, TRAIN),
-    "train.epochs": (0.5, TRAIN),
-    "train.max_steps": (100, TRAIN),
-    "train.until_step": (10, TRAIN),
-    "train.lr": (1e-4, TRAIN),
-    "train.lr_schedule": ("linear", TRAIN),
-    "train.warmup_fraction": (0.1, TRAIN),
-    "train.warmup_steps": (10, TRAIN),
-    "train.decay_fraction": (0.2, TRAIN),
-    "train.min_lr_fraction": (0.1, TRAIN),
-    "train.weight_decay": (0.0, TRAIN),
-    "train.beta1": (0.8, TRAIN),
-    "train.beta2": (0.9, TRAIN),
-    "train.adam_eps": (1e-6, TRAIN),
-    "train.max_grad_norm": (0.5, TRAIN),
-    "train.freeze": (["model.embed_tokens.*"], TRAIN),
-    "train.router_aux_loss": (0.0, TRAIN),
-    "train.validate_every_steps": (10, TRAIN),
-    "train.early_stop_validations": (3, TRAIN),
-    "train.keep_best": (True, TRAIN),
-    "train.guards.spike_deviations": (10.0, TRAIN),
-    "train.guards.window_steps": (32, TRAIN),
-    "train.guards.max_skips": (5, TRAIN),
-    "train.seed": (1, TRAIN),
-    "train.replica": ("b", TRAIN),
-    "train.lora.rank": (8, TRAIN),
-    "train.lora.alpha": (16, TRAIN),
-    "train.lora.dropout": (0.1, TRAIN),
-    "train.lora.targets": (["q_proj"], TRAIN),
-    "train.lora.rslora": (True, TRAIN),
-    "train.lora.dora": (True, TRAIN),
-    "train.lora.base": ("nf4", TRAIN),
-    "train.lora.lr_ratio": (16.0, TRAIN),
-    "tracking.to": (["tensorboard"], PLAN),
-    "tracking.project": ("other", PLAN),
-    "merge.dtype": ("fp32", MERGE),
-    "merge.base": ("original", MERGE),
-    "evaluate.prompts": (["Who are you?"], EVALUATE),
-    "evaluate.generations": (2, EVALUATE),
-    "evaluate.max_new_tokens": (8, EVALUATE),
+# Every key, and another value for it than the default: this table is the surface of the config. A key that goes breaks
+# users' files; a key that begins to change a digest (config/effects.py) reruns their stages.
+VALUES: dict[str, Any] = {
+    "experiment": "other",
+    "model(tiny).tokenizer": "tokenizers/other",
+    "model(tiny).vocab_tokens": 4096,
+    "model(tiny).hidden_size": 256,
+    "model(tiny).layers": 2,
+    "model(tiny).heads": 8,
+    "model(tiny).seed": 1,
+    "model(tiny).rope": {"type": "yarn", "factor": 4.0},
+    "model(local).path": "models/moved",
+    "model(local).rope": {"type": "yarn", "factor": 4.0},
+    "model(huggingface).name": "Qwen/Qwen3-4B",
+    "model(huggingface).revision": "b" * 40,
+    "model(huggingface).rope": {"type": "yarn", "factor": 4.0},
+    "data.train(pydoc).weight": 0.5,
+    "data.train(pydoc).max_rows": 100,
+    "data.train(file).weight": 2.0,
+    "data.train(file).format": "alpaca",
+    "data.train(file).columns": {"output": "answer"},
+    "data.train(file).roles": {"bot": "assistant"},
+    "data.train(file).max_rows": 10,
+    "data.train(file).path": "moved/*.jsonl",
+    "data.train(file).split": "test",
+    "data.train(huggingface).weight": 2.0,
+    "data.train(huggingface).format": "text",
+    "data.train(huggingface).columns": {"text": "body"},
+    "data.train(huggingface).roles": {"bot": "assistant"},
+    "data.train(huggingface).max_rows": 10,
+    "data.train(huggingface).name": "owner/other",
+    "data.train(huggingface).revision": "b" * 40,
+    "data.train(huggingface).subset": "zh",
+    "data.train(huggingface).split": "train_sft",
+    "data.train(huggingface).files": ["data/*.parquet"],
+    "data.validation_fraction": 0.1,
+    "tokenize.max_tokens": 64,
+    "tokenize.over_long": "truncate",
+    "tokenize.thinking": "mask",
+    "tokenize.prompt_thinking": "on",
+    "tokenize.chat_template_kwargs": {"reasoning_effort": "low"},
+    "tokenize.train_on": "last_assistant",
+    "tokenize.system": "Be brief.",
+    "tokenize.tools": [{"type": "function", "function": {"name": "clock"}}],
+    "tokenize.duplicates": "drop",
+    "tokenize.near_duplicates": 0.9,
+    "tokenize.max_dropped_fraction": 0.5,
+    "tokenize.max_quarantined_fraction": 0.5,
+    "shard.block_tokens": 2048,
+    "shard.shards": 2,
+    "shard.seed": 1,
+    "cluster.nodes": 2,
+    "cluster.gpus_per_node": 8,
+    "cluster.gpu": "h200",
+    "cluster.gpu_hour_price": 2.5,
+    "cluster.internode_gbit_s": 9.0,
+    "cluster.intranode_gbyte_s": 100.0,
+    "cluster.measured": "cluster.json",
+    "cluster.cpu_ranks": 4,
+    "cluster.launcher": "srun",
+    "cluster.cpus_per_rank": 4,
+    "cluster.memory_gb": 64,
+    "cluster.runtime_minutes": 10,
+    "cluster.max_requeues": 3,
+    "train.strategy": "fsdp",
+    "train.shard_ranks": 2,
+    "train.context_ranks": 2,
+    "train.unit_layers": 2,
+    "train.offload": "optimizer",
+    "train.activation_checkpointing": "full",
+    "train.offload_activations": False,
+    "train.kept_attention_layers": 0,
+    "train.reshard_after_forward": False,
+    "train.compile": True,
+    "train.attention": "flash",
+    "train.deepspeed_json": "zero.json",
+    "train.micro_batch_blocks": 2,
+    "train.save_every_steps": 5,
+    "train.save_async": False,
+    "train.keep_last": 5,
+    "train.timeout_s": 60,
+    "train.start_timeout_s": 60,
+    "train.sample_every_steps": 5,
+    "train.profile_every_steps": 5,
+    "train.deterministic": True,
+    "train.method": "full",
+    "train.precision": "fp32",
+    "train.optimizer": "adamw_8bit",
+    "train.gradient_compression": "powersgd",
+    "train.powersgd_rank": 2,
+    "train.local_sgd_steps": 4,
+    "train.global_batch_tokens": 131072,
+    "train.global_batch_samples": 64,
+    "train.epochs": 0.5,
+    "train.max_steps": 100,
+    "train.until_step": 10,
+    "train.lr": 1e-4,
+    "train.lr_schedule": "linear",
+    "train.warmup_fraction": 0.1,
+    "train.warmup_steps": 10,
+    "train.decay_fraction": 0.2,
+    "train.min_lr_fraction": 0.1,
+    "train.weight_decay": 0.0,
+    "train.beta1": 0.8,
+    "train.beta2": 0.9,
+    "train.adam_eps": 1e-6,
+    "train.max_grad_norm": 0.5,
+    "train.freeze": ["model.embed_tokens.*"],
+    "train.router_aux_loss": 0.0,
+    "train.validate_every_steps": 10,
+    "train.early_stop_validations": 3,
+    "train.keep_best": True,
+    "train.guards.spike_deviations": 10.0,
+    "train.guards.window_steps": 32,
+    "train.guards.max_skips": 5,
+    "train.guards.rollback_every_steps": 50,
+    "train.seed": 1,
+    "train.replica": "b",
+    "train.lora.rank": 8,
+    "train.lora.alpha": 16,
+    "train.lora.dropout": 0.1,
+    "train.lora.targets": ["q_proj"],
+    "train.lora.rslora": True,
+    "train.lora.dora": True,
+    "train.lora.base": "nf4",
+    "train.lora.lr_ratio": 16.0,
+    "tracking.to": ["tensorboard"],
+    "tracking.project": "other",
+    "merge.dtype": "fp32",
+    "merge.base": "original",
+    "evaluate.prompts": ["Who are you?"],
+    "evaluate.generations": 2,
+    "evaluate.max_new_tokens": 8,
 }
 CONTENT = Content(model={"config.json": "0" * 64}, data=({"rows.jsonl": "1" * 64},))
 
@@ -175,14 +177,59 @@ def changed(one: Experiment, other: Experiment) -> set[str]:
 
 
 def test_the_table_has_every_key_of_the_schema() -> None:
-    assert list(EFFECTS) == [key for key in all_keys() if not key.endswith(".source")]
+    assert list(VALUES) == [key for key in all_keys() if not key.endswith(".source")]
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
+    effect = effect_of(key)
+    assert effect is not None
+    downloaded = "model" if key.startswith("model") else "data.0"
+    affected = {downloaded if stage == "download" else stage for stage in effect.stages}
+
+    assert changed(compiled(base_of(key)), compiled(with_value(key, VALUES[key]))) == affected
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_a_key_changes_what_it_decides_and_all_that_is_made_from_that(key: str) -> None:
-    value, affected = EFFECTS[key]
+def test_what_changes_a_result_changes_a_digest_and_what_changes_none_leaves_the_training(key: str) -> None:
+    effect, computing = EFFECTS[key], {"train", "merge", "evaluate"}
+    changes_result = effect.result == Result.YES
+    assert changes_result == bool(computing & {*effect.stages}) or key == "train.replica"
 
-    assert changed(compiled(base_of(key)), compiled(with_value(key, value))) == affected
+
+def test_the_table_has_no_key_that_the_schema_lacks() -> None:
+    """Those of `source` decide which other keys there are."""
+    known = {name for key in all_keys() for name in (key, plain(key), plain(key).rpartition(".")[0])}
+    assert EFFECTS.keys() - known == set()
+
+
+@pytest.mark.parametrize("approximation", [{"local_sgd_steps": 4}, {"gradient_compression": "powersgd"}])
+@pytest.mark.parametrize("changed_by", [{"cluster": {"cpu_ranks": 4}}, {"train": {"micro_batch_blocks": 2}}])
+def test_what_ranks_are_dealt_decides_a_training_in_which_each_approximates_by_itself(
+    approximation: dict[str, Any], changed_by: dict[str, Any]
+) -> None:
+    def of(train: dict[str, Any], sections: dict[str, Any]) -> Experiment:
+        return compiled({**TINY, **sections, "train": {**train, **sections.get("train", {})}})
+
+    assert changed(of(approximation, {}), of(approximation, changed_by)) == TRAIN
+    assert changed(of({}, {}), of({}, changed_by)) == PLAN
+
+
+@pytest.mark.parametrize("kind", ["tiny", "local", "huggingface"])
+def test_a_factor_of_one_stretches_nothing(kind: str) -> None:
+    key = f"model({kind}).rope"
+    assert changed(compiled(base_of(key)), compiled(with_value(key, {"type": "yarn", "factor": 1.0}))) == NOTHING
+
+
+def test_the_content_of_a_deepspeed_json_is_part_of_the_plan_and_where_it_lies_is_not() -> None:
+    def of(path: str, content: str) -> Experiment:
+        config = {**TINY, "train": {"strategy": "zero2", "deepspeed_json": path}}
+        return compiled(config, Content(CONTENT.model, CONTENT.data, deepspeed_json=content))
+
+    base = of("zero.json", "{}")
+    assert changed(base, of("moved.json", "{}")) == NOTHING
+    assert changed(base, of("zero.json", '{"steps_per_print":9}')) == PLAN
+    assert of("zero.json", '{"steps_per_print":9}').specs["plan"].settings["train"]["deepspeed_json"].startswith("{")
 
 
 def test_what_was_measured_is_part_of_the_plan_and_where_it_lies_is_not() -> None:
@@ -208,9 +255,9 @@ def test_the_plan_is_told_what_auto_has_to_leave_as_it_is() -> None:
 
 
 def test_what_says_only_where_and_how_often_decides_the_plan_alone() -> None:
-    in_table = {key for key, (_, affected) in EFFECTS.items() if affected == PLAN}
+    in_table = {key for key, effect in EFFECTS.items() if {*effect.stages} == PLAN}
 
-    whole = {key for key in EFFECTS if key.startswith(("cluster.", "tracking."))} - {"cluster.measured"}
+    whole = {key for key in VALUES if key.startswith(("cluster.", "tracking."))} - {"cluster.measured"}
     assert in_table == whole | {in_file(key) for key in PLACEMENT_KEYS}
 
 
@@ -337,7 +384,7 @@ def test_the_digests_of_a_config_never_change() -> None:
         "data.0": "dceee265e3fe3e37",
         "tokenize": "5163851f986d89e0",
         "shard": "d7abeb47a98ddeb9",
-        "plan": "5f00d0b1ef5fa2c0",
+        "plan": "72f120f0378efbb0",
         "train": "818e22097ac316e5",
         "merge": "a9a7eca60a373306",
         "evaluate": "e7428d3e7a978b13",

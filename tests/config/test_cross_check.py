@@ -57,6 +57,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.kept_attention_layers",
         "has no effect with train.activation_checkpointing: none; set that to full, or remove this key",
     ),
+    ({"kept_attention_layers": 0}, {}, "train.kept_attention_layers", "has no effect, * up to 1,024 tokens * 16,384 *"),
+    ({"kept_attention_layers": 0, "strategy": "zero2"}, {}, "train.kept_attention_layers", "* be ddp, fsdp or hsdp"),
+    ({"strategy": "zero1", "reshard": True}, {}, "train.reshard_after_forward", "has no effect * zero1; remove it"),
+    ({"lr_schedule": "constant", "min_lr_fraction": 0.1}, {}, "train.min_lr_fraction", "* 'constant'; remove it"),
+    (
+        {"guards": {"max_skips": 10, "window_steps": 10}},
+        {},
+        "train.guards.max_skips",
+        "10 steps cannot be exceeded within train.guards.window_steps (10), *; lower it",
+    ),
+    ({"context_ranks": 2, "gradient_compression": "powersgd"}, FOUR, "train.context_ranks", "* remove one of them"),
     ({"context_ranks": 3}, FOUR, "train.context_ranks", "3 does not divide 4 ranks; it may be 1, 2 or 4"),
     ({"context_ranks": 2, "strategy": "zero2"}, FOUR, "train.context_ranks", "* zero2; * may be ddp, fsdp or hsdp"),
     ({"context_ranks": 2, "local_sgd_steps": 4}, FOUR, "train.context_ranks", "* makes updates alone; remove one *"),
@@ -169,6 +180,12 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "several nodes that were measured": ({}, {"nodes": 2, "measured": "cluster.json"}),
     "profile on CPUs": ({"profile_every_steps": 5}, {}),
 }
+
+
+def test_a_vocabulary_beside_a_tokenizer_is_refused() -> None:
+    model = {"source": "tiny", "tokenizer": "tokenizers/mine", "vocab_tokens": 512}
+    [(keys, _)] = cross_check(Config.model_validate_json(json.dumps({**BASE, "model": model})))
+    assert dotted(keys) == "model.vocab_tokens"
 
 
 @pytest.mark.parametrize(("train", "cluster"), ALLOWED.values(), ids=ALLOWED)

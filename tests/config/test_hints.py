@@ -38,7 +38,8 @@ KEYS_OF = {
     ),
     "DeepSpeed and the launchers": (
         "zero_optimization offload_optimizer train_micro_batch_size_per_gpu gradient_clipping num_gpus hostfile"
-        " nproc_per_node master_addr tensor_parallel eps"
+        " nproc_per_node master_addr tensor_parallel eps device_map fp16_opt_level pipeline_parallel T_max"
+        " use_orig_params"
     ),
 }
 

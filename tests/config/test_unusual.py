@@ -34,6 +34,24 @@ def test_what_nobody_trains_with_is_warned_of(tmp_path: Path, text: str, said: l
     assert all(warning.startswith(begins) for warning, begins in zip(warnings, said, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("text", "idle"),
+    [
+        ("cluster: {gpu: h200, gpu_hour_price: 2}", ["cluster.gpu", "cluster.gpu_hour_price"]),
+        ("train: {attention: flash, deterministic: true}", ["train.attention", "train.deterministic"]),
+        ("cluster: {gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks"]),
+        ("train: {gradient_compression: bf16}\ncluster: {cpu_ranks: 1}", ["train.gradient_compression"]),
+        ("train: {local_sgd_steps: 4}\ncluster: {cpu_ranks: 1}", ["train.local_sgd_steps"]),
+        ("tracking: {project: mine}", ["tracking.project"]),
+        ("evaluate: {generations: 0, max_new_tokens: 9}", ["evaluate.max_new_tokens"]),
+        ("evaluate: {generations: 0, max_new_tokens: 9, prompts: [Who?]}", []),
+        ("train: {gradient_compression: bf16, deterministic: true}\ncluster: {gpus_per_node: 2, gpu: h200}", []),
+    ],
+)
+def test_what_has_no_effect_here_is_warned_of(tmp_path: Path, text: str, idle: list[str]) -> None:
+    assert [warning.partition(": ")[0] for warning in found(tmp_path, text)] == idle
+
+
 def test_a_weight_far_from_one_is_warned_of(tmp_path: Path) -> None:
     [warning] = warnings_of(load_configs(written(tmp_path, VALID.replace("pydoc}", "pydoc, weight: 1000}"))))
     assert warning.startswith("data.train[0].weight: 1000 is unusual")

@@ -21,6 +21,7 @@ from pipeline_lib.data.conversations import Conversation
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.encode import Encoder, Sample
 from pipeline_lib.data.pool import Limits
+from pipeline_lib.plan.known import losses_of
 from tests.data.pool_tasks import LossyEncoder, WrongEncoder
 from tests.processes import wait_for, workers_alive
 
@@ -183,16 +184,6 @@ BAD = [{"instruction": "What?", "output": ""}, row(5, "a<|im_end|>b")]
 
 def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Jsonl) -> None:
     path = jsonl([row(1), *BAD, row(2)])
-    made = pipeline.tokenize(path, tokenize={"max_quarantined_fraction": 0.5})
-    quarantine = read_jsonl(made.path / "quarantine.jsonl")
-    assert [(entry["reason"], entry["line"], entry["file"]) for entry in quarantine] == [
-        ("empty", 2, "rows.jsonl"),
-        ("control_token", 3, "rows.jsonl"),
-    ]
-    assert "a<|im_end|>b" in quarantine[1]["excerpt"]
-    assert made.manifest.counts["quarantined"] == {"control_token": 1, "empty": 1}
-    assert Samples(made.path).conversations.tolist() == [0, 1]
-
     experiment = pipeline.compile(data=[{"source": "file", "path": str(path)}])
     with pytest.raises(DataError) as caught:
         pipeline.run(experiment, "tokenize")
@@ -207,6 +198,16 @@ def test_bad_rows_are_kept_apart_up_to_the_limit(pipeline: Pipeline, jsonl: Json
         assert part in str(caught.value)
     assert len(read_jsonl(full_list)) == 2
     assert not pipeline.store.sealed(experiment.ref("tokenize")).exists()
+
+    made = pipeline.tokenize(path, tokenize={"max_quarantined_fraction": 0.5})
+    quarantine = read_jsonl(made.path / "quarantine.jsonl")
+    assert [(entry["reason"], entry["line"], entry["file"]) for entry in quarantine] == [
+        ("empty", 2, "rows.jsonl"),
+        ("control_token", 3, "rows.jsonl"),
+    ]
+    assert "a<|im_end|>b" in quarantine[1]["excerpt"]
+    assert made.manifest.counts["quarantined"] == {"control_token": 1, "empty": 1}
+    assert Samples(made.path).conversations.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,29 @@ def test_cut_samples_count_as_lost(pipeline: Pipeline, jsonl: Jsonl) -> None:
     made = pipeline.tokenize(path, tokenize={**settings, "max_dropped_fraction": 0.5})
     assert made.manifest.counts["truncated"] == 1
     assert np.diff(Samples(made.path).offsets).max() == 64
+
+
+def test_limits_of_what_is_lost_compute_nothing_again_and_hold_for_what_is_sealed(
+    pipeline: Pipeline, jsonl: Jsonl
+) -> None:
+    """A row of two is too long, and one of three is no row."""
+    path = jsonl([row(1), row(2, "x " * 100), {"odd": 1}])
+    data = [{"source": "file", "path": str(path), "format": "alpaca"}]
+    loose = {"max_dropped_fraction": 0.5, "max_quarantined_fraction": 0.4}
+    made = pipeline.run(pipeline.compile(data=data, tokenize=loose), "tokenize")["tokenize"]
+
+    for limits, refused in (
+        ({"max_dropped_fraction": 0.9, "max_quarantined_fraction": 0.9}, set()),
+        ({**loose, "max_dropped_fraction": 0.49}, {"tokenize.max_dropped_fraction"}),
+        ({}, {"tokenize.max_dropped_fraction", "tokenize.max_quarantined_fraction"}),
+    ):
+        experiment = pipeline.compile(data=data, tokenize=limits)
+        assert pipeline.store.sealed(experiment.ref("tokenize")) == made.path
+        problems = losses_of(experiment.config, pipeline.store)
+        assert {problem.partition(":")[0] for problem in problems} == refused
+
+    (made.path / "ledger.json").write_text("{")
+    assert losses_of(experiment.config, pipeline.store) == []  # the stage that reads it names the damage
 
 
 def test_a_given_format_is_used_and_other_rows_are_set_aside(pipeline: Pipeline, jsonl: Jsonl) -> None:

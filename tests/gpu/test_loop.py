@@ -50,7 +50,8 @@ def test_a_killed_run_resumes_from_a_checkpoint_that_was_written_beside_it(arena
 @two_gpus
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bad_steps_on_one_gpu_change_no_bit_and_take_the_run_back(arena: Arena, tmp_path: Path, strategy: str) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "save_every_steps": 3, "epochs": 2, "guards": {"max_skips": 1}}
+    settings: dict[str, Any] = {"strategy": strategy, "epochs": 2}
+    settings["guards"] = {"max_skips": 1, "rollback_every_steps": 3}
     job = arena.job(2, tmp_path / "out", device="cuda", **settings)
     courses = run_ranks(train_poisoned, 2, job, Poison({8: NAN_LOSS, 9: INF_GRADIENT}))
     for course in courses.values():

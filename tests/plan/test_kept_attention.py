@@ -176,6 +176,20 @@ def test_more_layers_than_have_attention_are_refused(model: str, layers: int) ->
     assert found == [[], [f"train.kept_attention_layers: {of_model}"]]
 
 
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"router_aux_loss": 0.01}, {"Qwen3-8B": ["train.router_aux_loss"], "Qwen3-30B-A3B": []}),
+        ({"unit_layers": 37}, {"Qwen3-8B": ["train.unit_layers"], "Qwen3-30B-A3B": []}),
+    ],
+)
+def test_keys_that_do_nothing_for_a_model_are_refused(settings: dict[str, Any], refused: dict[str, list[str]]) -> None:
+    for model, keys in refused.items():
+        geometry = geometry_in(published(f"Qwen/{model}") or {})
+        found = geometry.problems(Train.model_validate(settings), 4096)
+        assert [problem.partition(":")[0] for problem in found] == keys
+
+
 def test_a_run_is_possible_if_it_is_without_any_results_kept() -> None:
     """The least host memory that is named is what the inputs of the layers need."""
     for memory_gb, is_enough in ((86, False), (87, True)):

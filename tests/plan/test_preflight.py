@@ -442,6 +442,22 @@ def test_a_first_row_that_may_be_put_aside_is_no_problem(tmp_path: Path, store: 
     assert problems(data_of(tmp_path / "rows.jsonl", tokenize={"max_quarantined_fraction": 0.5}), store) == []
 
 
+@pytest.mark.parametrize(
+    ("row", "more", "idle"),
+    [
+        ('{"text": "some text"}', {"tokenize": {"thinking": "strip", "system": "Be brief."}}, ["system", "thinking"]),
+        ('{"text": "some text"}', {"tokenize": {"system": "Be."}, "evaluate": {"prompts": ["Who?"]}}, []),
+        (json.dumps({"messages": TURNS}), {"tokenize": {"thinking": "strip"}}, []),
+    ],
+)
+def test_keys_of_conversations_are_refused_for_raw_text(
+    tmp_path: Path, store: Store, row: str, more: dict[str, Any], idle: list[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(row)
+    found = problems(data_of(tmp_path / "rows.jsonl", **more), store)
+    assert [problem.partition(": has no effect")[0] for problem in found] == [f"tokenize.{key}" for key in idle]
+
+
 @pytest.mark.parametrize("kind", ["local", "tiny"])
 def test_conversations_need_a_model_with_a_chat_template(tmp_path: Path, store: Store, kind: str) -> None:
     """`check` says what the tokenize stage would say; texts, and rows that nothing is known of, need no template."""

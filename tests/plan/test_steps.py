@@ -232,6 +232,11 @@ def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]
         (warned(40, max_steps=40), ["train.max_steps: 40 optimizer steps in all, fewer than 50; set .* to 50 or more"]),
         (warned(100, save_every_steps=101), ["train.save_every_steps: 101 is beyond the end .*, 100 .*; try 25"]),
         (warned(100, validate_every_steps=500), ["train.validate_every_steps: 500 is beyond the end .*; try 25"]),
+        (warned(100, until_step=101), ["train.until_step: 101 is beyond the end .*; try 25"]),
+        (
+            warned(100, sample_every_steps=200, profile_every_steps=200),
+            ["train.sample_every_steps: 200 is", "train.profile_every_steps: 200 is"],
+        ),
         (warned(60), []),  # the default of save_every_steps, 100, is nobody's wish
         (warned(100, band=20, warmup_steps=100), ["warmup_steps: 100 of about 100 optimizer steps .80 to 120.; 10 is"]),
     ],

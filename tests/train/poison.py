@@ -1,5 +1,6 @@
 """Training in which chosen steps go wrong on one rank: a loss or a gradient that is not finite, a spike."""
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.errors import Interrupted, TrainingError
 from pipeline_lib.train import rank as rank_module
 from pipeline_lib.train import step as step_module
 from pipeline_lib.train.rank import RankJob, train_rank
-from tests.train.helpers import Killed, digest_of
+from tests.train.helpers import Killed, digest_of, signal_this
 
 NAN_LOSS, INF_GRADIENT, SPIKE = "nan_loss", "inf_gradient", "spike"
 _LOSS_FACTORS = {NAN_LOSS: float("nan"), SPIKE: 50.0}
@@ -19,10 +20,11 @@ _LOSS_FACTORS = {NAN_LOSS: float("nan"), SPIKE: 50.0}
 
 @dataclass
 class Poison:
-    """What goes wrong in which step, on rank 1; and at which event the run is killed, if at any."""
+    """What goes wrong in which step, on rank 1; at which event the run is killed, and when it is asked to stop."""
 
     steps: Mapping[int, str]
     killed_at: tuple[str, int] | None = None  # name and step of an event
+    stopped_in: int | None = None  # the step in which every rank gets a SIGTERM
 
 
 @dataclass
@@ -53,11 +55,13 @@ def train_poisoned(environ: Mapping[str, str], job: RankJob, poison: Poison) -> 
             course.events.append((name, fields))
         if poison.killed_at == (name, fields.get("step")):
             raise Killed
+        if name == "step.begin" and fields["step"] == poison.stopped_in:
+            signal_this(signal.SIGTERM)
 
     _replace(environ["RANK"] == "1", poison, now, strategies)
     try:
         train_rank(job, environ, lambda _: None, (observe,))
-    except Killed:
+    except (Killed, Interrupted):
         pass
     except TrainingError as error:
         course.error, course.exit_code = str(error), error.exit_code

@@ -189,8 +189,10 @@ def test_other_names_are_not_mistaken_for_steps(folder: Path, name: str) -> None
     assert rejected(folder) == (folder / "step-00000006", [])
 
 
-@pytest.mark.parametrize("kept", [{"best_step": 3}, {"before_step": 6}], ids=["the best", "what guards go back to"])
-def test_retention_keeps_the_newest_and(folder: Path, kept: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "kept", [{"best_step": 3}, {"kept_with": lambda step: {step // 6 * 3}}], ids=["the best", "what guards go back to"]
+)
+def test_retention_keeps_the_newest_and(folder: Path, kept: dict[str, Any]) -> None:
     retain(folder, 1, step=9, **kept)
     assert names_in(folder) == ["step-00000003", "step-00000009"]
     retain(folder, 1, step=9)

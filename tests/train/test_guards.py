@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_bad_step_on_one_rank_is_skipped_by_all_and_changes_no_bit(
         assert "Infinity" not in (tmp_path / "out" / name).read_text()
 
 
-ROLLING_BACK: dict[str, Any] = {"save_every_steps": 3, "guards": {"max_skips": 1}, "epochs": 2, "keep_last": 9}
+ROLLING_BACK: dict[str, Any] = {"guards": {"max_skips": 1, "rollback_every_steps": 3}, "epochs": 2, "keep_last": 9}
 TWICE_BAD = {8: NAN_LOSS, 9: INF_GRADIENT}
 
 
@@ -168,7 +169,7 @@ def test_too_many_bad_steps_take_the_run_back_and_their_batches_stay_used(
 
 
 ADAPTERS: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
-WITH_DROPOUT: dict[str, Any] = {**ROLLING_BACK, **ADAPTERS, "save_every_steps": 6}
+WITH_DROPOUT: dict[str, Any] = {**ROLLING_BACK, **ADAPTERS, "guards": {"max_skips": 1, "rollback_every_steps": 6}}
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,76 @@ def test_a_second_time_the_run_gives_up_and_says_where_to_look(arena: Arena, tmp
         assert f"step {event['step']}: {', '.join(map(str, event['blocks']))}" in courses[0].error
 
 
-def test_without_a_checkpoint_from_before_the_trouble_the_run_gives_up(arena: Arena, tmp_path: Path) -> None:
-    settings = {**ROLLING_BACK, "save_every_steps": 1, "keep_last": 1}
-    courses = poisoned(arena, tmp_path / "out", Poison({1: NAN_LOSS, 2: NAN_LOSS}), **settings)
-    assert "there is no checkpoint from before step 1" in courses[0].error
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp", "offload": "optimizer+params"},
+        {"strategy": "zero2", "precision": "bf16"},
+        {"strategy": "zero3", "precision": "bf16"},
+        {"strategy": "zero1", "precision": "bf16", "method": "lora"},
+        {"strategy": "fsdp", "precision": "bf16", "method": "lora"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_early_trouble_takes_the_run_back_to_the_model_as_it_was(
+    arena: Arena, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """No checkpoint of step 0 is written for that."""
+    courses = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), epochs=2, guards={"max_skips": 1}, **settings)
+    for course in courses:
+        assert course.digests[10] == course.digests[1] != course.digests[7]
+        assert [event["to_step"] for event in course.named("run.rolled_back")] == [0]
+    assert [row.get("verdict") for row in rows(tmp_path / "out")][:7] == ["undone"] * 7
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["updates"] == 3
+
+
+BY_THE_DIGEST: dict[str, Any] = {"guards": {"max_skips": 1, "rollback_every_steps": 5}, "epochs": 2, "keep_last": 1}
+
+
+@pytest.fixture(scope="module")
+def back_to_five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("five")
+    courses = poisoned(make_arena(root), root / "out", Poison(TWICE_BAD), **BY_THE_DIGEST)
+    assert [event["to_step"] for event in courses[0].named("run.rolled_back")] == [5]
+    return root / "out"
+
+
+@pytest.mark.parametrize(
+    ("save_every_steps", "ends_in"),
+    [
+        (1, {}),
+        (4, {}),
+        (7, {}),
+        (3, {"killed_at": ("step.begin", 9)}),
+        (100, {"stopped_in": 7}),
+        (4, {"stopped_in": 8}),
+    ],
+)
+def test_how_far_the_run_goes_back_does_not_depend_on_what_happened_to_be_saved(
+    arena: Arena, back_to_five: Path, tmp_path: Path, save_every_steps: int, ends_in: dict[str, Any]
+) -> None:
+    settings = {**BY_THE_DIGEST, "save_every_steps": save_every_steps}
+    if ends_in:
+        poisoned(arena, tmp_path / "ended", Poison(TWICE_BAD, **ends_in), **settings)
+    poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), **settings)
+    assert_same_result(tmp_path / "out", back_to_five)
+    found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "out", back_to_five))
+    assert found == expected
+
+
+def test_the_step_to_go_back_to_outlives_newer_ones_while_a_refused_step_counts(arena: Arena, tmp_path: Path) -> None:
+    """Step 8 is refused and saved, and step 4 is needed until the refusal is forgotten."""
+    settings = {**BY_THE_DIGEST, "guards": {"max_skips": 1, "rollback_every_steps": 4}, "save_every_steps": 1}
+    courses = poisoned(arena, tmp_path / "out", Poison({8: NAN_LOSS, 11: NAN_LOSS}), **settings)
+    assert [(event["step"], event["to_step"]) for event in courses[0].named("run.rolled_back")] == [(11, 4)]
+
+
+def test_without_the_checkpoint_to_go_back_to_the_run_gives_up(arena: Arena, tmp_path: Path) -> None:
+    settings = {**BY_THE_DIGEST, "save_every_steps": 7}
+    poisoned(arena, tmp_path / "killed", Poison(TWICE_BAD, ("step.begin", 8)), **settings)
+    job = arena.job(2, tmp_path / "out", **settings)
+    shutil.rmtree(job.run_dir / "checkpoints" / "step-00000005")
+    courses = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), **settings)
+    assert courses[0].exit_code == 70
+    assert "step-00000005, to which the guards go back, is missing or damaged" in courses[0].error

@@ -133,6 +133,18 @@ def test_dropout_continues_with_the_same_random_numbers(
     assert_same_result(resumed, whole(2, **lora))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "placement"),
+    [(2, {"micro_batch_blocks": 2}), (2, {"context_ranks": 2}), (4, {"strategy": "fsdp", "recompute": "full"})],
+)
+def test_dropout_is_the_same_however_the_batch_is_spread(
+    whole: Callable[..., Path], ranks: int, placement: dict[str, Any]
+) -> None:
+    lora: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
+    alone, spread = losses(whole(1, **lora)), losses(whole(ranks, **lora, **placement))
+    assert spread == pytest.approx(alone, rel=2e-5)
+
+
 def test_a_hanging_rank_ends_the_run_at_the_deadline(arena: Arena, tmp_path: Path) -> None:
     job = arena.job(2, tmp_path / "out", timeout_s=3)
     said = run_ranks(train_while_one_rank_hangs, 2, job, 3, 8.0)

@@ -61,7 +61,8 @@ def test_stopped_by_until_step_rewound_twice_and_continued(
 
 
 BAD = Poison({8: NAN_LOSS, 9: INF_GRADIENT})
-GUARDED: dict[str, Any] = {"save_every_steps": 2, "guards": {"max_skips": 1}, "epochs": 2, "keep_last": 9}
+GUARDED: dict[str, Any] = {"save_every_steps": 2, "epochs": 2, "keep_last": 9}
+GUARDED["guards"] = {"max_skips": 1, "rollback_every_steps": 3}
 
 
 def test_refused_steps_and_the_way_back_are_the_same_again(arena: Arena, tmp_path: Path) -> None:

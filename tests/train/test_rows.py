@@ -158,7 +158,8 @@ def poisoned_with_short_files(environ: Mapping[str, str], job: RankJob, poison: 
 
 
 def test_going_back_marks_rows_of_full_files(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_every_steps": 6, "guards": {"max_skips": 1}, "epochs": 2, "keep_last": 9}
+    settings: dict[str, Any] = {"save_every_steps": 6, "epochs": 2, "keep_last": 9}
+    settings["guards"] = {"max_skips": 1, "rollback_every_steps": 6}
     poison = Poison({10: NAN_LOSS, 11: INF_GRADIENT})
     run_ranks(poisoned_with_short_files, 2, arena.job(2, tmp_path / "out", **settings), poison)
     assert [found["step"] for found in rows(tmp_path / "out")] == list(range(1, 13))

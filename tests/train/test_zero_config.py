@@ -55,7 +55,7 @@ def test_placement_keys_of_a_user_are_merged_over_ours(tmp_path: Path) -> None:
             "comms_logger": {"enabled": True},
         },
     )
-    chosen = read_deepspeed_json(path, "optimizer")
+    chosen = read_deepspeed_json(str(path), "zero2", "optimizer")
     config = zero_config(Train(strategy="zero2", offload="optimizer"), 2, 1, chosen)
     zero = config["zero_optimization"]
     assert (zero["stage"], zero["overlap_comm"]) == (2, False)
@@ -84,7 +84,7 @@ def test_every_key_that_is_not_of_placement_is_refused_at_once(tmp_path: Path) -
             },
         },
     )
-    problems = json_problems(path, "none")
+    problems = json_problems(str(path), "zero2", "none")
     assert [problem.split(": ", 2)[1] for problem in problems] == [
         *("train_batch_size", "optimizer", "bf16", "gradient_clipping", "comms_loger", "zero_optimization.stage"),
         *("zero_optimization.zero_quantized_gradients", "zero_optimization.offload_param.device"),
@@ -98,16 +98,42 @@ def test_every_key_that_is_not_of_placement_is_refused_at_once(tmp_path: Path) -
     assert "train.strategy" in problems[5]
     assert "train.offload" in problems[7]
     with pytest.raises(ConfigError, match="10 problems"):
-        read_deepspeed_json(path, "none")
+        read_deepspeed_json(str(path), "zero2", "none")
 
 
 @pytest.mark.parametrize(
     "text", ["{", "[1]", '{"zero_optimization": 3}', '{"zero_optimization": {"offload_param": 1}}']
 )
 def test_what_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
-    assert len(json_problems(written(tmp_path, text), "none")) == 1
+    assert len(json_problems(str(written(tmp_path, text)), "zero2", "none")) == 1
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_the_stage_may_be_named_if_it_is_that_of_the_strategy(tmp_path: Path, strategy: str) -> None:
+    path = str(written(tmp_path, {"zero_optimization": {"stage": int(strategy[-1])}}))
+    assert json_problems(path, strategy, "none") == []
+    for other in {"zero1", "zero2", "zero3"} - {strategy}:
+        [problem] = json_problems(path, other, "none")
+        assert f"contradicts train.strategy: {other}" in problem
+
+
+def test_no_key_that_deepspeed_knows_is_called_unknown(tmp_path: Path) -> None:
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    fields = config.DeepSpeedZeroConfig.model_fields.items()
+    names = sorted({field.alias or name for name, field in fields} - {"stage", "offload_optimizer", "offload_param"})
+    found = json_problems(str(written(tmp_path, {"zero_optimization": dict.fromkeys(names, 1)})), "zero2", "none")
+    assert found
+    assert not [problem for problem in found if "unknown" in problem]
+
+
+def test_keys_of_ours_lead_to_the_command_that_converts_them(tmp_path: Path) -> None:
+    path = written(tmp_path, {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}})
+    assert [f"pipeline_lib import {path}" in problem for problem in json_problems(str(path), "zero2", "none")] == [
+        False,
+        True,
+    ]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gone.json"):
-        read_deepspeed_json(tmp_path / "gone.json", "none")
+        read_deepspeed_json(str(tmp_path / "gone.json"), "zero2", "none")

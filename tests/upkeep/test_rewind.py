@@ -183,18 +183,18 @@ def test_of_a_sweep_one_experiment_is_named(shop: Shop, capsys: Captured) -> Non
 
 
 def test_what_was_needed_at_the_step_and_is_gone_is_told(shop: Shop, config: Path, capsys: Captured) -> None:
-    config.write_text(
-        config.read_text().replace("save_every_steps", "keep_best: true, validate_every_steps: 1, save_every_steps")
-    )
+    more = "keep_best: true, validate_every_steps: 1, guards: {rollback_every_steps: 3}, save_every_steps"
+    config.write_text(config.read_text().replace("save_every_steps", more))
     window = {"accepted": [], "sizes": [], "skipped": [4, 5], "refused_in_a_row": 0, "has_rolled_back": False}
     state = {"window": window, "validations": {"best_step": 2, "best_loss": 1.0}}
     save(shop, config, 6, 9, **state)
 
     said = rewind(capsys, "my.yaml", "--step", "6")
 
-    assert "warning: the guards had skipped step 4, 5 by then, and no earlier checkpoint is left" in said
+    assert "warning: step 3, to which the guards would go back" in said
     assert "warning: step 2 had the lowest held-out loss by then, but its checkpoint is gone" in said
     save(shop, config, 2, 9, **state)
+    save(shop, config, 3, 9, **state)
     assert "warning" not in rewind(capsys, "my.yaml", "--step", "6")
 
 
