@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.compile import refuse_other_version, run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.core.files import disk_full_named, take_out_of_future
@@ -136,6 +136,8 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
     spec = store.read_spec(arguments.spec)
     if spec.stage != arguments.stage:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
+    if not store.is_sealed(spec.ref):
+        refuse_other_version(spec)
     note = {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
     if spec.stage == "train":
         from pipeline_lib.launch.stage import launcher, next_attempt

@@ -13,7 +13,7 @@ from pipeline_lib.config.rope import ROPE, settings_with_rope
 from pipeline_lib.config.schema import Cluster, Config, FileData, HubRepository, Rows, Weighted
 from pipeline_lib.config.section import Section, read_settings, settings_of
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import CHOSEN_KEYS, DEALING, PLACEMENT_KEYS, Train
+from pipeline_lib.config.train import CHOSEN_KEYS, DEALING, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.text import did_you_mean
@@ -131,11 +131,24 @@ def training_of(plan: Spec) -> Spec:
     train, cluster = read_settings(Train, plan.settings["train"]), read_settings(Cluster, plan.settings["cluster"])
     if train.depends_on_ranks:
         settings[DEALING] = {"ranks": cluster.ranks, "micro_batch_blocks": train.micro_batch_blocks}
-    is_constant = train.lr_schedule == "constant"
-    version = CONSTANT_RATE_VERSION if is_constant else VERSIONS["train"]
+    return Spec("train", version_of_training(train), settings, {name: plan.inputs[name] for name in ("model", "shard")})
+
+
+def version_of_training(train: Train) -> int:
+    """Return the version of the code that computes such a training."""
     if train.lora.dropout > 0:
-        version = DROPOUT_VERSION
-    return Spec("train", version, settings, {name: plan.inputs[name] for name in ("model", "shard")})
+        return DROPOUT_VERSION
+    return CONSTANT_RATE_VERSION if train.lr_schedule == "constant" else VERSIONS["train"]
+
+
+def refuse_other_version(spec: Spec) -> None:
+    """Raise ConfigError for a spec that another version of the code made: this one computes something else for it."""
+    ours = version_of_training(read_train(spec.settings)) if spec.stage == "train" else VERSIONS[spec.stage]
+    if spec.version != ours:
+        problem = (
+            f"is of version {spec.version} of the stage, and this code computes version {ours}; run snakemake again"
+        )
+        raise ConfigError(f"the spec {spec.digest} of {spec.stage}", [problem])
 
 
 def held_keys(train: Train) -> list[str]:

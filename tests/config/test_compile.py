@@ -1,15 +1,25 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline_lib.config.compile import Experiment, compile_config, open_experiment, pinned, run_digest
+from pipeline_lib.config.compile import (
+    Experiment,
+    compile_config,
+    open_experiment,
+    pinned,
+    refuse_other_version,
+    run_digest,
+)
 from pipeline_lib.config.content import RUNNING_PYTHON, Content
 from pipeline_lib.config.effects import EFFECTS, Result, effect_of
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.train import PLACEMENT_KEYS, in_file
-from pipeline_lib.core.store import Store
+from pipeline_lib.config.section import settings_of
+from pipeline_lib.config.train import PLACEMENT_KEYS, Train, in_file
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import Revisions
 from tests.config.keys import HUB, LOCAL, TINY, all_keys, base_of, plain, with_value
@@ -390,3 +400,13 @@ def test_the_digests_of_a_config_never_change() -> None:
         "evaluate": "e7428d3e7a978b13",
         "report": "b74fa917905ee7dd",
     }
+
+
+@pytest.mark.parametrize(
+    ("train", "version"), [({}, 4), ({"lr_schedule": "constant"}, 3), ({"method": "lora", "lora": {"dropout": 0.1}}, 5)]
+)
+def test_a_queued_spec_of_another_version_is_refused(train: dict[str, Any], version: int) -> None:
+    ours = Spec("train", version, settings_of(Train.model_validate(train)))
+    refuse_other_version(ours)
+    with pytest.raises(ConfigError, match=rf"version {version - 1} of the stage, and this code computes .* {version};"):
+        refuse_other_version(replace(ours, version=version - 1))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.compile import run_digest, version_of_training
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.run_folder import CHECKPOINTS, newest_valid
@@ -80,7 +80,8 @@ class Arena:
         # Ranks on GPUs begin anew (tests/ranks.py), each at its own pace.
         defaults |= {"timeout_s": 30, "start_timeout_s": 60 if device == "cpu" else 180}
         train = Train.model_validate({**defaults, **settings})
-        spec = Spec("train", 1, settings_of(train, PLACEMENT_KEYS), {"model": self.model, "shard": self.shard})
+        inputs = {"model": self.model, "shard": self.shard}
+        spec = Spec("train", version_of_training(train), settings_of(train, PLACEMENT_KEYS), inputs)
         plan = {
             "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 1},
             "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS} | {"context_ranks": train.ranks_per_block},
