@@ -168,7 +168,9 @@ class Train(Section):
     start_timeout_s: Seconds = Field(
         900, description="the same until the end of the first step, and wherever ranks read or write whole models"
     )
-    sample_every_steps: Positive | None = Field(None, description="steps between answers to held-out prompts")
+    sample_every_steps: Positive | None = Field(
+        None, description="steps between answers, of up to 48 tokens, to two held-out prompts"
+    )
     profile_every_steps: Positive | None = Field(
         None, description="steps between profiled steps, which record compute, communication, copies and idle time"
     )
@@ -256,7 +258,7 @@ class Train(Section):
     )
     keep_best: bool = Field(False, description="the result is the step with the lowest held-out loss, not the last one")
     guards: Guards = Guards()
-    seed: Seed = Field(0, description="seed of the sample order and of new adapter weights")
+    seed: Seed = Field(0, description="seed of the sample order, of new adapter weights and of dropout")
     replica: str | None = Field(
         None, description="any name; runs that differ only in it are trained separately, to repeat a run"
     )
