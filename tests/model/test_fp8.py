@@ -1,4 +1,4 @@
-"""Products in 8 bits: what is meant by it, and what is said where it cannot be had. What it computes: tests/gpu."""
+"""Products in 8 bits: what is meant by it, and what is said where it cannot be had; tests/gpu/test_fp8.py computes."""
 
 import importlib.util
 
