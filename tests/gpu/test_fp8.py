@@ -81,7 +81,8 @@ def losses(precision: str) -> list[float]:
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(GPU, torch.bfloat16)
+    model: nn.Module = Qwen3ForCausalLM(config)
+    model.to(GPU, torch.bfloat16)
     prepare_layers(model, Train.model_validate({"precision": precision, "compile": False}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(256, (1, 64), device=GPU, generator=torch.Generator(GPU).manual_seed(3))
