@@ -103,20 +103,29 @@ def plan_batches(train: Train, ranks: int, training: "BlockIndex | None", worklo
 
 
 def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
-    """Return why the blocks or the ranks cannot meet `global_batch_samples`, and what would; None if they do."""
+    """Return why whole blocks cannot meet `global_batch_samples`, and what would; None if they do.
+
+    Idle ranks are allowed, but not with local SGD: an update of a rank that has no samples is none.
+    """
     wanted, each = train.global_batch_samples, workload.samples_per_block
     if wanted is None:
         return None
     blocks = train.batch_blocks(workload.block_tokens, each)
-    one = f"a block of shard.block_tokens {workload.block_tokens:,} holds {each:.1f} samples on average"
     if abs(blocks * each - wanted) > MOST_OFF * wanted:
         fitting = int(workload.block_tokens * wanted / each)
-        nearest = round(blocks * each)
         return (
-            f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {one}; set {nearest}, or "
-            f"{_SHORTER} to {fitting:,} or less"
+            f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {_held(workload)}; set "
+            f"{round(blocks * each)}, or {_SHORTER} to {fitting:,} or less"
         )
-    at_once = train.blocks_at_once(ranks)
+    return idle_ranks(train, ranks, workload) if train.local_sgd_steps > 1 else None
+
+
+def idle_ranks(train: Train, ranks: int, workload: Workload) -> str | None:
+    """Return how long ranks are idle with `global_batch_samples`, and what would change it; None if hardly."""
+    wanted, each = train.global_batch_samples, workload.samples_per_block
+    if wanted is None:
+        return None
+    blocks, at_once = train.batch_blocks(workload.block_tokens, each), train.blocks_at_once(ranks)
     # Which of the numbers of ranks that may share a block is taken is for the plan to say, which knows the model.
     is_open = train.context_ranks == AUTO and has_few_blocks(train, ranks, blocks)
     if is_shared_well(train, at_once, blocks) or (is_open and any(more_than_one(train, ranks, workload.block_tokens))):
@@ -136,8 +145,15 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
     if blocks < at_once:
         remedies.append(f"{_SHORTER} {workload.block_tokens * blocks // at_once:,}")
     return (
-        f"train.global_batch_samples: {wanted} are {units.count(blocks, 'blocks')} ({one}), and {shares} would be idle "
-        f"for {1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
+        f"train.global_batch_samples: {wanted} are {units.count(blocks, 'blocks')} ({_held(workload)}), and {shares} "
+        f"are idle for {1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
+    )
+
+
+def _held(workload: Workload) -> str:
+    return (
+        f"a block of shard.block_tokens {workload.block_tokens:,} holds {workload.samples_per_block:.1f} samples on "
+        "average"
     )
 
 
@@ -219,7 +235,7 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
 
 
 _LONGER_THAN_MEAN = 2.5  # times: so long are samples that a limit must not drop
-_SAFE_BLOCKS = 5  # of a step on one rank: no number of samples is off by more than MOST_OFF then
+_SAFE_BLOCKS = 5  # of a step: no number of samples is off by more than MOST_OFF then
 
 
 def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
@@ -234,17 +250,17 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
     each = workload.samples_per_block
     at_once = train.blocks_at_once(ranks)
     blocks = max(1, round(wanted / each / at_once)) * at_once
-    remedies = [f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about {blocks * each:,.0f} samples"]
-    if at_once == 1:
-        remedies.append(f"train.global_batch_samples to {math.ceil(_SAFE_BLOCKS * each):,} or more")
-        shorter = int(block_tokens * wanted / each / _SAFE_BLOCKS) // _BLOCK_UNIT * _BLOCK_UNIT
-        if shorter >= _LONGER_THAN_MEAN * workload.real_fraction * block_tokens / each:
-            remedies.append(f"{_SHORTER} to {shorter:,} or less")
-    shared = "" if at_once == 1 else f", {at_once} at a time"
+    remedies = [
+        f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about {blocks * each:,.0f} samples",
+        f"train.global_batch_samples to {math.ceil(_SAFE_BLOCKS * each):,} or more",
+    ]
+    shorter = int(block_tokens * wanted / each / _SAFE_BLOCKS) // _BLOCK_UNIT * _BLOCK_UNIT
+    if shorter >= _LONGER_THAN_MEAN * workload.real_fraction * block_tokens / each:
+        remedies.append(f"{_SHORTER} to {shorter:,} or less")
     return (
         f"train.global_batch_samples: {wanted} is likely to be refused once the data is packed: by the first rows of "
         f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and a step takes whole "
-        f"blocks{shared}; {', or '.join(remedies)}"
+        f"blocks; {', or '.join(remedies)}"
     )
 
 

@@ -17,7 +17,7 @@ from pipeline_lib.plan.known import (
 )
 from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.steps import Steps, estimated_steps, expected_misfit, plan_batches, step_warnings
+from pipeline_lib.plan.steps import Steps, estimated_steps, expected_misfit, idle_ranks, plan_batches, step_warnings
 
 
 def lengths_of_runs(configs: Sequence[Config], store: Store, source: str) -> tuple[list[str], list[str]]:
@@ -50,7 +50,12 @@ def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
     steps = (None if blocks else estimated_steps(config, batch, vocabulary)) or Steps.of(batch)
     if steps is None:
         return [], []
-    return [steps.in_words()], [*step_warnings(train, batch, steps, ranks), *_expected_misfit(config, store)]
+    warnings = list(step_warnings(train, batch, steps, ranks))
+    misfit = _expected_misfit(config, store)
+    idle = idle_ranks(train, ranks, workload) if blocks or workload.is_estimated else None
+    if idle and not misfit:
+        warnings.append(idle)
+    return [steps.in_words()], [*warnings, *misfit]
 
 
 def expected_misfits(configs: Sequence[Config], store: Store) -> list[str]:

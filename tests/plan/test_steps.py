@@ -21,7 +21,7 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.order import Group
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, plan_batches, step_warnings
+from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, idle_ranks, plan_batches, step_warnings
 from pipeline_lib.plan.warnings import lengths_of_runs
 from pipeline_lib.plan.workload import Workload, workload_from
 from tests.stages import run_stages
@@ -67,28 +67,47 @@ def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: 
             1,
             "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and tokenize.max_tokens. to 30",
         ),
-        ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks would be idle for 25%.* set 32 or 64, or 6 ranks"),
-        (
-            {"global_batch_samples": 12, "context_ranks": 1},
-            8,
-            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and tokenize.max_tokens. 22",
-        ),
-        ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 rank x 4 blocks would be idle for 38%"),
     ],
 )
-def test_samples_that_blocks_or_ranks_cannot_meet_are_refused_with_what_would_do(
+def test_samples_that_blocks_cannot_meet_are_refused_with_what_would_do(
     tmp_path: Path, settings: dict[str, Any], ranks: int, problem: str
 ) -> None:
     with pytest.raises(DataError, match=problem):
         planned(blocks_of(tmp_path / "blocks", (1.0, 50, 4)), ranks, **settings)
 
 
-def test_samples_of_blocks_that_ranks_may_share_are_left_to_the_plan(tmp_path: Path) -> None:
-    """8 ranks take 16 blocks at a time, and 8 of them if two share each."""
+@pytest.mark.parametrize(
+    ("settings", "ranks", "warning"),
+    [
+        ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks are idle for 25%.* set 32 or 64, or 6 ranks"),
+        (
+            {"global_batch_samples": 12, "context_ranks": 1},
+            8,
+            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and tokenize.max_tokens. 22",
+        ),
+        ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 rank x 4 blocks are idle for 38%"),
+        ({"global_batch_samples": 96, "micro_batch_blocks": 2}, 8, "8 ranks x 2 blocks are idle for 25%"),
+        # 8 ranks take 16 blocks at a time, and 8 of them if two share each.
+        ({"global_batch_samples": 32, "micro_batch_blocks": 2}, 8, None),
+    ],
+)
+def test_ranks_that_samples_leave_idle_are_named_with_what_would_keep_them_busy(
+    tmp_path: Path, settings: dict[str, Any], ranks: int, warning: str | None
+) -> None:
     reader = blocks_of(tmp_path / "blocks", (1.0, 50, 4))
-    assert planned(reader, 8, global_batch_samples=32, micro_batch_blocks=2).global_batch_blocks == 8
-    with pytest.raises(DataError, match="8 ranks x 2 blocks would be idle for 25%"):
-        planned(reader, 8, global_batch_samples=96, micro_batch_blocks=2)
+    workload = workload_from(reader.index, reader.costs, reader.samples_per_block(), 0)
+    assert planned(reader, ranks, **settings).steps
+    found = idle_ranks(Train(**settings), ranks, workload)
+    assert (found is None) == (warning is None)
+    if warning is not None:
+        assert re.search(warning, str(found))
+
+
+def test_local_sgd_refuses_idle_ranks(tmp_path: Path) -> None:
+    """Such a rank has nothing to update with."""
+    reader = blocks_of(tmp_path / "blocks", (1.0, 50, 4))
+    with pytest.raises(DataError, match="8 ranks are idle for 25%"):
+        planned(reader, 8, global_batch_samples=48, local_sgd_steps=2)
 
 
 def test_max_steps_is_the_length_of_the_run_and_may_pass_the_data(tmp_path: Path) -> None:
@@ -306,9 +325,26 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
 def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(tmp_path: Path) -> None:
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 14, context_ranks: 1}")
     path.write_text(path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4"))
-    [_, warning] = lengths_of_runs([load_config(path)], Store(tmp_path / "store"), "my.yaml")[1]
-    assert "a step takes whole blocks, 4 at a time; set train.global_batch_tokens: " in warning
-    assert re.search(r"global_batch_tokens: (\d+),?(\d*) instead, about \d+ samples$", warning)
+    [_, warning] = lengths_of_runs([load_config(path)], store_in(tmp_path), "my.yaml")[1]
+    assert re.search(r"4 ranks are idle for \d+% of the time; set \d+", warning)
+
+
+def test_sixteen_short_samples_on_four_ranks_train_as_articles_have_them(tmp_path: Path) -> None:
+    """A length of 1,024 for samples of some 50 tokens: shorter blocks are offered before packing, and do after it."""
+    rows = tmp_path / "rows.jsonl"
+    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our house."} for n in range(600)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    path = config_of(tmp_path, rows, "{strategy: zero2, global_batch_samples: 16, epochs: 4}")
+    store = store_in(tmp_path)
+    text = path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4").replace("tokens: 256", "tokens: 1024")
+    path.write_text(text)
+    [warning] = [text for text in lengths_of_runs([load_config(path)], store, "my.yaml")[1] if "refused" in text]
+    offered = re.search(r"shard.block_tokens .and tokenize.max_tokens. to (\d+) or less$", warning)
+    assert offered is not None, warning
+    path.write_text(text.replace("tokens: 1024", f"tokens: {offered[1]}"))
+    run_stages(path, store, last="plan")
+    [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
+    assert exact.split()[0].isdecimal()
 
 
 def said_by(command: str, path: Path) -> str:

@@ -14,7 +14,7 @@ from pipeline_lib.core.stage import processor
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.train.metrics import print_progress
 from tests.ranks import run_ranks, run_ranks_that_may_fail
-from tests.train.conftest import Arena, small_disk
+from tests.train.conftest import BLOCK_TOKENS, Arena, small_disk
 from tests.train.helpers import (
     assert_same_result,
     losses,
@@ -52,6 +52,13 @@ def test_it_learns_and_records_every_step(whole: Callable[..., Path]) -> None:
 def test_loss_is_the_same_however_the_batch_is_spread(whole: Callable[..., Path], strategy: str) -> None:
     spread = losses(whole(2, strategy=strategy, micro_batch_blocks=2))
     assert spread == pytest.approx(losses(whole(1, strategy="ddp")), rel=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_ranks_without_a_block_change_nothing(whole: Callable[..., Path], strategy: str) -> None:
+    settings = {"global_batch_tokens": BLOCK_TOKENS, "max_steps": 4}
+    idle = losses(whole(4, strategy=strategy, **settings))
+    assert idle == pytest.approx(losses(whole(1, strategy="ddp", **settings)), rel=2e-5)
 
 
 @pytest.mark.parametrize(("strategy", "save_async"), [("ddp", True), ("fsdp", True), ("ddp", False)])
