@@ -11,7 +11,7 @@ from typing import NoReturn
 from pipeline_lib.cli import chat, experiments, internal, machines, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.files import disk_full_named
-from pipeline_lib.core.signals import stops_interrupt
+from pipeline_lib.core.signals import Terminated, stops_interrupt
 from pipeline_lib.core.text import redact
 from pipeline_lib.slurm.job import job_and_log
 
@@ -46,7 +46,7 @@ def main() -> NoReturn:
         remedy = "; allow more of them: `ulimit -n 4096`" if error.errno == errno.EMFILE else ""
         print(redact(f"{ERROR}{where}: {error.strerror or error}{remedy}"), file=sys.stderr, flush=True)
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         print(f"{STOPPED}{arguments.when_stopped}", file=sys.stderr, flush=True)
         sys.exit(KEYBOARD_INTERRUPT_CODE)
     except Exception:  # the outermost boundary: any other error is a bug of this program

@@ -353,6 +353,10 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if train.save_every_steps % k:
         text = f"{train.save_every_steps} is not a multiple of train.local_sgd_steps ({k})"
         yield ("train", "save_every_steps"), f"{text}; try {math.ceil(train.save_every_steps / k) * k}"
+    if train.guards.rollback_every_steps % k:
+        text = f"{train.guards.rollback_every_steps} is not a multiple of train.local_sgd_steps ({k})"
+        nearest = math.ceil(train.guards.rollback_every_steps / k) * k
+        yield ("train", "guards", "rollback_every_steps"), f"{text}; try {nearest}"
     if (train.until_step or 0) % k:
         text = (
             f"{train.until_step} is not a multiple of train.local_sgd_steps ({k}), so stopping there changes the result"

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -86,7 +87,7 @@ def take_out_of_future(paths: Iterable[Path]) -> None:
 
     Snakemake sets the times of a job's outputs to now, and refuses outputs that are older than the inputs: as behind a
     machine whose clock is ahead, or in a store that was copied from one. A file that only another user may write stays
-    as it is.
+    as it is; in a folder where only another user may write, this machine's clock counts.
     """
     now_ns: dict[Path, int] = {}
     for path in paths:
@@ -94,9 +95,11 @@ def take_out_of_future(paths: Iterable[Path]) -> None:
         if status is None:
             continue
         if path.parent not in now_ns:
-            now_ns[path.parent] = time_on_disk_ns(path.parent)
+            now_ns[path.parent] = time.time_ns()
+            with suppress(OSError):
+                now_ns[path.parent] = time_on_disk_ns(path.parent)
         if status.st_mtime_ns > now_ns[path.parent]:
-            with suppress(PermissionError):
+            with suppress(OSError):
                 os.utime(path)
 
 
@@ -329,4 +332,5 @@ class _DiskFullNamed(AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Raise DiskFull in the place of the error."""
         if error is not None and is_disk_full(error):
-            raise disk_full(self.where) from error
+            where = error.filename if isinstance(error, OSError) and error.filename else self.where
+            raise disk_full(where) from error

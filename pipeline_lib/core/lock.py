@@ -207,7 +207,7 @@ class _Watched:
 
     def remove(self) -> bool:
         """Remove the dead owner's lock; return False while another process is doing it, unless that was killed."""
-        if _remove_dead(self.path, self.owner):
+        if _remove_dead(self.path, self.owner, self.beat_ns):
             return True
         now_s = time.monotonic()
         if self.removal_since_s is None:
@@ -268,18 +268,18 @@ def _create_without_link(path: Path, text: str) -> bool:
     return True
 
 
-def _remove_dead(path: Path, owner: Mapping[str, Any] | None) -> bool:
+def _remove_dead(path: Path, owner: Mapping[str, Any] | None, beat_ns: int | None) -> bool:
     """Remove the lock of the dead `owner`; return False if another process is doing it.
 
-    Only the process that created the file `.dead-TOKEN` may remove the lock with that token. So a slow process that saw
-    the same dead owner can never remove the lock of the next owner.
+    A heartbeat after `beat_ns` saves it. Only the process that created the file `.dead-TOKEN` may remove the lock with
+    that token. So a slow process that saw the same dead owner can never remove the lock of the next owner.
     """
     grave = _grave(path, owner)
     try:
         grave.touch(exist_ok=False)
     except FileExistsError:
         return False
-    if _read_owner(path) == owner and not _is_running(owner):
+    if _look(path) == (owner, beat_ns) and not _is_running(owner):
         path.unlink(missing_ok=True)
     grave.unlink(missing_ok=True)
     return True
@@ -382,20 +382,19 @@ def _say_error(error: LockLost) -> None:
 
 
 def holder(path: Path) -> dict[str, Any] | None:
-    """Return the living owner of the lock at `path`, or None if nobody holds it.
+    """Return the living owner of the lock at `path`, or None if nobody holds it. It does not wait.
 
-    Changes nothing, and does not wait: an owner that cannot be looked up counts as dead if its heartbeat is old. One
-    that cannot be read is an empty dict.
+    An owner that cannot be looked up counts as dead if its heartbeat is old: by this machine's clock, and by that of
+    the disk, which is asked only then, since that takes a file. One that cannot be read is an empty dict.
     """
     owner = _read_owner(path)
     is_running = _is_running(owner)
     is_dead = not is_running
     if is_running is None:
         try:
-            is_dead = _is_old(path)
-        except OSError:  # the folder is read-only: use this machine's clock
-            try:
-                is_dead = time.time() - path.stat().st_mtime > DEAD_AFTER_S
-            except OSError:
-                return None
+            is_dead = time.time() - path.stat().st_mtime > DEAD_AFTER_S
+        except OSError:
+            return None
+        with suppress(OSError):  # the folder is read-only
+            is_dead = is_dead and _is_old(path)
     return (owner or {}) if path.exists() and not is_dead else None

@@ -21,19 +21,23 @@ def handle_stops(handler: Handler | signal.Handlers) -> dict[signal.Signals, Any
     return {number: signal.signal(number, handler) for number in numbers}
 
 
+class Terminated(BaseException):
+    """A signal other than Ctrl-C asked this process to end, which ends no more than an answer of `chat`."""
+
+
 @contextmanager
 def stops_interrupt(is_once: bool) -> Iterator[None]:
-    """Let each of STOP_SIGNALS raise KeyboardInterrupt within the block, but those that are ignored.
+    """Let SIGINT raise KeyboardInterrupt within the block, and the others Terminated, but those that are ignored.
 
     With `is_once`, those after the first are ignored, so that none interrupts what the first began.
     """
     numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
-    def interrupt(_number: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
         if is_once:
-            for number in numbers:
-                signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+            for later in numbers:
+                signal.signal(later, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:

@@ -36,6 +36,7 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE)
 _BETWEEN_ENTRIES = re.compile(r",(?![^\[]*\])")  # of a SLURM host list: not the comma in `gpu[003-005,9],cpu1`
 _RANKS_FOLDER = "pipeline-ranks-"
+_USED = "used"  # the file in such a folder that its users lock
 _BEING_MADE_S = 60.0  # a younger folder may not be locked yet
 PORTS = (20_000, 32_000)  # below the range that Linux gives to outgoing connections
 
@@ -78,7 +79,7 @@ def private_rendezvous() -> Iterator[dict[str, str]]:
 
 def mark_used(folder: Path) -> int:
     """Mark `folder` as used until the descriptor returned is closed or this process ends, however it does."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder / _USED, os.O_RDONLY | os.O_CREAT, 0o600)
     with suppress(OSError):  # the file system has no such locks: then nothing is removed either
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return descriptor
@@ -92,7 +93,7 @@ def _remove_abandoned(own: Path) -> None:
             status = folder.stat()
             if status.st_uid != os.geteuid() or created_s - status.st_mtime < _BEING_MADE_S:
                 continue
-            descriptor = os.open(folder, os.O_RDONLY)
+            descriptor = os.open(folder / _USED, os.O_RDONLY)  # older versions made none: theirs stay
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

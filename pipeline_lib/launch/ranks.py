@@ -110,17 +110,22 @@ def ranks_asked_to_stop(out: Path, asked: threading.Event, stop_in_s: float | No
 
 @contextmanager
 def stop_requests_received(asked: threading.Event) -> Iterator[None]:
-    """Set `asked` at a signal to stop, instead of ending this process."""
+    """Set `asked` at a signal to stop, instead of ending this process; once one came, later ones are ignored.
+
+    So the process can say what was saved, whatever else sends the same signal again.
+    """
+    heard = threading.Event()
 
     def remember(_number: int, _frame: object) -> None:
         asked.set()
+        heard.set()
 
     before = handle_stops(remember)
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if heard.is_set() else handler)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Dropout of adapters whose masks depend on the seed, the step, the block and the place in it, and on nothing else.
+"""Dropout of adapters: its masks depend on the seed, the step, the block, the place in it and the kind of device alone.
 
 So a run draws the same masks on any number of ranks, with any micro-batches, in chunks or not, and after a resume. Each
 module draws the masks of SEGMENT tokens of a block at a time, from a generator with a key of its own.

@@ -206,7 +206,8 @@ class Loop:
 
         Only the number of the first refused step decides which step that is. Raises Diverged if it is not there.
         """
-        to_step = self.window.step_before(self.step - 1)
+        first = min(self.window.recently_skipped(self.step), default=self.step)
+        to_step = self.train.guards.step_before(first)
         self.events.notify(EventName.RANK_DOING, what=LOADING)
         self.saver.wait()
         if to_step == 0:
@@ -247,13 +248,17 @@ class Loop:
             return {}
         self.events.notify(EventName.RANK_DOING, what="validating")
         wrapped, strategy = self.stepper.wrapped, self.stepper.strategy
-        if not self.ranks_agree:
-            strategy.snapshot(())  # averages the models of the ranks
+        self.let_ranks_agree()
         micro_batch_blocks = self.train.micro_batch_blocks
         loss = held_out_loss(
             wrapped, strategy, self.held_out, micro_batch_blocks, self.batches.portion, self.stepper.world.device
         )
         return {"validation_loss": finite(loss)}
+
+    def let_ranks_agree(self) -> None:
+        """Average the models of ranks that have made updates alone."""
+        if not self.ranks_agree:
+            self.stepper.strategy.snapshot(())
 
     def must_save(self, result: StepResult) -> bool:
         """Return whether a checkpoint is saved after this step."""
@@ -269,6 +274,7 @@ class Loop:
         start_s = time.monotonic()
         self.events.notify(EventName.RANK_DOING, what="saving")
         self.saver.wait()
+        self.let_ranks_agree()
         strategy, world = self.stepper.strategy, self.stepper.world
         snapshot = Snapshot(
             step=self.step,

@@ -89,7 +89,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"gradient_compression": "powersgd", "precision": "fp16"}, {}, "train.gradient_compression", "* be bf16 or fp32"),
     ({"local_sgd_steps": 4, "precision": "fp16"}, {}, "train.local_sgd_steps", "does not work * may be bf16 or fp32"),
     ({"powersgd_rank": 8}, {}, "train.powersgd_rank", "has no effect, because * is not 'powersgd'; remove it"),
-    ({"local_sgd_steps": 8}, {}, "train.save_every_steps", "100 is not a multiple of train.local_sgd_steps * try 104"),
+    (
+        {"local_sgd_steps": 8, "guards": {"rollback_every_steps": 80}},
+        {},
+        "train.save_every_steps",
+        "100 is not a multiple of train.local_sgd_steps * try 104",
+    ),
+    (
+        {"local_sgd_steps": 8, "save_every_steps": 80},
+        {},
+        "train.guards.rollback_every_steps",
+        "100 is not a multiple of train.local_sgd_steps * try 104",
+    ),
     ({"local_sgd_steps": 4, "until_step": 50}, {}, "train.until_step", "50 is not a multiple of * try 52"),
     ({"strategy": "zero2", "precision": "fp16"}, {}, "train.precision", "DeepSpeed has no * it may be bf16 or fp32"),
     (

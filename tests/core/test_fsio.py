@@ -1,3 +1,4 @@
+import errno
 import os
 import random
 import shutil
@@ -238,3 +239,18 @@ def test_files_from_the_future_are_taken_to_now_and_others_keep_their_times(tmp_
     assert past.stat().st_mtime_ns == before
     assert time.time() - 60 < future.stat().st_mtime <= output.stat().st_mtime
     assert sorted(path.name for path in tmp_path.iterdir()) == ["future", "output", "past"]
+
+
+def test_in_a_folder_of_another_user_times_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    future = tmp_path / "future"
+    future.touch()
+    os.utime(future, (time.time() + 86400, time.time() + 86400))
+    before = future.stat().st_mtime_ns
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(files, "NamedTemporaryFile", refused)
+    monkeypatch.setattr(os, "utime", refused)
+    take_out_of_future([future])
+    assert future.stat().st_mtime_ns == before

@@ -464,9 +464,10 @@ def test_a_late_remover_leaves_the_next_owner_alone(tmp_path: Path, me: dict[str
     path = tmp_path / "lock"
     dead = me | {"pid": 2**22 + 1, "token": "dead"}
     path.write_text(json.dumps(dead))
+    beat_ns = path.stat().st_mtime_ns
     with locked(path, silent, POLL_S):
         mine = owner_of(path)
-        lock._remove_dead(path, dead)
+        lock._remove_dead(path, dead, beat_ns)
 
         assert owner_of(path) == mine
         assert [entry.name for entry in tmp_path.iterdir()] == ["lock"]
@@ -480,7 +481,7 @@ def test_only_one_process_at_a_time_removes_a_dead_owner(
     path.write_text(json.dumps(dead))
     os.link(path, tmp_path / "lock.dead-dead")  # as somebody does who is at it
 
-    assert not lock._remove_dead(path, dead)
+    assert not lock._remove_dead(path, dead, path.stat().st_mtime_ns)
     assert owner_of(path) == dead
 
     monkeypatch.setattr(lock, "REMOVAL_S", 0.0)  # somebody who was killed over it

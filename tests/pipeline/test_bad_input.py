@@ -171,7 +171,7 @@ def test_a_config_is_looked_at_before_its_store(project: Project) -> None:
 @pytest.mark.slow
 def test_a_store_that_cannot_be_made(project: Project) -> None:
     project.environment["PIPELINE_STORE"] = "/proc/nowhere"
-    fails_with(project, "the store /proc/nowhere: 1 problem", "set PIPELINE_STORE to", target="-n", code=2)
+    fails_with(project, "the store /proc/nowhere: 1 problem", "set PIPELINE_STORE to", target="plan", code=2)
 
 
 @pytest.mark.slow

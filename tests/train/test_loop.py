@@ -268,3 +268,11 @@ def test_local_sgd_saves_and_stops_only_where_the_models_are_one(arena: Arena, t
     assert "after step 8," in stopped[0] == stopped[1]
     resumed = run(arena, tmp_path / "resumed", 2, resumes_at=8, replica="stopped", **settings)
     assert_same_result(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize("save_async", [True, False])
+def test_local_sgd_makes_the_models_one_where_the_guards_save(arena: Arena, tmp_path: Path, save_async: bool) -> None:
+    settings: dict[str, Any] = {"local_sgd_steps": 2, "guards": {"rollback_every_steps": 3}, "keep_last": 9}
+    out = run(arena, tmp_path / "out", 2, save_async=save_async, replica=str(save_async), **settings)
+    saved = arena.job(2, out, replica=str(save_async), **settings).run_dir / "checkpoints"
+    assert sorted(int(path.name[-8:]) for path in saved.iterdir()) == [3, 6]
