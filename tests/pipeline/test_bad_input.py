@@ -142,7 +142,7 @@ def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
 
 @pytest.mark.slow
 def test_what_several_find_wrong_with_a_key_is_told_once(project: Project) -> None:
-    project.edit("source: tiny, ", "source: tiny, tokenizer: nowhere, ")
+    project.edit("source: tiny, vocab_tokens: 512, ", "source: tiny, tokenizer: nowhere, ")
     project.edit("train: {", "cluster: {nodes: 2, gpus_per_node: 1, gpu: h100}\ntrain: {")
     expected = ["line 2: model.tokenizer: 'nowhere' holds no", "line 6: cluster.internode_gbit_s: missing"]
     fails_with(project, "2 problems", *expected, target="-n", code=2)
