@@ -60,7 +60,7 @@ def _changed_in_a_copy() -> list[str]:
 
     The worker's command line has no `-S`, and a copy has no edits but those that were queued.
     """
-    if "exps" not in Path.cwd().parts:
+    if not is_copy(Path.cwd()):
         return []
     command = ["git", "diff", "--name-only", "--relative", "HEAD", "--", "*.yaml", "*.yml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -68,6 +68,11 @@ def _changed_in_a_copy() -> list[str]:
     if str(DEFAULT_CONFIG) in changed:
         return []
     return [name for name in changed if Path(name).parts[0] != "results" and _is_config(Path(name))]
+
+
+def is_copy(folder: Path) -> bool:
+    """Return whether `folder` is in a copy of the working tree that DVC made: below `.dvc/tmp/exps`."""
+    return any(parent.parts[-3:] == (".dvc", "tmp", "exps") for parent in folder.parents)
 
 
 def _is_config(path: Path) -> bool:

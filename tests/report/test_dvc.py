@@ -23,7 +23,7 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
 from pipeline_lib.report import record
-from pipeline_lib.report.overrides import overrides_in
+from pipeline_lib.report.overrides import is_copy, overrides_in
 from pipeline_lib.report.record import publish
 
 pytestmark = pytest.mark.slow
@@ -210,6 +210,12 @@ def test_the_words_of_a_command_line_name_what_is_set() -> None:
     words = ["dvc", "exp", "run", "-S", "train.lr=1", "-Sa.yaml:x=1", "--set-param=b.yaml:+y.z=a:b", "--set-param"]
     found = list(overrides_in([*words, "c.yaml:~k"]))
     assert found == [("", "train.lr=1"), ("a.yaml", "x=1"), ("b.yaml", "+y.z=a:b"), ("c.yaml", "~k")]
+
+
+def test_a_copy_of_the_working_tree_lies_where_dvc_puts_it() -> None:
+    assert is_copy(Path("/home/me/clone/.dvc/tmp/exps/tmp8k_2x"))
+    assert is_copy(Path("/home/me/clone/.dvc/tmp/exps/standalone/tmp8k_2x/below"))
+    assert not any(map(is_copy, (Path("/home/me/exps/clone"), Path("/home/me/.dvc/exps/clone"))))
 
 
 def test_a_file_is_no_name_of_a_record(clone: Clone) -> None:
