@@ -331,7 +331,7 @@ def overrides(_: argparse.Namespace) -> None:
     """Refuse parameters that `dvc exp run` changed in a file that its run does not read."""
     from pipeline_lib.report.overrides import refuse_overrides
 
-    refuse_overrides()
+    refuse_overrides(say)
 
 
 def _say_how_to_commit(experiment: Experiment) -> None:

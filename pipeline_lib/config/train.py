@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerial
 
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.section import Fraction, LocalPath, Positive, Seconds, Section, Seed, read_settings
+from pipeline_lib.core.units import count
 
 AUTO = "auto"  # the plan chooses the value; in a DeepSpeed JSON: ours is kept
 
@@ -272,8 +273,26 @@ class Train(Section):
     @property
     def checkpoints_on_disk(self) -> int:
         """The most checkpoints that are on the disk at once: those that are kept, and the one being written."""
-        for_guards = self.save_every_steps % self.guards.rollback_every_steps != 0  # otherwise it is one of the last
-        return self.keep_last + self.keep_best + for_guards + 1
+        return self.keep_last + self.keep_best + self.keeps_one_for_guards + 1
+
+    @property
+    def keeps_one_for_guards(self) -> bool:
+        """Whether the checkpoint to which the guards would go back may be none of the last."""
+        return self.save_every_steps % self.guards.rollback_every_steps != 0
+
+    @property
+    def kept_in_words(self) -> str:
+        """What `checkpoints_on_disk` counts, in words: `2 kept, the best and one being written`."""
+        beside = ((self.keep_best, "the best"), (self.keeps_one_for_guards, "one that the guards may need"))
+        kept = [f"{self.keep_last} kept", *(name for is_kept, name in beside if is_kept)]
+        return f"{', '.join(kept)} and one being written"
+
+    @property
+    def intervals_in_words(self) -> str:
+        """How often a run is saved, in words; the guards count only if they make more saves."""
+        own, of_guards = self.save_every_steps, self.guards.rollback_every_steps
+        every = f"every {count(own, 'steps')}"
+        return every if of_guards % own == 0 else f"{every} and, for the guards, every {count(of_guards, 'steps')}"
 
     def saves(self, steps: int) -> int:
         """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end."""

@@ -222,17 +222,23 @@ def remove_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the content of the file `source`: a hard link where the file system allows it, else a copy.
-
-    A file that fewer people may read than the folder of `target` is copied: its link would have its mode.
-    """
+    """Give `target` the content of the file `source`: a hard link if it is linkable, else a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    readers = stat.S_IMODE(target.parent.stat().st_mode) & 0o444
-    if source.stat().st_mode & readers == readers:
+    if is_linkable(source, target.parent):
         with suppress(OSError):
             os.link(source.resolve(), target)
             return
     copy_file(source, target)
+
+
+def is_linkable(source: Path, folder: Path) -> bool:
+    """Return whether `folder` may have a hard link to the file `source`: on one disk, and read by the same people.
+
+    A link has the mode of its file, which may let fewer people read it than the folder does.
+    """
+    found, place = source.stat(), folder.stat()
+    readers = stat.S_IMODE(place.st_mode) & 0o444
+    return found.st_dev == place.st_dev and found.st_mode & readers == readers
 
 
 def copy_file(source: Path, target: Path) -> None:

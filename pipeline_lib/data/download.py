@@ -34,7 +34,7 @@ from pipeline_lib.core.units import count
 from pipeline_lib.data.agreement import refuse_other_tokens
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
-from pipeline_lib.hub.snapshot import Snapshot, is_of_hub_cache, link_weights_or_copy
+from pipeline_lib.hub.snapshot import Snapshot, is_edited_by_nobody, link_weights_or_copy
 from pipeline_lib.hub.splits import files_of_split, is_aside
 from pipeline_lib.model.files import problems_of, refuse_not_finite, refuse_untaken_config, take_generation_config
 
@@ -64,11 +64,10 @@ def local_model(job: Job) -> None:
     folder = Path(job.spec.where["path"])
     files = model_files(folder) if folder.is_dir() else []
     named = {name_in(folder, file): file for file in files if file.name != GENERATION_NAME}
-    store = job.store.root.resolve()
 
     def bring(source: Path, target: Path) -> None:
         """Link what nobody edits in place, which would change the sealed file too; copy all other files."""
-        if is_of_hub_cache(source) or source.resolve().is_relative_to(store):
+        if is_edited_by_nobody(source, job.store.root):
             link_weights_or_copy(source, target)
         else:
             copy_file(source, target)

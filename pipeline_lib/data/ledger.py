@@ -262,20 +262,33 @@ class Losses(BaseModel):
 
     def beyond(self, limits: Tokenize) -> Iterator[str]:
         """Yield what is more than the `limits` allow."""
-        unusable = sum(self.total.quarantined.values())
-        if unusable > limits.max_quarantined_fraction * self.total.rows:
-            yield (
-                f"tokenize.max_quarantined_fraction: {limits.max_quarantined_fraction:g}, but {unusable:,} of"
-                f" {count(self.total.rows, 'rows')} were unusable; raise it or mend the rows"
-            )
+        if problem := too_many_unusable(self.total, limits):
+            yield f"tokenize.max_quarantined_fraction: {problem}; raise it or mend the rows"
         for source in self.sources:
-            lost = sum(source.dropped.values()) + source.truncated
-            if lost > limits.max_dropped_fraction * source.samples:
-                yield (
-                    f"tokenize.max_dropped_fraction: {limits.max_dropped_fraction:g}, but {lost:,} of"
-                    f" {count(source.samples, 'samples')} of {source.name} were dropped or cut; raise it, or"
-                    " tokenize.max_tokens"
-                )
+            if problem := too_many_lost(source, limits):
+                yield f"tokenize.max_dropped_fraction: {problem}; raise it, or tokenize.max_tokens"
+
+
+def too_many_unusable(total: SourceLedger | Lost, limits: Tokenize) -> str | None:
+    """Return how many rows of `total` cannot be used, if those are more than `limits` allow."""
+    unusable, allowed = sum(total.quarantined.values()), limits.max_quarantined_fraction
+    if unusable <= allowed * total.rows:
+        return None
+    return (
+        f"{unusable:,} of {count(total.rows, 'rows')} cannot be used ({unusable / total.rows:.2%}), and "
+        f"tokenize.max_quarantined_fraction allows {allowed:.2%}"
+    )
+
+
+def too_many_lost(source: SourceLedger | Lost, limits: Tokenize) -> str | None:
+    """Return how many samples of `source` are not trained on as they are, if those are more than `limits` allow."""
+    lost, allowed = sum(source.dropped.values()) + source.truncated, limits.max_dropped_fraction
+    if lost <= allowed * source.samples:
+        return None
+    return (
+        f"{source.name}: {lost:,} of {count(source.samples, 'samples')} ({lost / source.samples:.2%}) are dropped or "
+        f"cut, and tokenize.max_dropped_fraction allows {allowed:.2%}"
+    )
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:

@@ -55,6 +55,8 @@ from pipeline_lib.data.ledger import (
     ledger_json,
     percentiles,
     table,
+    too_many_lost,
+    too_many_unusable,
     total_of,
     unread_lines,
 )
@@ -295,14 +297,9 @@ def _refuse_lost_rows(
             raise DataError(
                 f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable conversation: {details}"
             )
-    quarantined = total.quarantined.total()
-    if quarantined > settings.max_quarantined_fraction * total.rows:
+    if problem := too_many_unusable(total, settings):
         details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
-        raise DataError(
-            f"{quarantined} of {total.rows} rows cannot be used ({quarantined / total.rows:.2%}), and "
-            f"tokenize.max_quarantined_fraction allows {settings.max_quarantined_fraction:.2%}: "
-            f"mend the rows or raise it. {details}"
-        )
+        raise DataError(f"{problem}: mend the rows or raise it. {details}")
 
 
 def _refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sealed) -> None:
@@ -338,14 +335,10 @@ def _refuse_lost_samples(
         )
     problems = []
     for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
-        lost = ledger.dropped.total() + ledger.truncated
-        if lost > settings.max_dropped_fraction * ledger.samples:
+        if problem := too_many_lost(ledger, settings):
             left = ", ".join(f"{name} {value:,.0f}" for name, value in lengths.items())
-            problems.append(
-                f"{ledger.name}: {lost} of {ledger.samples} samples ({lost / ledger.samples:.2%}) are dropped or cut, "
-                f"and tokenize.max_dropped_fraction allows {settings.max_dropped_fraction:.2%}:"
-                f"{_advice(ledger, hints)}" + (f"\n  The samples that are left have {left} tokens" if left else "")
-            )
+            of_left = f"\n  The samples that are left have {left} tokens" if left else ""
+            problems.append(f"{problem}:{_advice(ledger, hints)}{of_left}")
     if problems:
         raise DataError("\n".join(problems))
 

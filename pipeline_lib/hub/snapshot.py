@@ -319,9 +319,10 @@ def link_weights_or_copy(source: Path, target: Path) -> None:
         copy_file(source, target)
 
 
-def is_of_hub_cache(file: Path) -> bool:
-    """Return whether `file` is a link to a blob, as Hugging Face's cache has them: nobody edits these in place."""
-    return file.is_symlink() and file.resolve().parent.name == "blobs"
+def is_edited_by_nobody(file: Path, store: Path) -> bool:
+    """Return whether `file` is in the folder `store`, or a link to a blob, as Hugging Face's cache has them."""
+    found = file.resolve()
+    return found.is_relative_to(store.resolve()) or (file.is_symlink() and found.parent.name == "blobs")
 
 
 def _describe(path: Path, algorithm: str, arrived: Arrived) -> str:

@@ -19,12 +19,13 @@ from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, Ti
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import ConfigError, DataError
-from pipeline_lib.core.files import list_files
+from pipeline_lib.core.files import is_linkable, list_files
 from pipeline_lib.core.run_folder import CHECKPOINTS
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.data.first_rows import first_row
+from pipeline_lib.hub.snapshot import is_edited_by_nobody
 from pipeline_lib.model.families import PLANNED, SUPPORTED
 from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
@@ -253,13 +254,27 @@ def _not_installed(train: Train, is_recurrent: bool) -> Iterator[str]:
 def too_little_disk(run: Run, config: Config, store: Store) -> Iterator[str]:
     """Yield a problem if the store's disk has no room for the checkpoints, or for all that the run writes to it.
 
-    Checkpoints and a base model that exist already are not counted again.
+    Checkpoints and a base model that the store has already are not counted again, nor weights that it will link.
     """
     specs = remembered_specs(config, store)
     training = specs["train"] if specs else None
-    is_downloaded = isinstance(config.model, LocalModel) or bool(specs and store.is_sealed(specs["model"].ref))
-    if problem := no_room(stored_bytes(run, is_downloaded), training, store):
+    is_there = bool(specs and store.is_sealed(specs["model"].ref)) or _is_linked(config.model, store)
+    if problem := no_room(stored_bytes(run, is_there), training, store):
         yield problem
+
+
+def _is_linked(model: object, store: Store) -> bool:
+    """Return whether the store gets links to the weights of `model`, and no copy."""
+    if not isinstance(model, LocalModel) or not Path(model.path).is_dir():
+        return False
+    weights = [file for file in model_files(Path(model.path)) if file.suffix == ".safetensors"]
+    place = _place_of(store)
+    return bool(weights) and all(is_edited_by_nobody(file, store.root) and is_linkable(file, place) for file in weights)
+
+
+def _place_of(store: Store) -> Path:
+    """Return the store's folder, or the nearest one above that exists."""
+    return next(path for path in (store.root.absolute(), *store.root.absolute().parents) if path.exists())
 
 
 def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> str | None:
@@ -270,7 +285,7 @@ def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> st
     """
     folder = store.run_dir(run_digest(training)) / CHECKPOINTS if training else None
     there = sum((folder / name).stat().st_size for name in list_files(folder)) if folder and folder.exists() else 0
-    where = next(path for path in (store.root.absolute(), *store.root.absolute().parents) if path.exists())
+    where = _place_of(store)
     free = disk_usage(where).free
     beside = f" beside {gigabytes(there)} of them that lie there" if there else ""
     checkpoints, remedy = sizes["checkpoints"], "free some space, or point PIPELINE_STORE at a larger disk"

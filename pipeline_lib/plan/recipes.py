@@ -158,9 +158,8 @@ def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "time", f"{took} for {TOKENS_IN_WORDS}, {hours}; optimizer steps only"
     if recipe.experiments > 1:
         yield "experiments", f"{recipe.experiments}; the figures are for one of them, trained to its end"
-    kept = f"{train.keep_last} kept{' and the best' if train.keep_best else ''}"
     each = gigabytes(way.checkpoint_bytes)
-    yield "disk", f"{gigabytes(recipe.disk_bytes)} for checkpoints of {each}: {kept}, and one being written"
+    yield "disk", f"{gigabytes(recipe.disk_bytes)} for checkpoints of {each}: {train.kept_in_words}"
     if machine.nodes > 1:
         yield "one node", _one_node(recipe)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline_lib.config.train import Guards
+from pipeline_lib.config.train import read_train
 from pipeline_lib.core.units import GIGA, brief, count, gbit_per_s, gib, gigabytes, gpu_hours, rounded
 from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
@@ -335,20 +335,14 @@ def _needed_bytes(plan: PlanDocument, memory: Memory) -> int:
 
 
 def _disk(plan: PlanDocument) -> list[Row]:
-    disk, chosen, found = plan.disk, plan.chosen, plan.prediction
-    train = plan.train or {}
-    best = ", the best" if train.get("keep_best") else ""
-    back = train.get("guards", {}).get("rollback_every_steps", Guards().rollback_every_steps)
-    if (chosen.save_every_steps or 0) % back:
-        best += ", one that the guards may need"
+    disk, train, found = plan.disk, read_train(plan.train or {}), plan.prediction
     takes = f", {banded(found.checkpoint_s, brief)} to write" if plan.has_prediction else ""
-    does = "goes on" if chosen.save_async else "waits"
+    does = "goes on" if plan.chosen.save_async else "waits"
     return [
         (
             "checkpoint",
-            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, every {count(chosen.save_every_steps, 'steps')}, "
-            f"while the training {does}; {gigabytes(known(disk.needed_bytes))} for {chosen.keep_last} kept{best} "
-            "and one being written",
+            f"{gigabytes(known(disk.checkpoint_bytes))} each{takes}, {train.intervals_in_words}, "
+            f"while the training {does}; {gigabytes(known(disk.needed_bytes))} for {train.kept_in_words}",
         )
     ]
 

@@ -1,8 +1,8 @@
-"""What `dvc exp run -S FILE:KEY=VALUE` changed: refused where it is not in the config that the run reads."""
+"""What `dvc exp run -S FILE:KEY=VALUE` changed: refused where no change is in the config that the run reads."""
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -10,16 +10,28 @@ import psutil
 from pipeline_lib.config.dag import DEFAULT_CONFIG
 from pipeline_lib.core.errors import ConfigError
 
-_SET_PARAM = re.compile(r"(?:-S|--set-param)=?(?P<text>.*)", re.DOTALL)
+# `-fS` and `-qS` group it with options that take no value.
+_SET_PARAM = re.compile(r"(?:-[fikpqsvPR]*S|--set-param)=?(?P<text>.*)", re.DOTALL)
 _EXPERIMENT = re.compile(r"^experiment\s*:", re.MULTILINE)
 
 
-def refuse_overrides() -> None:
-    """Raise ConfigError if the `dvc exp run` that this process belongs to changes a file that its run does not read."""
-    named = [(file, rest) for file, rest in _on_command_lines() if Path(file) != DEFAULT_CONFIG]
-    named = named or [(file, "KEY=VALUE") for file in _changed_in_a_copy()]
-    if named:
-        raise ConfigError("dvc exp run", [_problem(file, rest) for file, rest in named])
+def refuse_overrides(say: Callable[[str], None]) -> None:
+    """Raise ConfigError if the `dvc exp run` that this process belongs to changes a file that its run does not read.
+
+    The command line of a worker of DVC's queue has no `-S`, so what differs from the commit in its copy counts. These
+    may be edits that were not committed when the run was queued: if the config that the run reads is changed too, a
+    warning says so.
+    """
+    named = list(_on_command_lines())
+    changed = [] if named else _changed_in_a_copy()
+    others = [(file, rest) for file, rest in named if Path(file) != DEFAULT_CONFIG]
+    others += [(name, "KEY=VALUE") for name in changed if Path(name) != DEFAULT_CONFIG and _is_config(Path(name))]
+    problems = [_problem(file, rest) for file, rest in others]
+    if str(DEFAULT_CONFIG) in changed:
+        for problem in problems:
+            say(f"warning: dvc exp run: {problem}")
+    elif problems:
+        raise ConfigError("dvc exp run", problems)
 
 
 def _problem(file: str, rest: str) -> str:
@@ -56,18 +68,17 @@ def overrides_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _changed_in_a_copy() -> list[str]:
-    """Return the other configs that differ from the commit, in the copy where a worker of DVC's queue runs.
-
-    The worker's command line has no `-S`, and a copy has no edits but those that were queued.
-    """
-    if "exps" not in Path.cwd().parts:
+    """Return the YAML files that differ from the commit in a copy of DVC's, without results: every run changes them."""
+    if not is_copy(Path.cwd()):
         return []
     command = ["git", "diff", "--name-only", "--relative", "HEAD", "--", "*.yaml", "*.yml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    changed = done.stdout.splitlines()
-    if str(DEFAULT_CONFIG) in changed:
-        return []
-    return [name for name in changed if Path(name).parts[0] != "results" and _is_config(Path(name))]
+    return [name for name in done.stdout.splitlines() if Path(name).parts[0] != "results"]
+
+
+def is_copy(folder: Path) -> bool:
+    """Return whether `folder` is in a copy of the working tree that DVC made: below `.dvc/tmp/exps`."""
+    return any(parent.parts[-3:] == (".dvc", "tmp", "exps") for parent in folder.parents)
 
 
 def _is_config(path: Path) -> bool:

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from pipeline_lib.config.compile import Experiment, held_keys
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag, link_results
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.train import CHOSEN_KEYS
+from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
 from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text
@@ -80,7 +80,14 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dic
 def resolved(config: Config) -> dict[str, Any]:
     """Return the config with defaults; it compiles to the same stages, so keys left to `strategy: auto` are omitted."""
     left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
-    return config.model_dump(mode="json", exclude_none=True, exclude={"train": left})
+    return _as_in_a_file(config.model_dump(mode="json", exclude_none=True, exclude={"train": left}))
+
+
+def _as_in_a_file(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `keys` of a config by their names in a file: one that had both names of a key would be refused."""
+    if "train" not in keys:
+        return dict(keys)
+    return {**keys, "train": {RENAMED.get(key, key): value for key, value in keys["train"].items()}}
 
 
 def model_pointer(target: Path) -> Path:
@@ -242,9 +249,9 @@ def record(
 
 
 def _as_config(experiment: Experiment) -> str:
-    """Return the experiment's config as a file with the keys that were set."""
+    """Return the experiment's config as a file with the keys that were set, by their names in a file."""
     keys = experiment.config.model_dump(mode="json", exclude_unset=True)
-    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(keys)}"
+    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(_as_in_a_file(keys))}"
 
 
 def _with_config(commit: str, text: str) -> str:

@@ -97,14 +97,17 @@ def _job(request: Request, site: Site, is_training: bool, further: Sequence[str]
 def given_options(resources: Mapping[str, Any], rule: str) -> tuple[str, ...]:
     """Return the options in `slurm_extra` of the `resources` that the user gave for `rule` on the command line.
 
-    Raises ConfigError for those that would take the warning from a training, or its log.
+    Raises ConfigError for those that would take the warning from a training, or its log, and if a quote is not closed.
     """
     if EXTRA not in resources:
         return ()
     given = str(resources[EXTRA].raw)
     with suppress(ValueError, SyntaxError):  # in quotes of its own, or as they come
         given = str(ast.literal_eval(given))
-    options = tuple(shlex.split(given))
+    try:
+        options = tuple(shlex.split(given))
+    except ValueError as error:
+        raise ConfigError(f"{EXTRA} of {rule}", [f"{given}: {error}; write it as a shell would read it"]) from error
     if ours := [option for option in options if option.partition("=")[0] in _OUR_OPTIONS]:
         raise ConfigError(f"{EXTRA} of {rule}", [f"{option}: {OF_THE_JOB}; leave it out" for option in ours])
     return options

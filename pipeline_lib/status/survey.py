@@ -374,7 +374,7 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
     for status in found:
         if status.finished is not None:
             done = f"an earlier config is done ({status.finished})"
-            yield Text(f"{status.experiment}: {done}; chat, summary and compare take that one")
+            yield Text(f"{status.experiment}: {done}; to chat, summary and compare, the name means that one")
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:

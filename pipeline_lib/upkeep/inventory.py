@@ -33,10 +33,15 @@ SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "un
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
 LOCKS = "locks"
 OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
-OLD_CACHES = ("hashes.json", "revisions.json")  # of versions that kept them in the store; nothing reads them here
+# Of versions that kept them in the store; nothing reads them here.
+OLD_CACHES = ("architectures.json", "hashes.json", "revisions.json")
 _AT_ONCE = 8  # files that are read at a time, since a file server answers each with a delay
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
-_LEFT = re.compile(rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})+(.+?)(?:-[0-9a-f]{{12}})+")
+# What a writer began or set aside, `.stage-NAME-0123456789ab`, and a probe of a disk's clock, `.stage-ab12cd_4`.
+_LEFT = re.compile(
+    rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})+(.+?)(?:-[0-9a-f]{{12}})+"
+    rf"|{re.escape(STAGE_PREFIX)}[a-z0-9_]{{8}}"
+)
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -119,10 +124,10 @@ class Inventory:
         runs_root = runs_in(store)
         run_folders = [path for path in folders_in(runs_root) if is_digest(path.name)]
         left = []
-        for folder in (store.root, runs_root, *(store.root / name for name in OWN_FOLDERS), *stages):
+        for folder in (store.root, runs_root, runs_root / LOCKS, *(store.root / name for name in OWN_FOLDERS), *stages):
             for entry in _entries(folder):
                 if (match := _LEFT.fullmatch(entry.name)) is not None:
-                    first = match[1].partition(".")[0]
+                    first = (match[1] or "").partition(".")[0]
                     digest = first if is_digest(first) else None
                     left.append(Leftover(Path(entry.path), digest, *size_below(entry.path)))
         for path in (store.root / name for name in OLD_CACHES):

@@ -247,6 +247,8 @@ def test_limits_of_what_is_lost_compute_nothing_again_and_hold_for_what_is_seale
     path = jsonl([row(1), row(2, "x " * 100), {"odd": 1}])
     data = [{"source": "file", "path": str(path), "format": "alpaca"}]
     loose = {"max_dropped_fraction": 0.5, "max_quarantined_fraction": 0.4}
+    with pytest.raises(DataError) as raised:
+        pipeline.run(pipeline.compile(data=data), "tokenize")
     made = pipeline.run(pipeline.compile(data=data, tokenize=loose), "tokenize")["tokenize"]
 
     for limits, refused in (
@@ -258,6 +260,8 @@ def test_limits_of_what_is_lost_compute_nothing_again_and_hold_for_what_is_seale
         assert pipeline.store.sealed(experiment.ref("tokenize")) == made.path
         problems = losses_of(experiment.config, pipeline.store)
         assert {problem.partition(":")[0] for problem in problems} == refused
+    [of_rows] = [problem for problem in problems if problem.startswith("tokenize.max_quarantined_fraction: ")]
+    assert of_rows.partition(": ")[2].partition(";")[0] in str(raised.value)
 
     (made.path / "ledger.json").write_text("{")
     assert losses_of(experiment.config, pipeline.store) == []  # the stage that reads it names the damage

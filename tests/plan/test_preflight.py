@@ -21,9 +21,11 @@ from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.model.families import geometry_in, published
+from pipeline_lib.plan.answer import question_of, run_of
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
-from pipeline_lib.plan.preflight import refuse_impossible, refuse_too_large, refuse_wrong
+from pipeline_lib.plan.preflight import refuse_impossible, refuse_too_large, refuse_wrong, too_little_disk
+from pipeline_lib.plan.stages import stored_bytes
 
 TERABYTE = 10**12
 
@@ -292,6 +294,31 @@ def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     [problem] = problems(tiny, store)
     assert "and 36.0 MB are free in " in problem
     assert " beside 800.0 kB of them that lie there; free some space" in problem
+
+
+@pytest.mark.parametrize("place", ["a folder", "a hub's cache", "a private blob", "the store"])
+def test_a_local_model_counts_on_the_disk_if_its_weights_will_be_copied(
+    place: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store.root / "merge" if place == "the store" else store.root.parent / "model"
+    folder.mkdir(parents=True)
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    (folder / "model.safetensors").chmod(0o600 if place == "a private blob" else 0o644)
+    if place in ("a hub's cache", "a private blob"):
+        blob = store.root.parent / "blobs" / "of-weights"
+        blob.parent.mkdir()
+        (folder / "model.safetensors").rename(blob)
+        (folder / "model.safetensors").symlink_to(blob)
+    store.root.mkdir(exist_ok=True)
+    store.root.chmod(0o755)
+    sections = config_of("tiny", 256, cluster={}, strategy="ddp").model_dump(mode="json")
+    config = Config.model_validate_json(json.dumps({**sections, "model": {"source": "local", "path": str(folder)}}))
+    run = run_of(question_of(config, store))
+    needed = sum(stored_bytes(run, is_downloaded=place in ("a hub's cache", "the store")).values())
+    set_free(monkeypatch, needed)
+    assert list(too_little_disk(run, config, store)) == []
+    set_free(monkeypatch, needed - 1)
+    assert len(list(too_little_disk(run, config, store))) == 1
 
 
 def test_a_run_is_refused_for_the_memory_that_its_merge_and_evaluation_lack(store: Store) -> None:

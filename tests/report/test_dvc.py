@@ -19,11 +19,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline_lib.config.compile import Experiment, open_experiment, open_experiments
-from pipeline_lib.core.errors import PipelineError
+from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
 from pipeline_lib.report import record
-from pipeline_lib.report.overrides import overrides_in
+from pipeline_lib.report.overrides import is_copy, overrides_in, refuse_overrides
 from pipeline_lib.report.record import publish
 
 pytestmark = pytest.mark.slow
@@ -208,8 +208,45 @@ def test_what_no_run_reads_is_refused_with_what_to_type(clone: Clone, file: str,
 
 def test_the_words_of_a_command_line_name_what_is_set() -> None:
     words = ["dvc", "exp", "run", "-S", "train.lr=1", "-Sa.yaml:x=1", "--set-param=b.yaml:+y.z=a:b", "--set-param"]
-    found = list(overrides_in([*words, "c.yaml:~k"]))
-    assert found == [("", "train.lr=1"), ("a.yaml", "x=1"), ("b.yaml", "+y.z=a:b"), ("c.yaml", "~k")]
+    found = list(overrides_in([*words, "c.yaml:~k", "-fS", "d.yaml:k=1", "-qSe.yaml:k=2", "-nS", "-mS=a:b"]))
+    assert found == [
+        *(("", "train.lr=1"), ("a.yaml", "x=1"), ("b.yaml", "+y.z=a:b"), ("c.yaml", "~k")),
+        *(("d.yaml", "k=1"), ("e.yaml", "k=2")),
+    ]
+
+
+def test_a_copy_of_the_working_tree_lies_where_dvc_puts_it() -> None:
+    assert is_copy(Path("/home/me/clone/.dvc/tmp/exps/tmp8k_2x"))
+    assert is_copy(Path("/home/me/clone/.dvc/tmp/exps/standalone/tmp8k_2x/below"))
+    assert not any(map(is_copy, (Path("/home/me/exps/clone"), Path("/home/me/.dvc/exps/clone"))))
+
+
+def test_what_a_queued_run_does_not_read_is_refused_or_named_in_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other edits may be those that were not committed, if the config that it reads is changed too."""
+    copy_of_dvc = tmp_path / ".dvc" / "tmp" / "exps" / "tmp1"
+    names = ("config/config.yaml", "mine.yaml", "results/current/config.yaml", "no-config.yaml")
+    for name in names:
+        (copy_of_dvc / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy_of_dvc / name).write_text("a: 1\n" if name == "no-config.yaml" else "experiment: one\n")
+    monkeypatch.chdir(copy_of_dvc)
+    git = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
+        subprocess.run([*git, *arguments], check=True)
+    said: list[str] = []
+    for name in names[1:]:
+        with Path(name).open("a") as file:
+            file.write("more: 1\n")
+    with pytest.raises(ConfigError) as raised:
+        refuse_overrides(said.append)
+    [problem] = raised.value.problems
+    assert problem.startswith("mine.yaml is changed")
+    assert not said
+    with Path(names[0]).open("a") as file:
+        file.write("more: 1\n")
+    refuse_overrides(said.append)
+    assert said == [f"warning: dvc exp run: {problem}"]
 
 
 def test_a_file_is_no_name_of_a_record(clone: Clone) -> None:

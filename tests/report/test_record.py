@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from pipeline_lib.cli.experiments import config_of
 from pipeline_lib.cli.main import parser
@@ -13,6 +15,7 @@ from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag, link_results
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.report import record
@@ -70,6 +73,19 @@ def test_the_published_config_is_whole_in_order_and_reads_back_the_same(finished
     sections = [line.split(":")[0] for line in config_path.read_text().splitlines() if line[0] not in " #-"]
     assert sections == list(type(finished.experiment.config).model_fields)
     assert "  weight_decay: 0.01\n" in config_path.read_text()
+
+
+def test_what_is_published_and_recorded_has_the_keys_by_their_names_in_a_file(finished: World) -> None:
+    config = finished.experiment.config
+    train = config.train.model_copy(update={"recompute": "full", "reshard": True})
+    experiment = replace(finished.experiment, config=config.model_copy(update={"train": train}))
+    for text in (yaml_of(resolved(experiment.config)), record._as_config(experiment)):
+        keys = YAML(typ="safe").load(text)["train"]
+        assert {name: keys[name] for name in RENAMED.values()} == {
+            "activation_checkpointing": "full",
+            "reshard_after_forward": True,
+        }
+        assert not keys.keys() & RENAMED.keys()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])

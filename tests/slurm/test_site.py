@@ -108,7 +108,7 @@ def test_what_the_user_gives_to_snakemake_is_read_as_typed_and_takes_no_warning_
 
     assert given("--exclude=n2 --nice 7") == given("'--exclude=n2 --nice 7'") == ("--exclude=n2", "--nice", "7")
     assert given_options({}, "train_stage") == ()
-    for text in ("--signal=USR1@5", "'--open-mode=truncate'"):
+    for text in ("--signal=USR1@5", "'--open-mode=truncate'", "--comment='a", "--comment=a\\"):
         with pytest.raises(ConfigError, match="slurm_extra of train_stage"):
             given(text)
 

@@ -5,13 +5,14 @@ import os
 import random
 import re
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
 from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.config.dag import link_results
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
-from pipeline_lib.core.files import canonical_json, replace_link
+from pipeline_lib.core.files import STAGE_PREFIX, canonical_json, replace_link
 from pipeline_lib.core.store import Spec, verify
 from tests.status.stubs import stub_squeue
 from tests.upkeep.commands import store
@@ -66,12 +67,18 @@ def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: S
         shop.store.root / "specs" / ".stage-0123456789abcdef.json-0123456789ab",
         shop.store.root / "hashes.json",
         shop.store.root / "revisions.json",
+        shop.store.root / "architectures.json",
         shop.folder / "runs" / f".trash-{run_name}-0123456789ab",
         shop.folder / "runs" / f".trash-.trash-{run_name}-ba9876543210-0123456789ab",
     ]
     for path in left:
         shop.write(path if path.parent.name in ("specs", "store") else path / "weights", "half", LONG_AGO_S)
         shop.age(path, LONG_AGO_S)
+    for folder in (shop.store.root / "train", shop.folder / "runs" / "locks"):
+        folder.mkdir(exist_ok=True)
+        with NamedTemporaryFile(prefix=STAGE_PREFIX, dir=folder, delete=False) as probe:
+            left.append(Path(probe.name))
+        shop.age(left[-1], LONG_AGO_S)
     young = shop.store.root / "train" / ".stage-fedcba9876543210-0123456789ab"
     young.mkdir()
     odd = "na\u200bme \x1b[31m\n"
