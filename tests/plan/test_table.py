@@ -345,7 +345,7 @@ def test_what_to_do_next_begins_with_what_makes_a_run_fit_or_gains_most() -> Non
     actions = slow["summary"]["next"]
     assert re.match(r"train.strategy: auto, with no other placement key set \([\d.]+ times as fast\)", actions[0])
     assert len(actions) == 3 and "calibrate" in actions[2]
-    assert len(slow["words"]["advice"]) == 3
+    assert len(slow["words"]["advice"]) == 4
     text = render(slow)
     assert all(f"{number}. {action[:40]}" in text for number, action in enumerate(actions, start=1))
 

@@ -54,4 +54,4 @@ rule report_stage:
         "{params.title}"
     shell:
         "(python -m pipeline_lib report --spec {params.spec:q} --after {input:q}"
-        " && cp {params.page:q} {output.page:q}) 2>&1 | log_to {log:q}"
+        " && cp {params.page:q} {output.page:q}.new && mv {output.page:q}.new {output.page:q}) 2>&1 | log_to {log:q}"
