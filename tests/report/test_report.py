@@ -114,7 +114,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "19.4 k tokens/s",
             "1 min 51 s",
         ),
-        *("1.05 M", "640 MB", "8,192 tokens", "19.5 MiB, 16.0 MiB of it model state", "583.8 MiB at the peak"),
+        *("1.05 M", "610.4 MiB", "8,192 tokens", "19.5 MiB, 16.0 MiB of it model state", "583.8 MiB at the peak"),
         "longer than 256 tokens",
         *("278 samples", "49 rows", "2 attempts", "It resumed at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
         *("0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s in 2 attempts", "lower by more than chance"),
