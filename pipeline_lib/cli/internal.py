@@ -138,20 +138,21 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
     if not store.is_sealed(spec.ref):
         refuse_other_version(spec)
-    note = {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
+    note: dict[str, Any] = {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
+    lock_digest = None
     if spec.stage == "train":
         from pipeline_lib.launch.stage import launcher, next_attempt
 
-        digest = run_digest(spec)
+        lock_digest = run_digest(spec)
         stage = launcher(arguments.plan.with_suffix(""), os.environ)
-        attempt = {"attempt": next_attempt(store.run_dir(digest))}
-        run_stage(stage, spec, store, say, digest, {**note, **attempt}, os.environ)
+        note["attempt"] = next_attempt(store.run_dir(lock_digest))
     elif spec.stage == "tokenize":
         from pipeline_lib.data.tokenize import run
 
-        run_stage(partial(run, workers=arguments.workers), spec, store, say, None, note, os.environ)
+        stage = partial(run, workers=arguments.workers)
     else:
-        run_stage(_function_of(spec.stage), spec, store, say, None, note, os.environ)
+        stage = _function_of(spec.stage)
+    run_stage(stage, spec, store, say, lock_digest, note, os.environ)
     if spec.stage == "report":
         from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
         from pipeline_lib.tracking.feed import hand_over

@@ -350,18 +350,15 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if is_compressed and k > 1:
         text = f"has no effect with train.local_sgd_steps: {k}, because ranks exchange no gradients"
         yield ("train", "gradient_compression"), f"{text}; remove one of them"
-    if train.save_every_steps % k:
-        text = f"{train.save_every_steps} is not a multiple of train.local_sgd_steps ({k})"
-        yield ("train", "save_every_steps"), f"{text}; try {math.ceil(train.save_every_steps / k) * k}"
-    if train.guards.rollback_every_steps % k:
-        text = f"{train.guards.rollback_every_steps} is not a multiple of train.local_sgd_steps ({k})"
-        nearest = math.ceil(train.guards.rollback_every_steps / k) * k
-        yield ("train", "guards", "rollback_every_steps"), f"{text}; try {nearest}"
-    if (train.until_step or 0) % k:
-        text = (
-            f"{train.until_step} is not a multiple of train.local_sgd_steps ({k}), so stopping there changes the result"
-        )
-        yield ("train", "until_step"), f"{text}; try {math.ceil((train.until_step or 0) / k) * k}"
+    intervals = (
+        (("train", "save_every_steps"), train.save_every_steps, ""),
+        (("train", "guards", "rollback_every_steps"), train.guards.rollback_every_steps, ""),
+        (("train", "until_step"), train.until_step or 0, ", so stopping there changes the result"),
+    )
+    for place, steps, effect in intervals:
+        if steps % k:
+            text = f"{steps} is not a multiple of train.local_sgd_steps ({k}){effect}"
+            yield place, f"{text}; try {math.ceil(steps / k) * k}"
 
 
 def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:

@@ -264,9 +264,14 @@ def replace_link(link: Path, target: Path) -> None:
     partial.replace(link)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or the nearest path above it that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
 def unwritable(folder: Path) -> str | None:
     """Return why nothing can be written in `folder`, which may not exist yet; None if it can be written."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    nearest = nearest_existing(folder)
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return None
     return f"{nearest} {'cannot be written' if nearest.is_dir() else 'is no folder'}"
@@ -274,18 +279,12 @@ def unwritable(folder: Path) -> str | None:
 
 def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
-    free_bytes = _free_bytes(where)
+    free_bytes = shutil.disk_usage(nearest_existing(where)).free
     if free_bytes < need_bytes:
         raise DiskFull(
             f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {free_bytes / 1e6:,.1f} MB are free; "
             "free some space or point PIPELINE_STORE at a larger disk"
         )
-
-
-def _free_bytes(where: Path) -> int:
-    while not where.exists():
-        where = where.parent
-    return shutil.disk_usage(where).free
 
 
 def disk_full(where: Path | str) -> DiskFull:

@@ -1,7 +1,7 @@
 """Signals that ask a process to stop."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,12 @@ def handle_stops(handler: Handler | signal.Handlers) -> dict[signal.Signals, Any
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     return {number: signal.signal(number, handler) for number in numbers}
+
+
+def restore(before: Mapping[signal.Signals, Any]) -> None:
+    """Set the handlers `before` again."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Terminated(BaseException):
@@ -43,5 +49,4 @@ def stops_interrupt(is_once: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore(before)

@@ -13,7 +13,7 @@ from typing import IO, Any
 import psutil
 
 from pipeline_lib.core.errors import Interrupted
-from pipeline_lib.core.signals import handle_stops
+from pipeline_lib.core.signals import handle_stops, restore
 
 # A signal that asks a run to stop, as ranks hear it; and what their launcher passes on, which needs no torch.
 
@@ -42,8 +42,7 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         if kind is not None:
             return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        restore(self._before)
 
     def _remember(self, number: int, _frame: object) -> None:
         self.signal_number = number
@@ -124,8 +123,10 @@ def stop_requests_received(asked: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if heard.is_set() else handler)
+        if heard.is_set():
+            handle_stops(signal.SIG_IGN)
+        else:
+            restore(before)
 
 
 @contextmanager

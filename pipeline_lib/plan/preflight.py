@@ -19,7 +19,7 @@ from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, Ti
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.core.errors import ConfigError, DataError
-from pipeline_lib.core.files import is_linkable, list_files
+from pipeline_lib.core.files import is_linkable, list_files, nearest_existing
 from pipeline_lib.core.run_folder import CHECKPOINTS
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install
@@ -268,13 +268,8 @@ def _is_linked(model: object, store: Store) -> bool:
     if not isinstance(model, LocalModel) or not Path(model.path).is_dir():
         return False
     weights = [file for file in model_files(Path(model.path)) if file.suffix == ".safetensors"]
-    place = _place_of(store)
+    place = nearest_existing(store.root)
     return bool(weights) and all(is_edited_by_nobody(file, store.root) and is_linkable(file, place) for file in weights)
-
-
-def _place_of(store: Store) -> Path:
-    """Return the store's folder, or the nearest one above that exists."""
-    return next(path for path in (store.root.absolute(), *store.root.absolute().parents) if path.exists())
 
 
 def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> str | None:
@@ -285,7 +280,7 @@ def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> st
     """
     folder = store.run_dir(run_digest(training)) / CHECKPOINTS if training else None
     there = sum((folder / name).stat().st_size for name in list_files(folder)) if folder and folder.exists() else 0
-    where = _place_of(store)
+    where = nearest_existing(store.root)
     free = disk_usage(where).free
     beside = f" beside {gigabytes(there)} of them that lie there" if there else ""
     checkpoints, remedy = sizes["checkpoints"], "free some space, or point PIPELINE_STORE at a larger disk"

@@ -12,6 +12,7 @@ from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.text import redact
 from pipeline_lib.core.files import unwritable
+from pipeline_lib.core.signals import STOP_SIGNALS
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.launch.allocation import refuse_now
@@ -141,7 +142,7 @@ except PipelineError as error:
 # is installed. A stage that fails before `| log_to` fails its rule. A signal to all processes ends neither the shell,
 # which waits for the stage, nor what writes its log, also where the terminal is closed, so that a training can say that
 # it saves. A job of a cluster begins with what its site wants; Snakemake formats the prefix.
-STOPS = "INT TERM HUP USR1"
+STOPS = " ".join(number.name.removeprefix("SIG") for number in STOP_SIGNALS)
 shell_prefix = (
     f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; trap : {STOPS}; "
