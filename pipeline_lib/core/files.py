@@ -279,12 +279,16 @@ def unwritable(folder: Path) -> str | None:
 
 def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     """Raise DiskFull unless the disk of `where` has `need_bytes` free for `purpose`."""
-    free_bytes = shutil.disk_usage(nearest_existing(where)).free
+    free_bytes = _free_bytes(where)
     if free_bytes < need_bytes:
         raise DiskFull(
             f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {free_bytes / 1e6:,.1f} MB are free; "
             "free some space or point PIPELINE_STORE at a larger disk"
         )
+
+
+def _free_bytes(where: Path) -> int:
+    return shutil.disk_usage(nearest_existing(where)).free
 
 
 def disk_full(where: Path | str) -> DiskFull:
