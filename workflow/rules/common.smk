@@ -214,6 +214,16 @@ def no_inputs(wildcards):
     return []
 
 
+def inputs_of_all(needed):
+    """What `needed` says of all experiments."""
+
+    def inputs(wildcards):
+        begin()
+        return needed(EXPERIMENT)
+
+    return inputs
+
+
 def stage_inputs(wildcards, is_to_rung=False):
     begin()
     partitions()

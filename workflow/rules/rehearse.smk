@@ -2,17 +2,9 @@
 from pipeline_lib.workflow.rehearsal import needed_for_findings, needed_for_report
 
 
-def rehearsed(needed):
-    def inputs(wildcards):
-        begin()
-        return needed(EXPERIMENT)
-
-    return inputs
-
-
 rule rehearsal_stage:
     input:
-        rehearsed(needed_for_findings),
+        inputs_of_all(needed_for_findings),
     output:
         f"{STORE.root}/rehearse/{{digest}}.txt",
     log:
@@ -31,7 +23,7 @@ rule rehearsal_stage:
 
 rule rehearse:
     input:
-        rehearsed(needed_for_report),
+        inputs_of_all(needed_for_report),
     log:
         "logs/rehearse.log",
     params:
