@@ -27,9 +27,9 @@ from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
+from pipeline_lib.train.replicas import refuse_differing_replicas
 from pipeline_lib.train.staging import HostBuffers, new_copies
 from pipeline_lib.train.step import Stepper
-from pipeline_lib.train.validation import refuse_differing_replicas
 
 TIMEOUT_S = 240
 WARM_UP_STEPS, QUIET_STEPS = 3, 8

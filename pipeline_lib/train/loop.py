@@ -27,8 +27,9 @@ from pipeline_lib.train.dist import LOADING
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import Rows
+from pipeline_lib.train.replicas import refuse_differing_replicas
 from pipeline_lib.train.step import Stepper, StepResult
-from pipeline_lib.train.validation import Sampler, Validations, held_out_loss, refuse_differing_replicas
+from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
 
 # The learning rate: a pure function of the step.
 
@@ -118,6 +119,7 @@ class Loop:
     step: int = field(default=0, init=False)
     updates: int = field(default=0, init=False)
     saved_step: int = field(default=0, init=False)
+    has_saved: bool = field(default=False, init=False)  # in this process
     checkpoint_wait_s: float = field(default=0.0, init=False)  # since the last row
 
     def __post_init__(self) -> None:
@@ -291,10 +293,11 @@ class Loop:
             },
             rows=self.rows.saved(),
         )
-        refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group)
+        # No step writes to what is frozen: once is enough to see that all ranks have loaded the same.
+        refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group, with_frozen=not self.has_saved)
         best_step = self.validations.best_step if self.train.keep_best else 0
         self.saver.save(snapshot, best_step, time.monotonic() - start_s, self.window.step_before(self.step))
-        self.saved_step = self.step
+        self.saved_step, self.has_saved = self.step, True
         self.checkpoint_wait_s += time.monotonic() - start_s
 
     def restore(self, path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Checks between steps: the held-out loss, sample answers, and the bitwise comparison of replicas."""
+"""Checks between steps: the held-out loss, and sample answers."""
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,9 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
@@ -26,7 +23,6 @@ from pipeline_lib.data.documents import Document, first_answer, prompt_length, q
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.model.batch import Portion, block_losses, empty_block, logits_at, make_batch
 from pipeline_lib.train.dist import World, sum_over_ranks
-from pipeline_lib.train.native import let_go
 from pipeline_lib.train.strategy import Strategy
 
 # The held-out loss during training, and its history: which step was best, and when to stop early.
@@ -195,43 +191,3 @@ def leave_samples(run_dir: Path, out: Path, last_step: int) -> None:
         if row["step"] <= last_step
     }
     write_jsonl(out / SAMPLES_NAME, sorted(latest.values(), key=lambda row: int(row["step"])))
-
-
-# Comparison of replicas: ranks that hold the same weights must hold the same bits. It detects a GPU that computes
-# wrongly.
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-
-def refuse_differing_replicas(wrapped: nn.Module, world: World, group: dist.ProcessGroup) -> None:
-    """Raise TrainingError, naming tensor and ranks, if ranks differ in a parameter that they should hold alike.
-
-    The sums of the bits as integers are compared: exact in any order, and changed by any one bit.
-    """
-    let_go(wrapped)  # what a validation left gathered is a bf16 copy of the shards
-    parameters = {name: parameter.detach() for name, parameter in wrapped.named_parameters()}
-    replicas = [list(range(world.size))]  # groups of ranks that hold the same
-    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
-    if meshes:
-        if meshes[0].ndim == 1:  # each rank has a part of its own
-            return
-        parameters = {name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)}
-        replicas = meshes[0].mesh.T.tolist()
-    bits = [tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in parameters.values()]
-    mine = torch.stack([each.sum(dtype=torch.int64) for each in bits]).cpu()
-    of_ranks = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(of_ranks, mine, group=group)
-    table = torch.stack(of_ranks)  # [ranks, tensors]
-    for ranks in replicas:
-        for column in (table[ranks] != table[ranks[0]]).any(dim=0).nonzero().flatten().tolist()[:1]:
-            common, holders = Counter(table[ranks, column].tolist()).most_common(1)[0]
-            odd = [rank for rank in ranks if table[rank, column] != common]
-            who = f": it differs on {_ranks(odd)}" if holders > len(odd) else ""  # of two, either may be wrong
-            raise TrainingError(
-                f"{list(parameters)[column].removeprefix('module.')} is not the same on {_ranks(ranks)}{who}. Nothing "
-                "was saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
-            )
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
