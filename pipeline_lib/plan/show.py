@@ -31,6 +31,7 @@ from pipeline_lib.plan.document import (
 from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS
 from pipeline_lib.plan.moments import sharded_over
+from pipeline_lib.plan.saving import slow_saves
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import (
     COMPILE_S,
@@ -133,6 +134,7 @@ def _answers(plan: PlanDocument) -> list[Row]:
         ("ASSUMED", "; ".join(summary.assumed)),
         ("SAMPLES", plan.words.repetition or ""),
         *(("WARNING", text) for text in plan.words.warnings),
+        ("WARNING", _slow_saves(plan)),
         ("NEXT", "\n".join(f"{number}. {action}" for number, action in enumerate(summary.next, start=1))),
     ]
     return [(name, text) for name, text in rows if text]
@@ -345,6 +347,15 @@ def _disk(plan: PlanDocument) -> list[Row]:
             f"while the training {does}; {gigabytes(known(disk.needed_bytes))} for {train.kept_in_words}",
         )
     ]
+
+
+def _slow_saves(plan: PlanDocument) -> str:
+    """Return the warning that the training is expected to wait for its checkpoints, or nothing."""
+    train, steps = read_train(plan.train or {}), plan.batch.steps
+    if not plan.has_prediction or steps is None or train.saves(steps) <= 1:
+        return ""
+    save_s, step_s = known(plan.prediction.checkpoint_s.value), known(plan.prediction.step_s.value)
+    return slow_saves(train, known(plan.disk.checkpoint_bytes), save_s, step_s)
 
 
 def _bars(title: str, parts: Mapping[str, float | None], whole: float, show: Callable[[float], str]) -> list[Row]:

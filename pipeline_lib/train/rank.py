@@ -39,6 +39,7 @@ from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
+from pipeline_lib.train.saving_pace import tell_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.state import WEIGHTS
 from pipeline_lib.train.step import Stepper
@@ -117,7 +118,11 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
             watch.announce(say)
-            observers += (print_progress(say, last_step), append_metrics(job.run_dir / METRICS_NAME))
+            observers += (
+                print_progress(say, last_step),
+                tell_of_slow_saves(say, train),
+                append_metrics(job.run_dir / METRICS_NAME),
+            )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
         events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))

@@ -282,6 +282,22 @@ def test_the_plan_says_how_often_a_run_is_saved_and_what_is_kept(
     assert Train(**train).saves(10_000) == len(saved) + 1
 
 
+@pytest.mark.parametrize(("save_every", "is_warned"), [(2, True), (5000, False)])
+def test_saves_that_the_disk_does_not_take_as_often_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: int, is_warned: bool
+) -> None:
+    """98 GB of an 8B model on one node, every two steps."""
+
+    class Usage:
+        free = 10**13
+
+    monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
+    train = {"save_every_steps": save_every, "epochs": 1000, "guards": {"rollback_every_steps": 5000}}
+    cluster = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 2000}
+    stage.run(job := plan_job(tmp_path, train={"global_batch_tokens": 640, **train}, cluster=cluster, model=WIDE))
+    assert ("train.save_every_steps: " in shown(job)) == is_warned
+
+
 def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     assert plan["schema"] == 3

@@ -1,0 +1,33 @@
+"""Whether the disk takes checkpoints as often as they are asked for."""
+
+import math
+
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.units import brief, count, gigabytes
+
+NOTABLE_WAIT = 0.1  # of the time of the steps between two checkpoints
+_LEAST_SAVE_S = 5.0  # shorter ones are no matter of the disk
+
+
+def slow_saves(train: Train, size_bytes: int, save_s: float, step_s: float) -> str:
+    """Return what is to be said of checkpoints of `size_bytes` that take `save_s` each; nothing if steps hardly wait.
+
+    Each step takes `step_s`. Some checkpoints are asked for by the guards.
+    """
+    intervals = {
+        "train.save_every_steps": train.save_every_steps,
+        "train.guards.rollback_every_steps": train.guards.rollback_every_steps,
+    }
+    apart_steps = min(intervals.values())
+    apart_s = apart_steps * step_s
+    wait_s = max(0.0, save_s - apart_s) if train.save_async else save_s
+    if save_s < _LEAST_SAVE_S or wait_s <= NOTABLE_WAIT * apart_s:
+        return ""
+    enough_s = save_s if train.save_async else save_s / NOTABLE_WAIT
+    enough_steps = math.ceil(enough_s / step_s)
+    remedies = [f"{key}: {enough_steps}" for key, steps in intervals.items() if steps < enough_steps]
+    return (
+        f"a checkpoint ({gigabytes(size_bytes)}) takes {brief(save_s)} to write, and one is asked for every "
+        f"{count(apart_steps, 'steps')} ({brief(apart_s)}): the training waits {brief(wait_s)} for each. "
+        f"It would hardly wait with {' and '.join(remedies)}, or on a faster disk"
+    )

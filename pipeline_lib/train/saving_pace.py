@@ -1,0 +1,31 @@
+"""Whether the disk takes checkpoints as often as they are asked for; told once, at the first one that it does not."""
+
+import statistics
+from collections import deque
+from typing import Any
+
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.events import EventName, Observer
+from pipeline_lib.core.stage import Say
+from pipeline_lib.plan.saving import slow_saves
+
+_RECENT_STEPS = 20
+_LEAST_STEPS = 3  # the first ones take longer
+
+
+def tell_of_slow_saves(say: Say, train: Train) -> Observer:
+    """Return an observer that tells once if `train` waits for its checkpoints, and at which interval it would not."""
+    steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+    has_told = False
+
+    def observe(name: str, fields: dict[str, Any]) -> None:
+        nonlocal has_told
+        if name == EventName.STEP_END:
+            steps_s.append(fields["step_s"])
+        if name != EventName.CHECKPOINT_SAVED or has_told or len(steps_s) < _LEAST_STEPS:
+            return
+        if text := slow_saves(train, fields["bytes"], fields["duration_s"], statistics.median(steps_s)):
+            has_told = True
+            say(f"warning: {text}")
+
+    return observe
