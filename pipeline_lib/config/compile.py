@@ -200,7 +200,7 @@ def open_sweep(
     loaded = load_sweep(config_path, checks=[partial(_problems_of, check) for check in checks])
     store.require_writable()
     configs = loaded.configs
-    hashes = HashCache.load(store.remembered(HASHES_NAME))
+    hashes = HashCache.load(store.remembered(HASHES_NAME), store.verified)
     revisions = Revisions.load(store.remembered(REVISIONS_NAME))
     contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
     experiments = tuple(

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,8 @@ from pydantic import ValidationError
 from pipeline_lib.config.deepspeed_json import content_of
 from pipeline_lib.config.schema import Config, FileData, HubRepository, LocalModel, ModelSource, TinyModel
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
-from pipeline_lib.core.files import read_json, sha256_file, write_json
-from pipeline_lib.core.store import MANIFEST_NAME, Manifest
+from pipeline_lib.core.files import read_json, write_json
+from pipeline_lib.core.store import HASHED_AT_ONCE, MANIFEST_NAME, NOTHING_VERIFIED, Manifest, VerifiedFiles
 
 # Files used from a model folder: only data that affects the model's output. Code, pickles and notes are ignored.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
@@ -43,21 +44,23 @@ RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
 class HashCache:
     """A cache of the SHA-256 of files, stored as JSON at `path`, which only this user can write; without one, unsaved.
 
-    Another user's file could say that one file has the content of another.
+    Another user's file could say that one file has the content of another. A file that is read is marked in `verified`,
+    so that no stage on this machine reads it again for its hash.
     """
 
     path: Path | None
+    verified: VerifiedFiles = NOTHING_VERIFIED
     entries: dict[str, list[Any]] = field(default_factory=dict)
     changed: bool = False
 
     @staticmethod
-    def load(path: Path | None) -> "HashCache":
+    def load(path: Path | None, verified: VerifiedFiles = NOTHING_VERIFIED) -> "HashCache":
         """Return the cache stored at `path`; an empty one if the file is missing or damaged."""
         entries = None
         if path is not None:
             with suppress(OSError, ValueError):
                 entries = read_json(path)
-        return HashCache(path, entries if isinstance(entries, dict) else {})
+        return HashCache(path, verified, entries if isinstance(entries, dict) else {})
 
     def sha256(self, file: Path) -> str:
         """Return the SHA-256 of `file`, from the cache if its size, inode and times are unchanged.
@@ -65,19 +68,28 @@ class HashCache:
         Raises ConfigError if the file cannot be read.
         """
         try:
-            status = file.stat()
-            # The ctime reveals a change even if a tool resets the mtime (`rsync --inplace --times`).
-            stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-            key = str(file.resolve())
+            key, stamp = str(file.resolve()), _stamp(file)
             remembered = self.entries.get(key)
             if isinstance(remembered, list) and len(remembered) == len(stamp) + 1 and remembered[:-1] == stamp:
                 return str(remembered[-1])
-            digest = sha256_file(file)
+            digest = self.verified.sha256(file, beside=Path(key).parent)
         except OSError as error:
             raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
         self.entries[key] = [*stamp, digest]
         self.changed = True
         return digest
+
+    def of_all(self, files: Sequence[Path]) -> list[str]:
+        """Return the SHA-256 of each of `files`, several at a time: hashlib releases the GIL. Raises as `sha256`."""
+        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+            return list(pool.map(self.sha256, files))
+
+    def remember(self, file: Path, sha256: str) -> None:
+        """Remember that the hash of `file`, as its status is now, is `sha256`, if that is so. Raises OSError."""
+        key, stamp = str(file.resolve()), _stamp(file)
+        if self.verified.has_sha256(file, sha256, beside=Path(key).parent):
+            self.entries[key] = [*stamp, sha256]
+            self.changed = True
 
     def forget(self, file: Path) -> None:
         """Forget the hash of `file`, so that it is computed again."""
@@ -89,6 +101,13 @@ class HashCache:
         if self.changed and self.path is not None:
             with suppress(OSError, DiskFull):
                 write_json(self.path, self.entries)
+
+
+def _stamp(file: Path) -> list[int]:
+    """Return what changes whenever the content of `file` does. Raises OSError."""
+    status = file.stat()
+    # The ctime reveals a change even if a tool resets the mtime (`rsync --inplace --times`).
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
 @dataclass(frozen=True)
@@ -321,7 +340,7 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
         if not (folder / "tokenizer.json").is_file():
             problems.append(f"model.tokenizer: {str(folder)!r} holds no tokenizer.json")
             return {}
-        return {name: _hash(folder / name, cache) for name in tokenizer_files(folder)}
+        return _hashes({name: folder / name for name in tokenizer_files(folder)}, cache)
     folder = Path(model.path)
     if not folder.is_dir():
         problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()}){_hint(model.path)}")
@@ -330,7 +349,7 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
     if missing := missing_model_files(file.name for file in files):
         problems.append(f"model.path: {str(folder)!r} has no {', '.join(missing)}")
         return {}
-    hashes = {name_in(folder, file): _hash(file, cache) for file in files}
+    hashes = _hashes({name_in(folder, file): file for file in files}, cache)
     if cache is not None:
         problems += _not_as_sealed(folder, hashes)
     return hashes
@@ -393,8 +412,10 @@ def _file_content(source: FileData, key: str, cache: HashCache | None, problems:
     names = [file.name for file in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{key}: {source.path!r} matches several files called {name!r}; rename one")
-    return {file.name: _hash(file, cache) for file in files}
+    return _hashes({file.name: file for file in files}, cache)
 
 
-def _hash(file: Path, cache: HashCache | None) -> str:
-    return "" if cache is None else cache.sha256(file)
+def _hashes(files: Mapping[str, Path], cache: HashCache | None) -> dict[str, str]:
+    if cache is None:
+        return dict.fromkeys(files, "")
+    return dict(zip(files, cache.of_all(list(files.values())), strict=True))

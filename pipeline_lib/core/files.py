@@ -224,11 +224,19 @@ def remove_dir(path: Path) -> None:
 def link_or_copy(source: Path, target: Path) -> None:
     """Give `target` the content of the file `source`: a hard link if it is linkable, else a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if is_linkable(source, target.parent):
-        with suppress(OSError):
-            os.link(source.resolve(), target)
-            return
-    copy_file(source, target)
+    if not try_link(source, target):
+        copy_file(source, target)
+
+
+def try_link(source: Path, target: Path) -> bool:
+    """Make `target` a hard link to the file `source` if it is linkable; return whether it is one."""
+    if not is_linkable(source, target.parent):
+        return False
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        return False
+    return True
 
 
 def is_linkable(source: Path, folder: Path) -> bool:

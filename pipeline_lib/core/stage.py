@@ -239,12 +239,28 @@ def _make(
         try:
             counts = function(job)
             duration_s = time.monotonic() - start_s
-            write_manifest(job.out, _manifest_of(job, counts, machine_kind, started_at, duration_s))
-            if not files.publish_dir(job.out, final, lock.require):  # another process was faster
+            manifest = _manifest_of(job, counts, machine_kind, started_at, duration_s)
+            write_manifest(job.out, manifest)
+
+            def last_before_the_rename() -> None:
+                _mark_own_files(job, manifest)
+                lock.require()
+
+            if not files.publish_dir(job.out, final, last_before_the_rename):  # another process was faster
                 verify(final, store.verified)
         finally:
             shutil.rmtree(job.out, ignore_errors=True)
     say(f"{done_lines(spec.ref)[0]} in {duration_s:.1f} s")
+
+
+def _mark_own_files(job: Job, manifest: Manifest) -> None:
+    """Mark what this stage has written and hashed, so that the next one does not read it for its hash.
+
+    A file that is linked elsewhere is not this stage's own, and was marked by what linked it.
+    """
+    for name, entry in manifest.files.items():
+        if (job.out / name).stat().st_nlink == 1:
+            job.store.verified.mark_own(job.out / name, entry.sha256)
 
 
 def _manifest_of(

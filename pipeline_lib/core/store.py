@@ -113,18 +113,66 @@ class VerifiedFiles:
         whether the file is old enough to be marked. If nothing can be written there, this machine's clock is used.
         Raises OSError.
         """
+        if self.is_marked(path, sha256):
+            return True
+        found, status = self._read(path, beside)
+        if found == sha256 and status is not None:
+            self._make_mark(status, sha256)
+        return found == sha256
+
+    def is_marked(self, path: Path, sha256: str) -> bool:
+        """Return whether the file at `path` is known to have the hash `sha256` without reading it. Raises OSError."""
+        with path.open("rb") as file:  # over NFS the status of an opened file is asked for, and not remembered
+            mark = self._mark(os.fstat(file.fileno()), sha256)
+        if mark is None:
+            return False
+        try:
+            os.utime(mark)
+        except OSError:  # there is no such mark
+            return False
+        return True
+
+    def sha256(self, path: Path, beside: Path) -> str:
+        """Return the SHA-256 of the file at `path`, which is read. `beside` is as in `has_sha256`. Raises OSError."""
+        sha256, status = self._read(path, beside)
+        if status is not None:
+            self._make_mark(status, sha256)
+        return sha256
+
+    def _read(self, path: Path, beside: Path) -> tuple[str, os.stat_result | None]:
+        """Return the hash of a file, and the status that a mark of it may name; None if it may change unseen."""
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
-            mark = self._mark(before, sha256)
-            if mark is not None:
-                with suppress(OSError):  # there is no such mark
-                    os.utime(mark)
-                    return True
-            is_settled = mark is not None and _is_settled(before, beside)
-            is_same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
-            if mark is not None and is_same and is_settled and _identity(os.fstat(file.fileno())) == _identity(before):
-                _make_mark(mark)
-            return is_same
+            is_settled = self._mark(before, "") is not None and _is_settled(before, beside)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            is_unchanged = _identity(os.fstat(file.fileno())) == _identity(before)
+        return sha256, before if is_settled and is_unchanged else None
+
+    def mark_own(self, path: Path, sha256: str, before: os.stat_result | None = None) -> None:
+        """Mark the file at `path`, whose hash this process knows, also where it was changed just now.
+
+        It must be a file that this process wrote in a folder of its own, or one that was marked when its status was
+        `before`, and of which this process has made or removed a link since: that changes the ctime. Any other change
+        in those microseconds shows in the mtime, unless that was set back within them too. Raises OSError.
+        """
+        now = path.stat()
+        is_expected = before is None or _identity(before)[:-1] == _identity(now)[:-1]
+        # Times of whole seconds could not show a change within the same second.
+        if is_expected and now.st_ctime_ns % 10**9:
+            self._make_mark(now, sha256)
+
+    def _make_mark(self, status: os.stat_result, sha256: str) -> None:
+        """Create the mark for such a file; delete the older half of the marks if there are MOST_MARKS."""
+        mark = self._mark(status, sha256)
+        if mark is None:
+            return
+        with suppress(OSError):
+            marks = list(mark.parent.iterdir())
+            if len(marks) >= MOST_MARKS:
+                marks.sort(key=lambda path: path.lstat().st_mtime_ns)
+                for old in marks[: len(marks) // 2]:
+                    old.unlink(missing_ok=True)
+            mark.touch(mode=0o600)
 
     def _mark(self, status: os.stat_result, sha256: str) -> Path | None:
         """Return the path of the mark for such a file; None if the file is not to be cached."""
@@ -157,17 +205,6 @@ def _is_settled(status: os.stat_result, beside: Path) -> bool:
     except OSError:  # not writable: another user's store
         return time.time_ns() - changed_ns >= SETTLED_BY_OUR_CLOCK_NS
     return now.st_dev == status.st_dev and now.st_mtime_ns - changed_ns >= SETTLED_NS
-
-
-def _make_mark(mark: Path) -> None:
-    """Create `mark`; delete the older half of the marks if there are MOST_MARKS."""
-    with suppress(OSError):
-        marks = list(mark.parent.iterdir())
-        if len(marks) >= MOST_MARKS:
-            marks.sort(key=lambda path: path.lstat().st_mtime_ns)
-            for old in marks[: len(marks) // 2]:
-                old.unlink(missing_ok=True)
-        mark.touch(mode=0o600)
 
 
 # Sealed directories: a manifest.json, written last, lists every file with its size and SHA-256.

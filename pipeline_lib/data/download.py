@@ -5,6 +5,7 @@ Each source is a function that fills the directory of a job; `SOURCES` lists the
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,23 @@ from pipeline_lib.config.content import (
 )
 from pipeline_lib.config.schema import HubData, HubModel, PydocData, TinyModel
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.core import arrival
 from pipeline_lib.core.errors import DataError, IntegrityError
-from pipeline_lib.core.files import copy_file, list_files, require_space, sha256_file, sha256_text
+from pipeline_lib.core.files import list_files, require_space, sha256_text
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job
+from pipeline_lib.core.store import HASHED_AT_ONCE, VerifiedFiles
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
 from pipeline_lib.data.agreement import refuse_other_tokens
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
-from pipeline_lib.hub.snapshot import Snapshot, is_edited_by_nobody, link_weights_or_copy
+from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside
 from pipeline_lib.model.files import problems_of, refuse_not_finite, refuse_untaken_config, take_generation_config
 
 Source = Callable[[Job], None]
+Bring = Callable[[Path, Path, str, VerifiedFiles], bool]  # of arrival
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -54,6 +58,9 @@ def run(job: Job) -> dict[str, Any]:
         if kind == "model":
             _refuse_unusable_model(job.out, origin, Path(job.spec.where.get("path", job.out)))
     names = list_files(job.out)
+    for name in job.hashes.keys() & set(names):  # a file that is linked elsewhere may have been edited there
+        if not job.store.verified.has_sha256(job.out / name, job.hashes[name], beside=job.out):
+            raise DataError(f"{source} {kind}: {name} changed while it was taken; run again")
     size_bytes = sum((job.out / name).stat().st_size for name in names)
     job.say(f"download: {kind} from {source}: {count(len(names), 'files')}, {size_bytes / 1e6:.1f} MB")
     return {"files": len(names), "bytes": size_bytes}
@@ -65,12 +72,10 @@ def local_model(job: Job) -> None:
     files = model_files(folder) if folder.is_dir() else []
     named = {name_in(folder, file): file for file in files if file.name != GENERATION_NAME}
 
-    def bring(source: Path, target: Path) -> None:
-        """Link what nobody edits in place, which would change the sealed file too; copy all other files."""
-        if is_edited_by_nobody(source, job.store.root):
-            link_weights_or_copy(source, target)
-        else:
-            copy_file(source, target)
+    def bring(source: Path, target: Path, sha256: str, verified: VerifiedFiles) -> bool:
+        """Link weights that nobody edits in place, which would change the sealed file too; copy all other files."""
+        may_link = source.suffix == WEIGHTS_SUFFIX and is_edited_by_nobody(source, job.store.root)
+        return (arrival.link if may_link else arrival.copy)(source, target, sha256, verified)
 
     _take(named, job, bring)
 
@@ -78,7 +83,7 @@ def local_model(job: Job) -> None:
 def local_generation(job: Job) -> None:
     """Copy the generation_config.json of a Hugging Face folder on this machine, if it has one."""
     file = Path(job.spec.where["path"]) / GENERATION_NAME
-    _take({file.name: file} if file.is_file() else {}, job, copy_file)
+    _take({file.name: file} if file.is_file() else {}, job)
 
 
 def tiny_model(job: Job) -> None:
@@ -88,7 +93,7 @@ def tiny_model(job: Job) -> None:
     if tokenizer is None:
         _require_same_python(job)
     else:
-        _take({name: Path(tokenizer) / name for name in tokenizer_files(Path(tokenizer))}, job, copy_file)
+        _take({name: Path(tokenizer) / name for name in tokenizer_files(Path(tokenizer))}, job)
     build_tiny(settings, job.out, job.say)
 
 
@@ -96,7 +101,7 @@ def local_files(job: Job) -> None:
     """Copy conversation files on this machine."""
     # Copied, not linked: people edit these files, and an edit through a hard link would change sealed content.
     files = data_files(job.spec.where["path"], job.spec.where.get("split"))
-    _take({file.name: file for file in files}, job, copy_file)
+    _take({file.name: file for file in files}, job)
 
 
 def pydoc_rows(job: Job) -> None:
@@ -176,7 +181,7 @@ def _snapshot(job: Job, repository: Repository, commit: str | None) -> Iterator[
     mine = folder / "jobs" / job.spec.digest
     mine.mkdir(parents=True, exist_ok=True)
     with locked(job.store.lock_path(digest), job.say):
-        snapshot = Snapshot(repository, commit, folder / "arrived", job.say)
+        snapshot = Snapshot(repository, commit, folder / "arrived", job.say, job.store.verified)
         yield snapshot
         with suppress(FileNotFoundError):
             mine.rmdir()
@@ -186,15 +191,20 @@ def _snapshot(job: Job, repository: Repository, commit: str | None) -> Iterator[
 
 def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
     progress = Progress(job.say, f"download: {snapshot}", "MB")
-    snapshot.fetch(names, job.out, lambda here, total: progress.update(here // 1_000_000, here / max(1, total)))
+    hashes = snapshot.fetch(
+        names, job.out, lambda here, total: progress.update(here // 1_000_000, here / max(1, total))
+    )
+    job.hashes.update(hashes)
 
 
 def _own_settings(job: Job) -> dict[str, Any]:
     return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
 
 
-def _take(files: Mapping[str, Path], job: Job, bring: Callable[[Path, Path], Any]) -> None:
+def _take(files: Mapping[str, Path], job: Job, bring: Bring = arrival.copy) -> None:
     """Bring the files by name into the job's directory with `bring`, and check names and hashes against the spec.
+
+    A file that is as it was hashed when the config was compiled is not read for its hash again.
 
     Raises DataError if they differ, DiskFull before anything is copied.
     """
@@ -206,20 +216,23 @@ def _take(files: Mapping[str, Path], job: Job, bring: Callable[[Path, Path], Any
     total_bytes = sum(file.stat().st_size for file in files.values())
     require_space(job.out, total_bytes, f"a copy of {place}")
     progress = Progress(job.say, f"download: {place}", "MB")
-    hashes = HashCache.load(job.store.remembered(HASHES_NAME))
+    verified = job.store.verified
+    hashes = HashCache.load(job.store.remembered(HASHES_NAME), verified)
+    for name in files:
+        (job.out / name).parent.mkdir(exist_ok=True)
     done_bytes = 0
-    for name, file in files.items():
-        target = job.out / name
-        target.parent.mkdir(exist_ok=True)
-        bring(file, target)
-        # A new link changes the file's times: its hash is remembered anew, or the next snakemake would compute it.
-        sha256 = hashes.sha256(file) if target.samefile(file) else sha256_file(target)
-        if sha256 != wanted[name]:
-            hashes.forget(file)
-            hashes.save()
-            raise DataError(f"{file}: changed since the config was read; {remedy}")
-        done_bytes += target.stat().st_size
-        progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        brought = pool.map(lambda name: bring(files[name], job.out / name, wanted[name], verified), files)
+        for (name, file), is_same in zip(files.items(), brought, strict=True):
+            if not is_same:
+                hashes.forget(file)
+                hashes.save()
+                raise DataError(f"{file}: changed since the config was read; {remedy}")
+            if (job.out / name).samefile(file):  # the link changed the ctime: else the next snakemake would hash it
+                hashes.remember(file, wanted[name])
+            job.hashes[name] = wanted[name]
+            done_bytes += file.stat().st_size
+            progress.update(done_bytes // 1_000_000, done_bytes / max(1, total_bytes))
     hashes.save()
 
 

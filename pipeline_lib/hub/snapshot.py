@@ -13,6 +13,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline_lib.core import arrival
 from pipeline_lib.core.errors import DiskFull, HubError, IntegrityError
 from pipeline_lib.core.files import (
     copy_file,
@@ -23,6 +24,7 @@ from pipeline_lib.core.files import (
     require_space,
     write_json,
 )
+from pipeline_lib.core.store import NOTHING_VERIFIED, VerifiedFiles
 from pipeline_lib.hub.repository import (
     Arrived,
     HubClient,
@@ -217,19 +219,31 @@ class Transfer:
 # the indexes, fetch the rest. Each file is hashed, and fetched once more if wrong. Only then is any file placed.
 
 INDEX_SUFFIX = ".safetensors.index.json"
+# Only weights are linked to a hub's cache or another store. Other files may be edited in place by people and tools,
+# which would change the sealed content through a link.
+WEIGHTS_SUFFIX = ".safetensors"
 _CHUNK_BYTES = 1 << 20
 
 
 class Snapshot:
     """A repository at `commit`. `work` is our directory for partial downloads; it survives a failure."""
 
-    def __init__(self, repository: Repository, commit: str, work: Path, say: Callable[[str], None]) -> None:
-        """Store the arguments and create the client. No request is made."""
+    def __init__(
+        self,
+        repository: Repository,
+        commit: str,
+        work: Path,
+        say: Callable[[str], None],
+        verified: VerifiedFiles = NOTHING_VERIFIED,
+    ) -> None:
+        """Store the arguments and create the client. No request is made. Files that arrive are marked in `verified`."""
         self.repository = repository
         self.commit = commit
         self._work = work
         self._listing = work / "listing.json"
         self._say = say
+        self._verified = verified
+        self._linked: dict[Path, str] = {}  # the hashes of files that are linked to ours in `work`
         self._client = client_of(repository)
 
     def __str__(self) -> str:
@@ -254,8 +268,10 @@ class Snapshot:
         check_names(self.repository, self.files.values(), wanted)
         return wanted
 
-    def fetch(self, names: Collection[str], out: Path, tell: Tell) -> None:
+    def fetch(self, names: Collection[str], out: Path, tell: Tell) -> dict[str, str]:
         """Put the files `names` into `out`, verified; `tell` receives byte counts as they arrive.
+
+        Return the SHA-256 of each file for which the hub lists one.
 
         Raises DataError for unacceptable names, DiskFull before anything is fetched, HubError, IntegrityError.
         """
@@ -271,18 +287,33 @@ class Snapshot:
         # Keep only a consistent listing for the next run: some mirrors have half of a repository.
         write_json(self._listing, [asdict(file) for file in self.files.values()])
         paths |= self._transfer([file for file in wanted if file.name not in paths], tell)
-        for name, path in paths.items():
-            target = out / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with disk_full_named(target):
-                if path.is_relative_to(self._work):  # our own file, which nobody edits
-                    link_or_copy(path, target)
-                else:
-                    link_weights_or_copy(path, target)
+        for file in wanted:
+            with disk_full_named(out / file.name):
+                self._place(paths[file.name], out / file.name, file)
+        return {file.name: file.digest for file in wanted if file.algorithm == "sha256"}
+
+    def _place(self, path: Path, target: Path, file: RemoteFile) -> None:
+        """Link what nobody edits, our own files and the weights of a hub's cache, to `target`; copy all others."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        may_link = path.is_relative_to(self._work) or path.suffix == WEIGHTS_SUFFIX
+        if file.algorithm == "sha256":
+            bring = arrival.link if may_link else arrival.copy
+            if not bring(path, target, file.digest, self._verified):
+                raise IntegrityError(f"{self}: {file.name} changed after it had arrived; run again")
+            if path.is_relative_to(self._work):
+                self._linked[target] = file.digest
+        elif may_link:
+            link_or_copy(path, target)
+        else:
+            copy_file(path, target)
 
     def close(self) -> None:
         """Delete `work`, which is kept for resuming; fetched files stay where they were put."""
+        there = {target: sha256 for target, sha256 in self._linked.items() if target.exists()}
+        marked = {target: target.stat() for target, sha256 in there.items() if self._verified.is_marked(target, sha256)}
         shutil.rmtree(self._work, ignore_errors=True)
+        for target, status in marked.items():  # with one link less, the file has another ctime
+            self._verified.mark_own(target, self._linked[target], status)
 
     def _transfer(self, files: list[RemoteFile], tell: Tell) -> dict[str, Path]:
         self._work.mkdir(parents=True, exist_ok=True)
@@ -294,7 +325,7 @@ class Snapshot:
         for _ in range(2):
             download = partial(self._client.download, self.repository, self.commit, file, self._work, arrived)
             path = ask(self._client, self.repository, download, f"fetching {file.name}", self._say)
-            found = _describe(path, file.algorithm, arrived)
+            found = self._describe_once(path, file, arrived)
             if found == _described(file):
                 return path
             _forget(path)
@@ -306,17 +337,17 @@ class Snapshot:
             "or try another mirror"
         )
 
-
-def link_weights_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the content of `source`, of a hub's cache or a store: a hard link for weights, else a copy.
-
-    Weights are copied too where the file system allows no link. Other files may be edited in place by people and tools,
-    which would change the sealed content through a link.
-    """
-    if source.suffix == ".safetensors":
-        link_or_copy(source, target)
-    else:
-        copy_file(source, target)
+    def _describe_once(self, path: Path, file: RemoteFile, arrived: Arrived) -> str:
+        """Return the size and hash of the file at `path`, which is marked if they are those of `file`."""
+        if file.algorithm != "sha256":
+            return _describe(path, file.algorithm, arrived)
+        is_own = path.is_relative_to(self._work)
+        if not is_own and self._verified.has_sha256(path, file.digest, beside=path.resolve().parent):
+            return _described(file)
+        found = _describe(path, file.algorithm, arrived)
+        if is_own and found == _described(file):
+            self._verified.mark_own(path, file.digest)
+        return found
 
 
 def is_edited_by_nobody(file: Path, store: Path) -> bool:

@@ -266,7 +266,7 @@ def _sealed(config: Config, store: Store, part: str) -> Sealed | None:
 
 def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:
     """Return the config's specs from remembered hashes and commits; None if one of them is not remembered."""
-    hashes = _RememberedHashes(**vars(HashCache.load(store.remembered(HASHES_NAME))))
+    hashes = _RememberedHashes(**vars(HashCache.load(store.remembered(HASHES_NAME), store.verified)))
     try:
         content = read_content(config, Path("the config"), hashes)
         return compile_config(pinned(config, _remembered_revisions(store)), content).specs

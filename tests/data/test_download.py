@@ -158,6 +158,41 @@ def test_weights_of_a_hubs_cache_are_linked_and_not_hashed_again(pipeline: Pipel
     assert not hashes.changed
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_an_edit_between_compiling_and_taking_is_refused(pipeline: Pipeline, model: Path, is_linked: bool) -> None:
+    if is_linked:
+        pipeline.model = cache_of_links(model)
+    experiment = pipeline.compile(data=[PYDOC])
+    edit_in_place(pipeline.model / "model.safetensors")
+    with pytest.raises(DataError, match=r"model\.safetensors: changed since the config was read"):
+        pipeline.run(experiment, "model")
+
+
+def test_an_edit_of_linked_weights_after_they_were_taken_is_found_by_their_user(
+    pipeline: Pipeline, model: Path
+) -> None:
+    pipeline.model = cache_of_links(model)
+    (pipeline.model / "model.safetensors").resolve().chmod(0o644)
+    experiment = pipeline.compile(data=[PYDOC])
+    pipeline.run(experiment, "model")
+    edit_in_place(pipeline.model / "model.safetensors")
+    with pytest.raises(IntegrityError, match=r"model\.safetensors: content differs from what was sealed"):
+        open_sealed(experiment.ref("model"), pipeline.store).folder()
+
+
+def test_an_edit_of_linked_weights_while_they_are_checked_is_refused(
+    pipeline: Pipeline, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.model = cache_of_links(model)
+    weights = pipeline.model / "model.safetensors"
+    weights.resolve().chmod(0o644)
+    experiment = pipeline.compile(data=[PYDOC])
+    monkeypatch.setattr(download, "refuse_other_tokens", lambda *_: edit_in_place(weights))
+    with pytest.raises(DataError, match=r"model\.safetensors changed while it was taken"):
+        pipeline.run(experiment, "model")
+    assert not pipeline.store.sealed(experiment.ref("model")).exists()
+
+
 def test_private_weights_of_a_hubs_cache_are_copied_for_all_who_share_the_store(
     pipeline: Pipeline, model: Path
 ) -> None:

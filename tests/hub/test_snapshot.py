@@ -4,13 +4,12 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from pathlib import Path
 
 import pytest
 
 from pipeline_lib.core.errors import DataError, DiskFull, HubError, IntegrityError
 from pipeline_lib.hub import snapshot
-from pipeline_lib.hub.snapshot import link_weights_or_copy, resolve
+from pipeline_lib.hub.snapshot import resolve
 from tests import fake_hub as faults
 from tests.hub.conftest import NAME, Fetcher, download_by_the_client_itself
 
@@ -250,15 +249,6 @@ def test_a_mirror_that_is_behind_is_asked_again_later(fetcher: Fetcher) -> None:
         fetcher.fetch(commit)
     fetcher.hub.repositories["model", NAME].commits[commit] = files
     assert fetcher.fetch(commit) == files
-
-
-@pytest.mark.parametrize(("name", "links"), [("rows.parquet", 1), ("config.json", 1), ("model.safetensors", 2)])
-def test_of_a_users_files_only_weights_are_linked(tmp_path: Path, name: str, links: int) -> None:
-    """People edit the others in place, and what is sealed would change with them."""
-    (tmp_path / name).write_bytes(WEIGHTS)
-    link_weights_or_copy(tmp_path / name, tmp_path / "out")
-    assert (tmp_path / "out").read_bytes() == WEIGHTS
-    assert (tmp_path / "out").stat().st_nlink == links
 
 
 def test_what_lies_in_the_users_cache_may_be_edited(fetcher: Fetcher) -> None:

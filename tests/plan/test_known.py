@@ -13,7 +13,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import run_stage
-from pipeline_lib.core.store import Manifest, Spec, Store, describe_files, write_manifest
+from pipeline_lib.core.store import Manifest, Spec, Store, VerifiedFiles, describe_files, write_manifest
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockIndex, BlockReader
 from pipeline_lib.data.demo import build_tiny, write_tokenizer
@@ -217,7 +217,7 @@ def test_files_that_were_never_hashed_are_not_read(tmp_path: Path, monkeypatch: 
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
     data = f"{{source: file, path: {tmp_path / 'rows.jsonl'}}}"
     config = load_config(written(tmp_path, SMALL.replace("{source: pydoc, max_rows: 60}", data)))
-    monkeypatch.setattr("pipeline_lib.config.content.sha256_file", lambda _: pytest.fail("a file was read"))
+    monkeypatch.setattr(VerifiedFiles, "sha256", lambda *_: pytest.fail("a file was read"))
     assert blocks_of(config, Store(tmp_path / "store")) is None
 
 
