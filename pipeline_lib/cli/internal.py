@@ -51,6 +51,7 @@ def add_to(commands: Any) -> None:
     rank.add_argument("--attempt", type=int, required=True)
     rank.add_argument("--lock-token", required=True, help="of the lock that `train` holds on the run")
     rank.add_argument("--resume-from", type=Path)
+    rank.add_argument("--held", action="store_true", help="open no file before the launcher says so on standard input")
     rank.set_defaults(command=run_rank)
     node = commands.add_parser("node", description="starts the ranks of one node; started by srun or by an agent")
     for option in ("--nodes", "--ranks-per-node"):
@@ -192,9 +193,11 @@ def run_rank(arguments: argparse.Namespace) -> None:
     with importing():
         from pipeline_lib.core.lock import Lock
         from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
+        from pipeline_lib.launch.spawn import await_word
         from pipeline_lib.plan.document import read_plan
         from pipeline_lib.train.rank import RankJob, train_rank
 
+    resume_from = await_word() if arguments.held else arguments.resume_from
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     job = RankJob(
@@ -204,7 +207,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         out=arguments.out,
         attempt=arguments.attempt,
         lock=Lock(store.lock_path(run_digest(spec)), arguments.lock_token),
-        resume_from=arguments.resume_from,
+        resume_from=resume_from,
     )
     job.lock.end_process_when_lost()
     try:

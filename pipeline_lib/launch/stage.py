@@ -2,8 +2,8 @@
 
 import shutil
 import threading
-from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from pipeline_lib.launch.ranks import (
     stop_requests_passed_on,
     stop_requests_received,
 )
-from pipeline_lib.launch.spawn import run_ranks
+from pipeline_lib.launch.spawn import HeldRanks
 from pipeline_lib.plan.document import PlanDocument, known, read_plan
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
@@ -68,18 +68,20 @@ class Attempt:
     @property
     def rank_arguments(self) -> RankArguments:
         """The arguments of `python -m pipeline_lib rank`."""
-        spec, plan_dir = self.job.store.spec_path(self.job.spec.digest).absolute(), self.plan_dir.absolute()
-        resume_from = str(self.resume_from.absolute()) if self.resume_from else None
-        return RankArguments(str(spec), str(plan_dir), str(self.out), self.number, self.job.lock.token, resume_from)
+        return _rank_arguments(self.job, self.plan_dir, self.number, self.resume_from)
 
-    def run(self, environ: Mapping[str, str]) -> None:
-        """Start the ranks and wait for them. Raises what `explain` makes of a failure, and writes its events.
+    def run(self, environ: Mapping[str, str], held: HeldRanks | None = None) -> None:
+        """Start the ranks, or release those `held`, and wait for them.
 
+        Raises what `explain` makes of a failure, and writes its events.
         Raises LockLost, and writes nothing, if the run folder is the next owner's.
         """
         try:
             with self.job.lock.required(), frozen_ranks_ended(self.out, self._peer_is_lost):
-                self._start(environ)
+                if held is None:
+                    self._start(environ)
+                else:
+                    self._release(held)
         except LockLost:
             raise
         except PipelineError as error:
@@ -93,30 +95,19 @@ class Attempt:
         if (left_s := allocation.left_s) is not None:
             # SLURM's own warning of its time limit is lost on ranks that have not begun when it comes.
             stop_in_s = max(0.0, left_s - warning_s(self.plan, int(left_s)))
-        with self._rendezvous() as rendezvous:
+        with _rendezvous(self.place) as rendezvous:
             made = launch_environment(environ, self.plan, rendezvous)
             if allocation.group is not None:
                 self._run_on_hosts(allocation.group, made, stop_in_s)
-            elif allocation.job is not None:
-                self._run_in_job(made, stop_in_s)
             else:
-                self._run_here(made)
+                self._run_in_job(made, stop_in_s)
 
-    def _rendezvous(self) -> AbstractContextManager[Mapping[str, str]]:
-        """Return the variables that tell the ranks where they meet, to be entered while they run."""
-        allocation = self.place.allocation
-        if self.place.nodes == 1:
-            return private_rendezvous()
-        # In a job this process runs on the first node: a port that is free here is free for rank 0.
-        return nullcontext({"MASTER_ADDR": allocation.address, "MASTER_PORT": str(allocation.port or free_port())})
-
-    def _run_here(self, environ: Mapping[str, str]) -> None:
-        """Start the ranks on this machine, and wait for them."""
-        ranks = self.place.ranks
+    def _release(self, held: HeldRanks) -> None:
+        """Let the ranks that wait on this machine begin, and wait for them."""
         with stop_requests_passed_on(self.out):
-            failed = run_ranks(self.rank_arguments.to_list(), environ, ranks)
+            failed = held.release(self.resume_from)
         if failed is not None:
-            raise explain(self.place.launcher, failed.exit_code, failed.rank, ranks, self.run_dir)
+            raise explain(self.place.launcher, failed.exit_code, failed.rank, self.place.ranks, self.run_dir)
 
     def _run_in_job(self, environ: dict[str, str], stop_in_s: float | None) -> None:
         """Let srun start the ranks on the nodes of the job, and wait for them."""
@@ -156,6 +147,26 @@ class Attempt:
         events.emit(name, reason=reason_of(error), exit_code=error.exit_code)
 
 
+def _rank_arguments(job: Job, plan_dir: Path, attempt: int, resume_from: Path | None) -> RankArguments:
+    return RankArguments(
+        spec=str(job.store.spec_path(job.spec.digest).absolute()),
+        plan=str(plan_dir.absolute()),
+        out=str(job.out.absolute()),
+        attempt=attempt,
+        lock_token=job.lock.token,
+        resume_from=str(resume_from.absolute()) if resume_from else None,
+    )
+
+
+def _rendezvous(place: Place) -> AbstractContextManager[Mapping[str, str]]:
+    """Return the variables that tell the ranks where they meet, to be entered while they run."""
+    if place.nodes == 1:
+        return private_rendezvous()
+    # In a job this process runs on the first node: a port that is free here is free for rank 0.
+    port = place.allocation.port or free_port()
+    return nullcontext({"MASTER_ADDR": place.allocation.address, "MASTER_PORT": str(port)})
+
+
 # The training stage, around the ranks: what they continue from, who starts them, and what is kept of their work.
 
 
@@ -164,26 +175,45 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
 
     def launch(job: Job) -> dict[str, Any]:
         verify(plan_dir, job.store.verified)
-        for sealed in job.inputs.values():
-            sealed.folder()  # the ranks read all of it
         plan = read_plan(plan_dir / PLAN_NAME)
         run_dir = job.store.run_dir(run_digest(job.spec))
         attempt = next_attempt(run_dir)
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
         with _allocated(plan, job, environ) as allocation:
             place = Place.of(plan.cluster, allocation)
-            for left in (ERRORS, HEARTBEATS):
-                shutil.rmtree(run_dir / left, ignore_errors=True)
-            resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
-            now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
-            _tell(now)
-            with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
-                now.run(environ)
+            arguments = _rank_arguments(job, plan_dir, attempt, resume_from=None)
+            with _held_here(place, plan, arguments, environ) as held:
+                for sealed in job.inputs.values():
+                    sealed.folder()  # the ranks read all of it
+                for left in (ERRORS, HEARTBEATS):
+                    shutil.rmtree(run_dir / left, ignore_errors=True)
+                resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
+                now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
+                _tell(now)
+                with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
+                    now.run(environ, held)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         return dict(read_json(job.out / SUMMARY_NAME))
 
     return launch
+
+
+@contextmanager
+def _held_here(
+    place: Place, plan: PlanDocument, arguments: RankArguments, environ: Mapping[str, str]
+) -> Iterator[HeldRanks | None]:
+    """Start the ranks if they run on this machine: they import while this process verifies what they will read.
+
+    Yield None for ranks elsewhere: srun and agents start them later.
+    """
+    if not place.allocation.is_this_machine:
+        yield None
+        return
+    with _rendezvous(place) as rendezvous:
+        made = launch_environment(environ, plan, rendezvous)
+        with HeldRanks(arguments.to_list(), made, place.ranks) as held:
+            yield held
 
 
 def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> AbstractContextManager[Allocation]:
