@@ -2,5 +2,5 @@
 
 import logging
 
-# bitsandbytes, which peft imports if it is installed, warns about a kernel for generation on CPUs.
+# bitsandbytes warns about a kernel for generation on CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

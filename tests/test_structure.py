@@ -227,6 +227,14 @@ def test_a_launcher_starts_without_anything_heavy() -> None:
     assert not loaded_by(["pipeline_lib.launch.stage"]) & set(HEAVY)
 
 
+def test_adapters_load_no_bitsandbytes() -> None:
+    """By peft it would be, for layers that no model here has; it takes seconds, and inductor with it."""
+    loaded = loaded_by(["pipeline_lib.model.lora"])
+
+    assert "peft" in loaded
+    assert "bitsandbytes" not in loaded
+
+
 @every_module
 def test_only_the_command_line_reads_the_environment_or_exits(module: str) -> None:
     if module.startswith(AT_THE_BOUNDARY):

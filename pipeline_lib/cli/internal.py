@@ -166,6 +166,7 @@ def _function_of(stage: str) -> StageFunction:
     function: Callable[..., dict[str, object]]
     with importing():
         if stage == "download":
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # such as that models need torch: none is loaded
             from pipeline_lib.data.download import run as function
         elif stage == "shard":
             from pipeline_lib.data.shard import run as function
@@ -193,11 +194,16 @@ def run_rank(arguments: argparse.Namespace) -> None:
     with importing():
         from pipeline_lib.core.lock import Lock
         from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
-        from pipeline_lib.launch.spawn import await_word
+        from pipeline_lib.launch.spawn import checkpoint_in
         from pipeline_lib.plan.document import read_plan
         from pipeline_lib.train.rank import RankJob, train_rank
 
-    resume_from = await_word() if arguments.held else arguments.resume_from
+    resume_from = arguments.resume_from
+    if arguments.held:
+        word = sys.stdin.readline()
+        if not word:
+            sys.exit(Interrupted.exit_code)
+        resume_from = checkpoint_in(word)
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     job = RankJob(

@@ -35,6 +35,22 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Let imports within the context not find `package`, unless it is imported already.
+
+    Libraries remember that an optional package is missing: do this only where this process never needs it through them.
+    """
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # as Python documents it
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Ask Linux to kill this process when its parent dies; without `parent_pid`, the parent is any but init."""
     if sys.platform == "linux":

@@ -1,11 +1,11 @@
-"""Whether a model's tokenizer and chat template give here what transformers gives of the same folder.
+"""Whether transformers takes a model's config, and gives of its tokenizer and template what is given here.
 
 A tokenizer can be stored in many layouts, and transformers reads some files that are not read here. Instead of a list
 of layouts, the ids of a text that holds every added token are compared, and what the template renders.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import product
@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 
 from pipeline_lib.config.content import tokenizer_files
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.core.files import sha256_file
+from pipeline_lib.core.files import read_json, sha256_file
+from pipeline_lib.core.processes import hidden
 from pipeline_lib.core.text import shortened
 from pipeline_lib.data.batches import losses_explained
 from pipeline_lib.data.chat_template import TEMPLATE_FAILURES, ChatTemplate, has_template
@@ -37,6 +38,7 @@ _MESSAGES: Sequence[Sequence[Message]] = (
     ({"role": "system", "content": "A system message."}, {"role": "user", "content": "A question."}),
     ({"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}),
 )
+CONFIG_NAME = "config.json"
 _SUFFIXES = (".json", ".txt", ".jinja", ".model")  # of the files that transformers may read
 # What transformers raises of files that it does not take.
 _FAILURES = (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RecursionError)
@@ -52,9 +54,14 @@ class _Both:
 
     @classmethod
     def load(cls, folder: Path, origin: Path) -> "_Both":
-        """Load the files taken to `folder`, and with transformers those of `origin`. Raises DataError."""
-        from transformers import AutoTokenizer  # loads torch
+        """Load the files taken to `folder`, and with transformers those of `origin`. Raises DataError.
 
+        Without torch where transformers needs none to judge the config: importing it takes seconds.
+        """
+        with nullcontext() if _needs_torch(folder) else hidden("torch"):
+            from transformers import AutoTokenizer
+
+            _refuse_untaken_config(folder)
         try:
             theirs = AutoTokenizer.from_pretrained(origin, trust_remote_code=False, local_files_only=True)
         except _FAILURES as error:
@@ -64,8 +71,51 @@ class _Both:
         return cls(load_tokenizer(folder), template, theirs)
 
 
-def refuse_other_tokens(folder: Path, origin: Path | None = None, limits: Limits | None = None) -> None:
-    """Raise DataError if the model in `folder` gives other ids or prompts here than with transformers.
+# What transformers takes for these keys of config.json without torch. For other values torch is asked.
+_TAKEN = {
+    "hidden_act": ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu"),
+    **dict.fromkeys(("dtype", "torch_dtype"), (None, "bfloat16", "float16", "float32")),
+}
+
+
+def _needs_torch(folder: Path) -> bool:
+    """Return whether transformers needs torch to say if it takes config.json in `folder`; False if there is none."""
+    try:
+        waiting = [read_json(folder / CONFIG_NAME)]
+    except (OSError, ValueError, RecursionError):
+        return False
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if any(part[key] not in taken for key, taken in _TAKEN.items() if key in part):
+                return True
+            waiting += part.values()
+    return False
+
+
+def _refuse_untaken_config(folder: Path) -> None:
+    """Raise DataError if transformers rejects config.json, for example for a key that is not read here."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if not (folder / CONFIG_NAME).is_file():
+        return
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        activation = config.get_text_config().hidden_act
+        if activation not in _TAKEN["hidden_act"]:
+            from transformers.activations import get_activation  # loads torch
+
+            get_activation(activation)  # type: ignore[no-untyped-call]
+    except (StrictDataclassError, *_FAILURES) as error:
+        reason = shortened(str(error), 200)
+        raise DataError(f"{folder / CONFIG_NAME}: transformers does not take it ({reason})") from error
+
+
+def refuse_differences(folder: Path, origin: Path | None = None, limits: Limits | None = None) -> None:
+    """Raise DataError if transformers does not take the config of the model in `folder`.
+
+    So also if the model gives other ids or prompts here than with transformers.
 
     `origin` is the folder that its files were taken from, if it holds others beside. The template is rendered in a
     limited process. Raises Interrupted if that is killed.
@@ -73,6 +123,7 @@ def refuse_other_tokens(folder: Path, origin: Path | None = None, limits: Limits
     origin = origin or folder
     files = {folder / name for name in tokenizer_files(folder)} | {origin / name for name in tokenizer_files(origin)}
     files |= {path for path in origin.iterdir() if path.suffix in _SUFFIXES and path.is_file()}
+    files |= {path for path in (folder / CONFIG_NAME,) if path.is_file()}
     contents = tuple(sorted((file.name, sha256_file(file)) for file in files))
     if problem := _difference(_Place(contents, folder, origin), limits):
         raise DataError(

@@ -34,12 +34,12 @@ from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import HASHED_AT_ONCE, VerifiedFiles
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
-from pipeline_lib.data.agreement import refuse_other_tokens
+from pipeline_lib.data.agreement import refuse_differences
 from pipeline_lib.data.demo import build_tiny, write_rows
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
 from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside
-from pipeline_lib.model.files import problems_of, refuse_not_finite, refuse_untaken_config, take_generation_config
+from pipeline_lib.model.files import problems_of, refuse_not_finite, take_generation_config
 
 Source = Callable[[Job], None]
 Bring = Callable[[Path, Path, str, VerifiedFiles], bool]  # of arrival
@@ -252,8 +252,7 @@ def _refuse_unusable_model(folder: Path, origin: str, taken_from: Path) -> None:
     try:
         if problems := problems_of(folder):
             raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
-        refuse_untaken_config(folder)
-        refuse_other_tokens(folder, taken_from)
+        refuse_differences(folder, taken_from)
         refuse_not_finite(folder)
     except DataError as error:
         raise DataError(str(error).replace(str(folder), origin)) from error

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from pipeline_lib.core.errors import Interrupted
 from pipeline_lib.launch.environment import rank_environments
 
 MODULE = "pipeline_lib"
@@ -84,11 +83,8 @@ class HeldRanks:
         return _wait(self._started)
 
 
-def await_word() -> Path | None:
-    """Return the checkpoint to continue from once the launcher says so. End this process if the launcher never does."""
-    word = sys.stdin.readline()
-    if not word:
-        sys.exit(Interrupted.exit_code)
+def checkpoint_in(word: str) -> Path | None:
+    """Return the checkpoint that a rank continues from by the `word` of its launcher; None if from the start."""
     resume_from = json.loads(word)[_RESUME_FROM]
     return Path(resume_from) if resume_from else None
 

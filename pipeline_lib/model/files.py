@@ -17,7 +17,7 @@ from pipeline_lib.config.content import GENERATION_NAME, model_files, not_json
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Sealed
-from pipeline_lib.core.text import cut, shortened
+from pipeline_lib.core.text import cut
 from pipeline_lib.data.batches import check_template
 from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.encode import load_tokenizer
@@ -244,7 +244,7 @@ def take_generation_config(folder: Path) -> dict[str, Any]:
     config = read_generation_config(folder)
     if not config:
         return {}
-    from transformers import GenerationConfig  # loads torch
+    from transformers import GenerationConfig  # takes a second
 
     try:
         GenerationConfig.from_dict(config)
@@ -303,21 +303,6 @@ def generation_problems(folder: Path) -> list[str]:
     except DataError as error:
         return [f"{error}; mend that, or delete the file"]
     return []
-
-
-def refuse_untaken_config(folder: Path) -> None:
-    """Raise DataError if transformers rejects config.json, for example for a key that is not read here."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig  # loads torch
-    from transformers.activations import get_activation
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        get_activation(config.get_text_config().hidden_act)  # type: ignore[no-untyped-call]
-    except (StrictDataclassError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise DataError(
-            f"{folder / 'config.json'}: transformers does not take it ({shortened(str(error), 200)})"
-        ) from error
 
 
 @lru_cache(maxsize=16)

@@ -9,21 +9,28 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.processes import hidden
 from pipeline_lib.model.dropout import DRAWING, Drawing, SeededDropout
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.files import ADAPTER
 from pipeline_lib.model.geometry import OF_HEADS
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
+
+# peft imports bitsandbytes, and that inductor, for quantized layers of its kind. Ours are of another (model/nf4.py).
+with hidden("bitsandbytes"):
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.import_utils import is_bnb_available
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    is_bnb_available()  # peft remembers the answer
 
 # A frozen linear and its adapter as one operator: x W' + s (x A') B', where the second product is added in place.
 # peft's modules convert the input to fp32 and back, and make four more passes over the widest tensors of a layer. Here

@@ -2,16 +2,20 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
+from transformers.activations import get_activation
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
-from pipeline_lib.data.agreement import refuse_other_tokens
+from pipeline_lib.data.agreement import _TAKEN, refuse_differences
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.pool import Limits
 
@@ -31,15 +35,54 @@ def add_named(folder: Path, name: str = "tool_use") -> None:
     (folder / "additional_chat_templates" / f"{name}.jinja").write_text(TOOL_USE)
 
 
+SEES_TORCH = """
+import sys
+from pathlib import Path
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.data.agreement import _Both
+try:
+    _Both.load(Path(sys.argv[1]), Path(sys.argv[1]))
+    print("taken")
+except DataError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said", "loads_torch"),
+    [
+        ("hidden_act", "silu", "taken", False),
+        ("hidden_act", "mish", "taken", True),
+        ("dtype", "float7", "float7", True),
+    ],
+)
+def test_torch_is_asked_only_of_what_is_not_known(
+    model: Path, key: str, value: str, said: str, loads_torch: bool
+) -> None:
+    write_json(model / "config.json", {**read_json(model / "config.json"), key: value})
+    command = [sys.executable, "-c", SEES_TORCH, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told, loaded = done.stdout.splitlines()
+    assert said in told
+    assert loaded == str(loads_torch)
+
+
+def test_what_is_known_is_taken_by_transformers() -> None:
+    for activation in _TAKEN["hidden_act"]:
+        get_activation(activation)  # type: ignore[no-untyped-call]
+    assert all(hasattr(torch, dtype) for dtype in _TAKEN["dtype"] if dtype)
+
+
 @pytest.mark.parametrize("template", ["hybrid", "r1-distill", "none"])
 def test_a_model_as_it_is_saved_agrees(model: Path, template: str) -> None:
     set_template(model, TEMPLATES[template])
-    refuse_other_tokens(model)
+    refuse_differences(model)
 
 
 def test_templates_by_name_are_rendered_as_by_transformers(model: Path) -> None:
     add_named(model)
-    refuse_other_tokens(model)
+    refuse_differences(model)
     reference: Any = AutoTokenizer.from_pretrained(model).apply_chat_template
     for tools in (None, [TOOL]):
         text = ChatTemplate.load(model).render([QUESTION], tools)
@@ -70,7 +113,7 @@ def test_tokens_that_stand_in_another_file_alone_are_refused(model: Path) -> Non
     added = {**config.get("added_tokens_decoder", {}), str(number): {**entry, "single_word": False}}
     write_json(model / "tokenizer_config.json", {**config, "added_tokens_decoder": added})
     with pytest.raises(DataError, match="gives other ids than transformers"):
-        refuse_other_tokens(model)
+        refuse_differences(model)
 
 
 def test_files_that_only_transformers_reads_are_compared_where_they_are(model: Path, tmp_path: Path) -> None:
@@ -79,11 +122,11 @@ def test_files_that_only_transformers_reads_are_compared_where_they_are(model: P
     tokenizer.add_tokens([AddedToken("<|late|>", special=True, normalized=False)])
     tokenizer.save(str(model / "tokenizer.json"))
     with pytest.raises(DataError, match="gives other ids than transformers"):
-        refuse_other_tokens(taken, model)
+        refuse_differences(taken, model)
 
 
 def test_a_template_that_never_ends_is_ended(model: Path) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (model / "chat_template.jinja").write_text(loop)
     with pytest.raises(DataError, match=r"more than 0\.5 s of CPU time"):
-        refuse_other_tokens(model, limits=Limits(cpu_s=0.5))
+        refuse_differences(model, limits=Limits(cpu_s=0.5))

@@ -187,7 +187,7 @@ def test_an_edit_of_linked_weights_while_they_are_checked_is_refused(
     weights = pipeline.model / "model.safetensors"
     weights.resolve().chmod(0o644)
     experiment = pipeline.compile(data=[PYDOC])
-    monkeypatch.setattr(download, "refuse_other_tokens", lambda *_: edit_in_place(weights))
+    monkeypatch.setattr(download, "refuse_differences", lambda *_: edit_in_place(weights))
     with pytest.raises(DataError, match=r"model\.safetensors changed while it was taken"):
         pipeline.run(experiment, "model")
     assert not pipeline.store.sealed(experiment.ref("model")).exists()

@@ -141,10 +141,11 @@ except PipelineError as error:
 # `python` in the rules is the one that runs Snakemake, and the library the one beside the Snakefile, also where another
 # is installed. A stage that fails before `| log_to` fails its rule. A signal to all processes ends neither the shell,
 # which waits for the stage, nor what writes its log, also where the terminal is closed, so that a training can say that
-# it saves. A job of a cluster begins with what its site wants; Snakemake formats the prefix.
+# it saves. Stages keep what they compile of Python's modules, which containers like to forbid: it costs seconds each time.
+# A job of a cluster begins with what its site wants; Snakemake formats the prefix.
 STOPS = " ".join(number.name.removeprefix("SIG") for number in STOP_SIGNALS)
 shell_prefix = (
-    f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"
+    f"unset PYTHONDONTWRITEBYTECODE; export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH"
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; set -euo pipefail; trap : {STOPS}; "
     f"log_to() {{ trap '' {STOPS}; exec tee -p \"$1\"; }}; "
 )
