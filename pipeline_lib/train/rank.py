@@ -21,11 +21,13 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, processor
 from pipeline_lib.core.store import Spec, Store
+from pipeline_lib.core.units import count
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model import batch
-from pipeline_lib.model.build import build_trainable
+from pipeline_lib.model.build import build_trainable, decoder_layers
 from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.files import read_index, weight_files
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.document import PlanDocument, known
@@ -131,6 +133,8 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "trainable_parameters": sum(parameter.numel() for parameter in trainable(model).values()),
         }
+        if world.is_first:
+            say(f"train: loading {_weights_bytes(folder) / 1e9:.1f} GB of weights")
         wrapped = strategy.spread(
             model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         )
@@ -164,10 +168,24 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
                 attempt=job.attempt,
                 processor=placed["processor"],
             )
+            if world.is_first:
+                say(f"train: {_first_pass(train, wrapped)}")
             loop.run(job.resume_from)
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit(EventName.RUN_END, step=loop.step)
+
+
+def _weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(folder, read_index(folder)))
+
+
+def _first_pass(train: Train, wrapped: Any) -> str:
+    """Return what is done before the first step, which is a pass that is discarded."""
+    if train.compile is not True:
+        return "a first pass, which is discarded"
+    kinds = {getattr(layer.forward, "__func__", None) for layer in decoder_layers(wrapped)}  # layers of a kind share it
+    return f"compiling {count(len(kinds), 'kinds of layers')} in a first pass; what an earlier run compiled is kept"
 
 
 def _processor_of(world: World, environ: Mapping[str, str]) -> str:
