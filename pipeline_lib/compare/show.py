@@ -140,6 +140,7 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
 UNKNOWN_CELL = "-"
 GAP = 2
 SECTIONS = (
+    ("sources", "Held-out loss by source"),
     ("changing", "Config: keys that can change the result"),
     ("placing", "Config: keys that only change where and how it runs"),
     ("software", "Software of the training"),

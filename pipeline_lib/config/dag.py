@@ -236,7 +236,7 @@ class Dag:
         config = owners[0].config
         where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
-        sources = count(len(config.data.train), "sources")
+        sources = count(len(config.data.sources), "sources")
         details = {
             "download": ", ".join(parts),
             "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",
