@@ -160,7 +160,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
         rows: list[Difference] = getattr(comparison.differences, name)
         if rows:
             parts += [Text(""), Text(title, "bold"), _differences(rows, comparison, width)]
-        else:
+        elif name != "sources":  # most evaluations have no such losses
             alike.append(title)
     if alike:
         parts += [Text(""), Text(f"No known difference in: {'; '.join(alike)}.")]
