@@ -465,6 +465,11 @@ def _idle(config: Config) -> Iterator[str]:
             "has no effect without evaluate.prompts and evaluate.generations",
         ),
         (
+            "tokenize.near_duplicates",
+            config.tokenize.near_duplicates is not None and config.tokenize.duplicates == "keep",
+            "only counts similar conversations; tokenize.duplicates: drop would leave them out",
+        ),
+        (
             "evaluate.generations",
             not config.data.held_out_sources and evaluate.generations not in (0, Evaluate().generations),
             "has no effect, because nothing is held out to take prompts from (data.validation_fraction: 0)",

@@ -285,6 +285,21 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[So
     return lines
 
 
+def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> Iterator[str]:
+    """Yield a warning for each ignored key and for each role of a source's settings that none of its rows has."""
+    for ledger, source in zip(ledgers, sources, strict=True):
+        keys = [file.keys for file in ledger.files]
+        seen = set().union(*(one.named for one in keys), *(file.schema_names() for file in source.files))
+        roles = set[str]().union(*(one.roles for one in keys))
+        rows = units.count(ledger.rows, "rows")
+        for name in sorted(source.reading.ignored - seen):
+            yield f"tokenize: {ledger.name}: of {rows} read none has {name!r}, which {source.key}.columns ignores"
+        for name in source.reading.roles:
+            if name not in roles:
+                what = f"a turn of {name!r}, which {source.key}.roles names"
+                yield f"tokenize: {ledger.name}: of {rows} read none has {what}"
+
+
 def _missing_column(where: str, file: FileLedger, source_key: str, ours: str, theirs: str) -> DataError:
     hint = did_you_mean(theirs, file.keys.first)
     remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
@@ -471,7 +486,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
                 progress.update(books.rows, fraction_read(sources, encoded.source))
             writer.finish(len(sources))
         _refuse_too_long(books.too_long, books.rows, settings, job.inputs["model"])
-        for line in refuse_missing_columns(books.ledgers, sources):
+        for line in (*refuse_missing_columns(books.ledgers, sources), *idle_names(books.ledgers, sources)):
             job.say(line)
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([thinking_default])

@@ -70,6 +70,15 @@ def test_an_unused_number_of_held_out_prompts_is_named() -> None:
     assert config.asked.generations == 0
 
 
+def test_near_duplicates_that_are_kept_are_only_counted() -> None:
+    for duplicates, is_named in (("keep", True), ("drop", False)):
+        tokenize = {"near_duplicates": 0.9, "duplicates": duplicates}
+        config = Config.model_validate_json(json.dumps(given({}, tokenize=tokenize)))
+        assert (
+            any(text.startswith("tokenize.near_duplicates: only counts") for text in warnings_of([config])) == is_named
+        )
+
+
 def test_only_several_held_out_sources_are_told_apart_by_the_evaluation() -> None:
     two = {"train": [PYDOC, OWN]}
     for data, is_by_source in (
@@ -89,7 +98,7 @@ def test_held_out_sources_are_keyed_as_such_and_others_keep_their_digests() -> N
     assert specs["shard"].settings["validation_fraction"] == 0
     assert list(specs["tokenize"].inputs) == ["model", "data.0", "data.1"]
     plain = compiled(given({})).specs
-    assert "validation_sources" not in plain["tokenize"].settings | plain["shard"].settings
+    assert "validation_sources" not in {**plain["tokenize"].settings, **plain["shard"].settings}
     assert plain["data.0"].digest == specs["data.0"].digest
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline_lib.core.errors import DataError
@@ -123,7 +122,7 @@ def test_nothing_is_held_out_if_that_is_asked_for(pipeline: Pipeline, tmp_path: 
 
     assert len(documents(made["shard"], "train")) == 40
     reader = BlockReader(made["shard"].path / "validation")
-    assert (len(reader), reader.index.documents, reader.costs.shape, reader.costs.dtype) == (0, 0, (0,), np.int64)
+    assert (len(reader), reader.index.documents, len(reader.costs)) == (0, 0, 0)
     assert made["shard"].manifest.counts["validation"] == {"blocks": 0}
     assert sorted(path.name for path in reader.folder.iterdir()) == ["costs.npy", "index.json"]
     assert any("nothing is held out" in line for line in pipeline.said)
