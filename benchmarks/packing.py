@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.measure import seconds, show, spread
-from pipeline_lib.data.shard import pack
+from pipeline_lib.data.packing import pack
 
 DOCUMENTS = 1_000_000
 BLOCK_TOKENS = 8192

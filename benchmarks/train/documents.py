@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from benchmarks.strategies import USED_TOKENS
 from benchmarks.train.cases import Case
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.shard import pack
+from pipeline_lib.data.packing import pack
 
 # Of documents in tokens: the parameters of a log-normal draw, and its bounds. Alpaca's answers have about 200 tokens,
 # the turns of one character of a play tens.

@@ -18,7 +18,7 @@ from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.shard import pack
+from pipeline_lib.data.packing import pack
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import Batch, Portion, Prefetcher, make_batch
 from pipeline_lib.model.build import build_trainable

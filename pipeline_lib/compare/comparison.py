@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.config.compile import WHERE_KEYS
-from pipeline_lib.config.schema import Config
+from pipeline_lib.config.schema import Config, Data, PydocData, source_key
 from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
@@ -265,6 +265,7 @@ class Differences:
     """All differences; only those in `changing` can change the result.
 
     `changing` and `placing` are config keys; `placing` are those that only tell where and how the training runs.
+    `sources` are the held-out losses of the tuned models by source, in nats per supervised token.
     """
 
     changing: list[Difference]
@@ -272,6 +273,7 @@ class Differences:
     software: list[Difference]
     data: list[Difference]
     plan: list[Difference]
+    sources: list[Difference]
 
     @staticmethod
     def between(found: Sequence[Known]) -> "Differences":
@@ -284,13 +286,17 @@ class Differences:
             software=_differing([_software(known) for known in found], str),
             data=_differing([_data(known) for known in found], str),
             plan=_differing([_plan(known) for known in found], str),
+            sources=_differing([_by_source(known) for known in found], str),
         )
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with every missing key set to its default in this version of the code."""
     sections = {name: field.default for name, field in Config.model_fields.items() if not field.is_required()}
-    return _merged({name: section.model_dump(mode="json") for name, section in sections.items()}, config)
+    any_data = Data(train=(PydocData(source="pydoc"),))
+    of_data = any_data.model_dump(mode="json", exclude={"train"})
+    defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    return _merged({**defaults, "data": of_data}, config)
 
 
 def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,10 +333,11 @@ def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[Difference]:
         {part: digest for part, digest in known.subject.parts.items() if part.partition(".")[0] in ("model", "data")}
         for known in found
     ]
+    trained = [len(known.subject.config.get("data", {}).get("train", ())) for known in found]
     for difference in _differing(parts, str):
         section, _, index = difference.name.partition(".")
-        place = f"data.train[{index}]." if section == "data" else f"{section}."
-        if not any(key.startswith(place) for key in keys):
+        places = {f"{source_key(int(index), number)}." if section == "data" else f"{section}." for number in trained}
+        if not any(key.startswith(tuple(places)) for key in keys):
             differences.append(Difference(f"{difference.name} (content)", difference.values))
     return differences
 
@@ -367,6 +374,11 @@ def _data(known: Known) -> dict[str, str]:
     }
     padding = {"padding": units.percent(index.padding_fraction)} if index.blocks else {}
     return {name: units.count(number) for name, number in numbers.items() if number is not None} | padding
+
+
+def _by_source(known: Known) -> dict[str, str]:
+    scores = known.evaluation.eval.by_source
+    return {one.source: units.real(one.tuned.loss, "", 4) for one in scores if one.tuned.loss is not None}
 
 
 def _plan(known: Known) -> dict[str, str]:

@@ -140,6 +140,7 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
 UNKNOWN_CELL = "-"
 GAP = 2
 SECTIONS = (
+    ("sources", "Held-out loss by source"),
     ("changing", "Config: keys that can change the result"),
     ("placing", "Config: keys that only change where and how it runs"),
     ("software", "Software of the training"),
@@ -159,7 +160,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
         rows: list[Difference] = getattr(comparison.differences, name)
         if rows:
             parts += [Text(""), Text(title, "bold"), _differences(rows, comparison, width)]
-        else:
+        elif name != "sources":  # most evaluations have no such losses
             alike.append(title)
     if alike:
         parts += [Text(""), Text(f"No known difference in: {'; '.join(alike)}.")]

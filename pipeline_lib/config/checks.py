@@ -9,7 +9,7 @@ from pipeline_lib.config.deepspeed_json import json_problems
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, HubData, TinyModel, Tracking
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
+from pipeline_lib.config.train import AUTO, EPOCH, RENAMED, Lora, Train
 from pipeline_lib.core import units
 
 # Problems between keys that are each legal. Each problem names the key to change and the values it may have.
@@ -28,6 +28,7 @@ OFFLOADS = {
 FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
 GROUPED_TILE = 8  # those of grouped products: their rows begin on multiples of 16 bytes
 LEAST_KEPT_TOKENS = 16_384  # of the documents of which a layer may keep the attention's results
+NOTHING_HELD_OUT = "and data.validation_fraction is 0: raise it, give data.validation instead"
 _DEFAULT = Train()
 
 
@@ -56,13 +57,32 @@ def _data(config: Config) -> Iterator[Problem]:
     if config.tokenize.max_tokens > block:
         text = f"a sample of {config.tokenize.max_tokens} tokens does not fit a block of {block}"
         yield ("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"
-    for index, source in enumerate(config.data.train):
-        if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
-            text = "cannot be combined with `subset` or `split`: it chooses files by name; remove one of them"
-            yield ("data", "train", index, "files"), text
+    for key in ("train", "validation"):
+        for index, source in enumerate(getattr(config.data, key)):
+            if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
+                text = "cannot be combined with `subset` or `split`: it chooses files by name; remove one of them"
+                yield ("data", key, index, "files"), text
+    yield from _held_out(config)
     if config.tokenize.thinking == "mask" and config.tokenize.prompt_thinking == "on":
         text = "'on' does not work with tokenize.thinking: mask, where the model would only learn not to think"
         yield ("tokenize", "prompt_thinking"), f"{text}; set it to off, or tokenize.thinking to keep or strip"
+
+
+def _held_out(config: Config) -> Iterator[Problem]:
+    """Yield what contradicts what is held out, and what needs held-out data if there is none."""
+    data, train = config.data, config.train
+    if data.validation and data.validation_fraction and "validation_fraction" in data.model_fields_set:
+        text = "cannot be combined with data.validation, whose sources are held out as a whole; remove one of them"
+        yield ("data", "validation_fraction"), text
+    for index, source in enumerate(data.validation):
+        if source.weight != 1:
+            text = "has no effect here: it is for training, and held-out samples count once each; remove it"
+            yield ("data", "validation", index, "weight"), text
+    if data.held_out_sources:
+        return
+    for key in ("validate_every_steps", "early_stop_validations", "keep_best", "sample_every_steps"):
+        if getattr(train, key) != getattr(_DEFAULT, key):
+            yield ("train", key), f"needs held-out data, {NOTHING_HELD_OUT}, or remove this key"
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -350,8 +370,10 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if is_compressed and k > 1:
         text = f"has no effect with train.local_sgd_steps: {k}, because ranks exchange no gradients"
         yield ("train", "gradient_compression"), f"{text}; remove one of them"
+    # The save of an epoch waits for the next averaging, which may be in the one after it.
+    saves = 0 if train.save_every_steps == EPOCH else int(train.save_every_steps)
     intervals = (
-        (("train", "save_every_steps"), train.save_every_steps, ""),
+        (("train", "save_every_steps"), saves, ""),
         (("train", "guards", "rollback_every_steps"), train.guards.rollback_every_steps, ""),
         (("train", "until_step"), train.until_step or 0, ", so stopping there changes the result"),
     )
@@ -441,6 +463,16 @@ def _idle(config: Config) -> Iterator[str]:
             "evaluate.max_new_tokens",
             not evaluate.prompts and not evaluate.generations and evaluate.max_new_tokens != Evaluate().max_new_tokens,
             "has no effect without evaluate.prompts and evaluate.generations",
+        ),
+        (
+            "tokenize.near_duplicates",
+            config.tokenize.near_duplicates is not None and config.tokenize.duplicates == "keep",
+            "only counts similar conversations; tokenize.duplicates: drop would leave them out",
+        ),
+        (
+            "evaluate.generations",
+            not config.data.held_out_sources and evaluate.generations not in (0, Evaluate().generations),
+            "has no effect, because nothing is held out to take prompts from (data.validation_fraction: 0)",
         ),
     ]
     for key, is_idle, why in table:

@@ -10,7 +10,7 @@ from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_co
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.rope import ROPE, settings_with_rope
-from pipeline_lib.config.schema import Cluster, Config, FileData, HubRepository, Rows, Weighted
+from pipeline_lib.config.schema import VALIDATION_SOURCES, Cluster, Config, FileData, HubRepository, Rows, Weighted
 from pipeline_lib.config.section import Section, read_settings, settings_of
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import CHOSEN_KEYS, DEALING, PLACEMENT_KEYS, Train, read_train
@@ -89,15 +89,17 @@ def compile_config(config: Config, content: Content) -> Experiment:
     if content.generation:
         add_download("generation", "generation", config.model, content.generation)
         generation = ("generation",)
-    data_parts = tuple(f"data.{index}" for index in range(len(config.data.train)))
-    for part, source, hashes in zip(data_parts, config.data.train, content.data, strict=True):
+    data_parts = tuple(f"data.{index}" for index in range(len(config.data.sources)))
+    for part, source, hashes in zip(data_parts, config.data.sources, content.data, strict=True):
         add_download(part, "data", source, hashes)
     add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts), unhashed=config.tokenize)
     add("shard", "shard", _shard_settings(config), ("tokenize",), unhashed=config.shard)
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     specs["train"] = training_of(specs["plan"])
     add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
-    add("evaluate", "evaluate", _evaluate_settings(config), ("model", *generation, "merge", "shard"))
+    # The documents of which source were held out is in the tokenize stage's arrays, and of interest for several only.
+    by_source = ("tokenize",) if len(config.data.held_out_sources) > 1 else ()
+    add("evaluate", "evaluate", _evaluate_settings(config), ("model", *generation, "merge", "shard", *by_source))
     report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)
@@ -255,7 +257,11 @@ def pinned(config: Config, revisions: Revisions) -> Config:
         repository = Repository(source.source, kind, source.name)
         return source.model_copy(update={"revision": revisions.commit_of(repository, source.revision)})
 
-    data = config.data.model_copy(update={"train": tuple(pin(source, "dataset") for source in config.data.train)})
+    lists = {"train": config.data.train, "validation": config.data.validation}
+    pinned_lists = {
+        key: tuple(pin(source, "dataset") for source in sources) for key, sources in lists.items() if sources
+    }
+    data = config.data.model_copy(update=pinned_lists)
     pinned_config = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
     revisions.save()
     return pinned_config
@@ -284,18 +290,23 @@ def _tokenize_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the section and, if any source sets how its rows are read, those of each source."""
     row_keys = [
         settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS) if isinstance(source, Rows) else {}
-        for source in config.data.train
+        for source in config.data.sources
     ]
-    settings = settings_of(config.tokenize, exclude=UNHASHED_KEYS)
+    settings = {**settings_of(config.tokenize, exclude=UNHASHED_KEYS), **_validation_sources(config)}
     return {**settings, "sources": row_keys} if any(row_keys) else settings
 
 
 def _shard_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the section, the held-out fraction and, unless all are 1, the weights of the sources."""
     hashed = settings_of(config.shard, exclude=UNHASHED_KEYS)
-    settings = {**hashed, "validation_fraction": config.data.validation_fraction}
+    settings = {**hashed, "validation_fraction": config.data.held_out_fraction, **_validation_sources(config)}
     weights = [source.weight for source in config.data.train]
     return {**settings, "weights": weights} if set(weights) != {1.0} else settings
+
+
+def _validation_sources(config: Config) -> dict[str, int]:
+    """Return how many sources are held out: the last of the stage's inputs, or of the samples in it."""
+    return {VALIDATION_SOURCES: len(config.data.validation)} if config.data.validation else {}
 
 
 def _evaluate_settings(config: Config) -> dict[str, Any]:

@@ -137,8 +137,8 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
     with _unreadable_noted(model_key(config.model), problems):
         model = _model_content(config.model, cache, problems)
     data = []
-    for index, source in enumerate(config.data.train):
-        key = f"data.train[{index}].path"
+    for number, source in enumerate(config.data.sources):
+        key = f"{config.data.key_of(number)}.path"
         with _unreadable_noted(key, problems):
             if isinstance(source, FileData):
                 data.append(_file_content(source, key, cache, problems))

@@ -236,7 +236,10 @@ class Dag:
         config = owners[0].config
         where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
-        sources = count(len(config.data.train), "sources")
+        sources = count(len(config.data.sources), "sources")
+        judged = "base against tuned on held-out answers"
+        if not config.data.held_out_sources:
+            judged = "answers of base and tuned"
         details = {
             "download": ", ".join(parts),
             "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",
@@ -244,7 +247,7 @@ class Dag:
             "plan": where,
             "train": f"{config.train.method} fine-tuning by {config.train.strategy} on {where}",
             "merge": "model folder in Hugging Face format, checked against the trained model",
-            "evaluate": "base against tuned on held-out answers",
+            "evaluate": judged,
             "report": "one page with everything",
         }
         if digest in self._to_rungs:

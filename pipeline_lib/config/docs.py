@@ -55,7 +55,8 @@ def config_page() -> str:
         rows = [
             f"| `{key}` | {_value(node)} | {_default(node)} | " + node.get("description", "").replace("|", "\\|") + " |"
             for key, node in sorted(section["properties"].items(), key=lambda item: item[0] != "source")
-            if not _members(node, definitions) or "anyOf" in node  # a section that may be left out has a row too
+            # A section that may be left out has a row too.
+            if not _members(node, definitions) or "anyOf" in node or _is_optional_list(node)
         ]
         if rows:
             tables.append("\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows]))
@@ -75,7 +76,7 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
     """Yield every section with its title, the outer before the inner."""
     yield (f"`{name}`" if name else "Top level"), section
     for key, node in section["properties"].items():
-        members = _members(node, definitions)
+        members = [] if _is_optional_list(node) else _members(node, definitions)
         path = f"{name}.{key}".lstrip(".") + ("[]" if node.get("type") == "array" else "")
         for member in members:
             if len(members) == 1:
@@ -84,6 +85,11 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
                 sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
                 yield f"`{path}` with source {sources}", member
                 yield from (inner for inner in _sections(path, member, definitions) if inner[1] is not member)
+
+
+def _is_optional_list(node: Node) -> bool:
+    """Return whether `node` is a list that may be left out; one of sections holds those of a list that may not."""
+    return node.get("type") == "array" and "default" in node
 
 
 def _members(node: Node, definitions: Node) -> list[Node]:
@@ -97,6 +103,8 @@ def _value(node: Node) -> str:
     """Describe the values that `node` allows, in words."""
     if "$ref" in node:
         return "a section, see its table"
+    if "oneOf" in node:
+        return "sections"
     if "anyOf" in node:
         return " or ".join(_value(choice) for choice in node["anyOf"] if choice.get("type") != "null")
     if "const" in node:

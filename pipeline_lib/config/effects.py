@@ -70,6 +70,7 @@ EFFECTS: dict[str, Effect] = {
     **_of("data.train.", "path", NOTHING, Result.CONTENT),
     **_of("data.train.", "format columns roles max_rows", TOKENIZE, Result.YES),
     "data.train.weight": Effect(SHARD, Result.YES),
+    "data.validation": Effect(DOWNLOAD, Result.YES),
     "data.validation_fraction": Effect(SHARD, Result.YES),
     **_of("tokenize.", "max_tokens over_long thinking prompt_thinking", TOKENIZE, Result.YES),
     **_of("tokenize.", "chat_template_kwargs train_on system tools", TOKENIZE, Result.YES),

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import Keys
+from pipeline_lib.config.train import EPOCH
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import canonical_json, read_json, sha256_text, unreadable_named, write_json
 from pipeline_lib.core.store import DIGEST_CHARS, Spec, Store
@@ -119,12 +120,18 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
 def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
     """Yield why an experiment cannot be compared or stopped at the rungs, each with the key to change."""
     every, first = config.train.validate_every_steps, halving.first_step
-    if every is None:
+    if not config.data.held_out_sources:
+        text = "0 holds nothing out, but sweep.halving compares held-out losses"
+        yield ("data", "validation_fraction"), f"{text}; raise it, or give data.validation instead"
+    elif every is None:
         text = "missing, but sweep.halving compares held-out losses"
         yield ("train", "validate_every_steps"), f"{text}; set it to {first} or a divisor of {first}"
-    elif first % every:
+    elif every == EPOCH:
+        text = "epoch is no number of steps, and sweep.halving compares after first_step"
+        yield ("train", "validate_every_steps"), f"{text}; set it to {first} or a divisor of {first}"
+    elif first % int(every):
         text = f"{every} does not divide sweep.halving.first_step ({first})"
-        next_multiple = math.ceil(first / every) * every
+        next_multiple = math.ceil(first / int(every)) * int(every)
         yield ("train", "validate_every_steps"), f"{text}; set it to a divisor, or first_step to {next_multiple}"
     if config.train.until_step is not None:
         yield (

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.config.import_datasets import holds_nothing_out
 from pipeline_lib.config.import_draft import LINEAR_NAMES, Draft, shown
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import EPOCH, Train
 
 NEVER_CLIPS = 1e9  # a norm that no gradient has
 MOST_GPUS = 64  # of one node, by the schema
@@ -407,7 +408,9 @@ def _zero(draft: Draft, stage: Any, has_optimizer: bool, has_params: bool) -> No
 
 def _saving(draft: Draft) -> None:
     steps, strategy = draft.number("save_steps"), str(draft.value("save_strategy", "steps")).lower()
-    if strategy != "steps":
+    if strategy == EPOCH:
+        draft.taken("save_strategy save_steps", {"train.save_every_steps": EPOCH})
+    elif strategy != "steps":
         why = "a kill loses at most train.save_every_steps here, our default; the last step is always saved"
         draft.changed("save_strategy save_steps", None, why)
     elif steps is not None and steps >= 1:
@@ -422,13 +425,18 @@ def _validation(draft: Draft) -> None:
     strategy = str(draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))).lower()
     keys = "eval_strategy evaluation_strategy eval_steps"
     steps = draft.number("eval_steps", draft.number("logging_steps", 500))
-    is_on = strategy == "steps" and steps is not None and steps >= 1
+    is_on = strategy == EPOCH or (strategy == "steps" and steps is not None and steps >= 1)
+    if is_on and holds_nothing_out(draft):
+        draft.changed(
+            keys, None, "neither val_size nor eval_dataset holds data out, so there is nothing to validate on"
+        )
+        return
     if is_on:
-        draft.taken(keys, {"train.validate_every_steps": int(steps or 1)})
+        draft.taken(keys, {"train.validate_every_steps": EPOCH if strategy == EPOCH else int(steps or 1)})
     elif strategy in ("no", "false"):
         draft.taken(keys, why="the held-out loss is taken at the end only, as here by default")
     else:
-        why = "a number of steps here: set train.validate_every_steps; now only the end is validated"
+        why = "a number of steps or `epoch` here: set train.validate_every_steps; now only the end is validated"
         draft.changed(keys, None, why)
     if is_on and draft.truth("load_best_model_at_end"):
         draft.taken("load_best_model_at_end", {"train.keep_best": True})

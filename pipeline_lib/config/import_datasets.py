@@ -51,32 +51,33 @@ def is_dataset_info(document: dict[str, Any]) -> bool:
 
 
 def convert_datasets(draft: Draft, info: Info | None, hub: str) -> None:
-    """Convert `dataset`, and the share that is held out; `hub` is where a name without one lies."""
-    names = draft.words("dataset")
-    _held_out(draft, bool(names))
+    """Convert `dataset`, and what is held out; `hub` is where a name without one lies."""
+    names, held_out = draft.words("dataset"), draft.words("eval_dataset")
     if not names:
         return
+    _held_out(draft, held_out)
     where = draft.text("dataset_dir", "data")
     is_online = where == "ONLINE"
     if info is None and not is_online:
         why = f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or write data.train"
-        draft.without("dataset dataset_dir", f"{why}; the config has no data yet")
+        draft.without("dataset eval_dataset dataset_dir", f"{why}; the config has no data yet")
         return
-    if unknown := [name for name in names if info is not None and name not in info.entries and not is_online]:
-        entries = info.entries if info else {}
-        for name in unknown:
-            draft.problems.append(f"dataset: {name} is not in {info and info.file}{did_you_mean(name, entries)}")
+    if is_online:
+        info = None
+    wanted = {"dataset": names, "eval_dataset": held_out}
+    unknown = [(key, name) for key in wanted for name in wanted[key] if info is not None and name not in info.entries]
+    if info is not None and unknown:
+        for key, name in unknown:
+            draft.problems.append(f"{key}: {name} is not in {info.file}{did_you_mean(name, info.entries)}")
         return
-    sources = []
-    for name in names:
-        if info is None or is_online:
-            sources.append({"source": hub, "name": name, **_rows(draft, None)})
-        else:
-            sources.append(_source(draft, info, name, hub))
-    if info is not None and (others := [name for name in info.entries if name not in names]):
+    every = {name: _source_of(draft, info, name, hub) for name in dict.fromkeys(names + held_out)}
+    sources = [every[name] for name in names]
+    if held_out:
+        draft.taken("eval_dataset", {"data.validation": [every[name] for name in held_out]})
+    if info is not None and (others := [name for name in info.entries if name not in every]):
         given = tuple(Given(info.file, name, None) for name in others)
         text = f"{len(others)} other data sets of {info.file}"
-        draft.rows.append(Row(Part.NONE, given, text, "", "not used by `dataset`"))
+        draft.rows.append(Row(Part.NONE, given, text, "", "used by neither `dataset` nor `eval_dataset`"))
     why = _mixing(draft, names)
     if why:
         draft.changed("dataset dataset_dir max_samples", {"data.train": sources}, why)
@@ -92,23 +93,32 @@ def _mixing(draft: Draft, names: list[str]) -> str:
     return why
 
 
-def _held_out(draft: Draft, has_data: bool) -> None:
+def holds_nothing_out(draft: Draft) -> bool:
+    """Return whether the files name the data and hold none of it out."""
+    return draft.has("dataset") and not draft.number("val_size", 0) and not draft.has("eval_dataset")
+
+
+def _held_out(draft: Draft, held_out: list[str]) -> None:
+    """Convert how much of the data is held out; `held_out` are the names of data sets of their own for that."""
     size = draft.number("val_size", 0) or 0
-    if 0 < size < 1:
+    draft.taken("eval_on_each_dataset", why="the report shows the held-out loss of each source")
+    if held_out:
+        if size:
+            draft.problems.append("val_size and eval_dataset: both say what is held out; keep one of them")
+        return
+    if 0 <= size < 1:
         draft.taken("val_size", {"data.validation_fraction": size})
         return
-    if not has_data:
-        return
     share = 0.05
-    if size >= 1:
-        why = f"a number of rows there, a share here: {share:.0%}, our default"
-    else:
-        why = (
-            f"val_size is 0 there, so all rows train; here {share:.0%} are held out, by which the run is judged."
-            " Lower it for large data"
-        )
+    why = f"a number of rows there, a share here: {share:.0%}, our default"
     draft.changed("val_size", {"data.validation_fraction": share}, why)
-    draft.without("eval_dataset eval_on_each_dataset", "what is held out is a share of data.train")
+
+
+def _source_of(draft: Draft, info: Info | None, name: str, hub: str) -> dict[str, Any]:
+    """Return the source for the data set `name`: an entry of `info` or, without that, a name on `hub`."""
+    if info is None:
+        return {"source": hub, "name": name, **_rows(draft, None)}
+    return _source(draft, info, name, hub)
 
 
 def _rows(draft: Draft, samples: int | None) -> dict[str, Any]:

@@ -45,6 +45,14 @@ WANTED = {
     "tuple_type": "a list",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "keys with values"),
 }
+# Members of `word | list` and the like, by the name that pydantic gives them.
+WORD = "a word"
+MEMBERS = {
+    "literal": WORD,
+    "tuple": "a list",
+    **dict.fromkeys(("int", "constrained-int"), "a whole number"),
+    "bool": "true or false",
+}
 MEANT = {
     NAME_PATTERN: "a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter or a digit",
     REPOSITORY_PATTERN: "owner/name, as in Qwen/Qwen3-8B",
@@ -215,19 +223,26 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
 
 
 def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
-    problems = []
-    for detail in error.errors():
-        # Pydantic also reports the member of `list | word` that was not meant, and a list as too short if its items
-        # are wrong: another error describes the same problem better.
-        member, is_list = str(next(iter(detail["loc"][-1:]), "")), isinstance(detail["input"], list)
-        is_other_member = member.startswith("literal[" if is_list else "tuple[")
-        if is_other_member or (detail["type"] == "too_short" and detail["input"]):
+    problems, errors = [], error.errors()
+    for detail in errors:
+        # Pydantic also reports the member of `word | list` or `word | number` that was not meant, and a list as too
+        # short if its items are wrong: another error describes the same problem better.
+        beside = {_member(other) for other in errors if other["loc"][:-1] == detail["loc"][:-1]}
+        is_other_member = isinstance(detail["input"], str) != (_member(detail) == WORD) and WORD in beside
+        if (is_other_member and _member(detail)) or (detail["type"] == "too_short" and detail["input"]):
             continue
         keys, names = _in_file(detail["loc"])
         if detail["type"].startswith("union_tag"):
             keys = (*keys, "source")
-        problems.append(_with_place(keys, _describe(detail, keys, names), places))
+        others = sorted(beside - {WORD, ""}) if _member(detail) == WORD else []
+        problems.append(_with_place(keys, _describe(detail, keys, names, others), places))
     return problems
+
+
+def _member(detail: Any) -> str:
+    """Return which member of a union an error is about, in words; empty if it is about no member of one."""
+    last = str(next(iter(detail["loc"][-1:]), ""))
+    return next((words for name, words in MEMBERS.items() if last == name or last.startswith(f"{name}[")), "")
 
 
 def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
@@ -236,7 +251,8 @@ def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
     return f"{place}: {dotted(keys)}: {text}" if place else f"{dotted(keys) or 'the file'}: {text}"
 
 
-def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
+def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> str:
+    """Return the problem in words; `others` are the kinds of value that may stand in place of a word."""
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
@@ -247,10 +263,9 @@ def _describe(detail: Any, keys: Keys, names: list[str]) -> str:
         return _not_one_of(found["source"], context["expected_tags"].split(", "))
     if kind == "literal_error":
         words = context["expected"].replace(" or ", ", ").split(", ")
-        is_in_union = str(detail["loc"][-1]).startswith("literal[")
         if keys[-1] == "launcher" and isinstance(found, str) and found in LAUNCHERS:
             return f"{_short(found)} is not one of {', '.join(words)}; {LAUNCHERS[found]}"
-        return _not_one_of(found, [*words, "a list"] if is_in_union else words)
+        return _not_one_of(found, [*words, *others])
     if kind in WANTED:
         hint = "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
         return f"{_short(found)} is not {WANTED[kind]}{hint}"

@@ -15,7 +15,8 @@ _KEYS = {
     "data.train, a list, each with `roles`": "user_tag assistant_tag field_messages message_property_mappings",
     "data.train, a list, each with `max_rows`": "max_samples max_train_samples num_samples",
     "data.train, a list, each with `weight`": "interleave_probs interleave_prob mix_strategy",
-    "data.validation_fraction": "val_size val_set_size split_dataset_ratio eval_dataset test_datasets val_dataset",
+    "data.validation": "eval_dataset test_datasets val_dataset validation_file",
+    "data.validation_fraction": "val_size val_set_size split_dataset_ratio",
     "tokenize.max_tokens": "cutoff_len max_length max_seq_length model_max_length",
     "tokenize.over_long": "truncation_strategy truncation_mode excess_length_strategy",
     "tokenize.train_on, which says which answers": (
@@ -64,12 +65,12 @@ _KEYS = {
     "train.offload": "optimizer_offload offload_optimizer offload_param cpu_offload",
     "train.timeout_s, in seconds": "ddp_timeout",
     "train.save_every_steps": "save_steps save_interval",
-    "train.save_every_steps, a number of steps": "save_strategy saves_per_epoch",
+    "train.save_every_steps, a number of steps or `epoch`": "save_strategy saves_per_epoch",
     "train.keep_last": "save_total_limit",
     "train.keep_best": "load_best_model_at_end",
     "train.early_stop_validations": "early_stopping_patience",
     "train.validate_every_steps": "eval_steps eval_interval",
-    "train.validate_every_steps, a number of steps": (
+    "train.validate_every_steps, a number of steps or `epoch`": (
         "eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start eval_delay"
     ),
     "train.freeze": "freeze_parameters freeze_trainable_layers unfrozen_parameters trainable_parameters",

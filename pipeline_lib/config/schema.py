@@ -244,14 +244,50 @@ DataSource = Annotated[PydocData | FileData | HubData, Field(discriminator="sour
 
 
 class Data(Section):
-    """The training data, and how much of it to hold out."""
+    """The training data, and what is held out to judge the training by."""
 
     train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="list of sources; all are used")
-    validation_fraction: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] = Field(
-        0.05,
-        description="fraction of the conversations held out for evaluation; conversations with the same first question"
-        " and system message go to the same split",
+    validation: tuple[DataSource, ...] = Field(
+        (),
+        description="list of sources, with the same keys as those of `train`, that are held out as a whole, instead of"
+        " a fraction of `train`",
     )
+    validation_fraction: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(
+        0.05,
+        description="fraction of the conversations of `train` held out for evaluation; conversations with the same"
+        " first question and system message go to the same split. 0 holds nothing out; with `validation`, this key is"
+        " left out",
+    )
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """All sources, as the stages number them: those to train on, then those that are held out."""
+        return (*self.train, *self.validation)
+
+    @property
+    def held_out_fraction(self) -> float:
+        """The fraction of `train` that is held out: 0 if there are sources for that."""
+        return 0.0 if self.validation else self.validation_fraction
+
+    @property
+    def held_out_sources(self) -> tuple[DataSource, ...]:
+        """The sources that held-out conversations come from: none if nothing is held out."""
+        if self.validation:
+            return self.validation
+        return self.train if self.validation_fraction else ()
+
+    def key_of(self, number: int) -> str:
+        """Return the key of the source `number` of `sources`, `data.train[0]`."""
+        return source_key(number, len(self.train))
+
+
+# In the specs of tokenize and shard: how many of the last sources are those of data.validation.
+VALIDATION_SOURCES = "validation_sources"
+
+
+def source_key(number: int, trained: int) -> str:
+    """Return the key of the source `number`, as the stages count them, if the first `trained` are to be trained on."""
+    return f"data.train[{number}]" if number < trained else f"data.validation[{number - trained}]"
 
 
 class Tokenize(Section):
@@ -440,6 +476,11 @@ class Config(Section):
     tracking: Tracking = Tracking()
     merge: Merge = Merge()
     evaluate: Evaluate = Evaluate()
+
+    @property
+    def asked(self) -> Evaluate:
+        """The section `evaluate` without the prompts that are drawn from held-out data if there is none."""
+        return self.evaluate if self.data.held_out_sources else self.evaluate.model_copy(update={"generations": 0})
 
 
 class ConfigFile(Config):

@@ -10,7 +10,15 @@ from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.section import Fraction, LocalPath, Positive, Seconds, Section, Seed, read_settings
 from pipeline_lib.core.units import count
 
+EPOCH = "epoch"  # in place of a number of steps: at the end of every epoch
+Interval = Positive | Literal["epoch"]
 AUTO = "auto"  # the plan chooses the value; in a DeepSpeed JSON: ours is kept
+
+
+def interval_steps(interval: int | str, epoch_steps: int) -> int:
+    """Return the steps from one turn to the next, where an epoch has `epoch_steps` of them."""
+    return epoch_steps if interval == EPOCH else int(interval)
+
 
 # The linear modules of a layer, of one with a gated delta rule, and the matrices of experts, by peft's names.
 LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -151,8 +159,10 @@ class Train(Section):
         " sizes and prefetch, are merged over the generated one",
     )
     micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
-    save_every_steps: Positive = Field(
-        100, description="optimizer steps between checkpoints; `guards.rollback_every_steps` adds some"
+    save_every_steps: Interval = Field(
+        100,
+        description="optimizer steps between checkpoints, or `epoch` for one at the end of each;"
+        " `guards.rollback_every_steps` adds some",
     )
     save_async: Literal["auto"] | bool = Field(
         "auto",
@@ -251,8 +261,10 @@ class Train(Section):
     router_aux_loss: Annotated[FiniteFloat, Field(ge=0.0, le=1000.0)] = Field(
         0.001, description="weight of the load-balancing loss of a MoE model; 0 leaves it out"
     )
-    validate_every_steps: Positive | None = Field(
-        None, description="steps between measurements of the held-out loss; default: none while training"
+    validate_every_steps: Interval | None = Field(
+        None,
+        description="steps between measurements of the held-out loss, or `epoch` for one at the end of each; default:"
+        " none while training",
     )
     early_stop_validations: Positive | None = Field(
         None, description="stop after this many validations in a row without a lower held-out loss"
@@ -278,7 +290,8 @@ class Train(Section):
     @property
     def keeps_one_for_guards(self) -> bool:
         """Whether the checkpoint to which the guards would go back may be none of the last."""
-        return self.save_every_steps % self.guards.rollback_every_steps != 0
+        own = self.save_every_steps
+        return own == EPOCH or int(own) % self.guards.rollback_every_steps != 0
 
     @property
     def kept_in_words(self) -> str:
@@ -291,12 +304,15 @@ class Train(Section):
     def intervals_in_words(self) -> str:
         """How often a run is saved, in words; the guards count only if they make more saves."""
         own, of_guards = self.save_every_steps, self.guards.rollback_every_steps
-        every = f"every {count(own, 'steps')}"
-        return every if of_guards % own == 0 else f"{every} and, for the guards, every {count(of_guards, 'steps')}"
+        every = "at the end of every epoch" if own == EPOCH else f"every {count(int(own), 'steps')}"
+        if own != EPOCH and of_guards % int(own) == 0:
+            return every
+        return f"{every} and, for the guards, every {count(of_guards, 'steps')}"
 
-    def saves(self, steps: int) -> int:
+    def saves(self, steps: int, epoch_steps: int) -> int:
         """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end."""
-        one, other, before = self.save_every_steps, self.guards.rollback_every_steps, steps - 1
+        one, other = interval_steps(self.save_every_steps, epoch_steps), self.guards.rollback_every_steps
+        before = steps - 1
         return before // one + before // other - before // math.lcm(one, other) + 1
 
     @property

@@ -129,7 +129,8 @@ class Batch:
     """A task: consecutive rows of one file with the layout to read them in."""
 
     rows: Sequence[RawRow]
-    source: int  # number of the entry in data.train
+    source: int  # number of the source
+    source_key: str  # its key in the config, `data.train[0]`
     file: int  # number of the file in the source
     layout: Layout | None  # None: no row of the file had a known format so far
     columns: dict[str, str]
@@ -155,7 +156,7 @@ class Batch:
                     bad_rows.append(rejected(row, bad))
                     continue
                 except WrongFile as wrong:
-                    raise wrong_file(row, wrong, self.source) from wrong
+                    raise wrong_file(row, wrong, self.source_key) from wrong
                 try:
                     token = state.control_token_in(content)
                     turns = [] if token else state.render(content)
@@ -201,7 +202,7 @@ class Batch:
         if self.first is not None and (row_format := detect(value, self.columns)) != self.layout.format:
             raise DataError(
                 f"{row.place}: this row is {row_format}, and the file began as {self.layout.format}: set `format` in "
-                f"data.train[{self.source}] to use the rows of one of the two, or put them into files of their own\n"
+                f"{self.source_key} to use the rows of one of the two, or put them into files of their own\n"
                 f"  {self.first}\n  {shown(row)}"
             )
         return to_content(value, self.layout, keys)
@@ -269,9 +270,9 @@ def hints_of(drops: Sequence[str], state: Encoder, guard: Guard) -> dict[str, st
         return {reason: state.hint(Drop(reason)) for reason in drops}
 
 
-def wrong_file(row: RawRow, wrong: WrongFile, source: int) -> DataError:
-    """Return the error for a row that shows that its file cannot be used; `source` is the entry in data.train."""
-    return DataError(f"{row.place}: the row {wrong} (data.train[{source}])\n  {shown(row)}")
+def wrong_file(row: RawRow, wrong: WrongFile, source_key: str) -> DataError:
+    """Return the error for a row that shows that its file cannot be used; `source_key` is its source's key."""
+    return DataError(f"{row.place}: the row {wrong} ({source_key})\n  {shown(row)}")
 
 
 def shown(row: RawRow) -> str:

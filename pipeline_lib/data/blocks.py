@@ -55,8 +55,8 @@ class BlockIndex:
 
     @property
     def packing_efficiency(self) -> float:
-        """The fraction of positions that are not padding."""
-        return self.tokens / (self.blocks * self.block_tokens)
+        """The fraction of positions that are not padding; 1 without blocks, which have no padding."""
+        return 1.0 if not self.blocks else self.tokens / (self.blocks * self.block_tokens)
 
     @classmethod
     def read(cls, folder: Path) -> "BlockIndex":

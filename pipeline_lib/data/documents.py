@@ -93,7 +93,7 @@ def first_answer(document: Document) -> list[int]:
 # content.npy: uint64[conversations], a hash that is equal for conversations with equal samples.
 # prompts.npy: uint64[conversations], a hash of the first user message with the row's own system message, or of the
 #     text; conversations with equal hashes belong to the same side of a split.
-# source_offsets.npy: int64[sources + 1], the first sample of each entry of data.train.
+# source_offsets.npy: int64[sources + 1], the first sample of each source.
 
 ARRAYS = {
     "tokens": np.int32,

@@ -384,13 +384,14 @@ class KeyCounts:
 
     `unread` counts the values of each key that was not read, `others` the values of keys beyond MAX_KEYS. A column is
     counted under its name, a key of turns as `messages[].name`, one of their calls as `messages[].tool_calls[].name`.
-    `named` holds the names in `columns` that any row has; `first` the keys of the first row that is an object, and is
-    empty if there was no such row.
+    `named` holds the names in `columns` that any row has, and `roles` those in `roles` that any turn has; `first` the
+    keys of the first row that is an object, and is empty if there was no such row.
     """
 
     unread: Counter[str] = field(default_factory=Counter)
     others: int = 0
     named: set[str] = field(default_factory=set)
+    roles: set[str] = field(default_factory=set)
     first: tuple[str, ...] = ()
 
     def add(self, more: "KeyCounts") -> None:
@@ -399,6 +400,7 @@ class KeyCounts:
             self._count(name, number)
         self.others += more.others
         self.named |= more.named
+        self.roles |= more.roles
         self.first = self.first or more.first
 
     def count_unread(self, row: Fields) -> None:
@@ -412,15 +414,20 @@ class KeyCounts:
                 for name in part.unread():
                     self._count(f"{turns}[].{part.place}.{_shown(name)}", 1)
 
-    def note(self, row: Fields, names: Collection[str]) -> None:
-        """Record which of the `names` the row or its turns have, and the keys of the first row."""
-        if self.first and not names:
+    def note(self, row: Fields, names: Collection[str], roles: Collection[str] = ()) -> None:
+        """Record which of the `names` the row or its turns have, which `roles` the turns, and the first row's keys."""
+        if self.first and not names and not roles:
             return
-        objects = [row.values, *(turn.values for _, turn in row.turns)]
+        objects = [row.values]
+        for _, turn in row.turns:
+            objects += [turn.values, *(part.values for part in turn.parts)]
         if not self.first:
             self.first = tuple(sorted({_shown(key) for values in objects for key in values})[:MAX_KEYS])
         missing = [name for name in names if name not in self.named]
         self.named.update(name for name in missing if any(name in values for values in objects))
+        if len(self.roles) < len(roles):
+            of_turns = [turn.peek(key) for _, turn in row.turns for key in ("role", "from")]
+            self.roles.update(role for role in roles if role in of_turns)
 
     def _count(self, name: str, number: int) -> None:
         if name in self.unread or len(self.unread) < MAX_KEYS:

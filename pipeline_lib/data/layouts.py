@@ -268,9 +268,14 @@ def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Con
     try:
         content = _content(fields, layout)
     finally:
-        counts.note(fields, layout.columns.values())
+        counts.note(fields, _names_in_files(layout.columns), layout.roles)
     counts.count_unread(fields)
     return content
+
+
+def _names_in_files(columns: Mapping[str, str]) -> list[str]:
+    """Return the names that `columns` says rows have: the file's name of a key of ours, or a key that is ignored."""
+    return [ours if theirs == IGNORE else theirs for ours, theirs in columns.items()]
 
 
 def _content(fields: Fields, layout: Layout) -> Content:

@@ -41,7 +41,7 @@ class TooLong:
 class Encoded:
     """An encoded batch, its samples concatenated. Conversations are numbered within the batch."""
 
-    source: int  # number of the entry in data.train
+    source: int  # number of the source
     file: int  # number of the file in the source
     format: str | None
     rows: int
@@ -216,11 +216,13 @@ def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
     return total
 
 
-def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+def ledger_json(
+    sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.int64]], trained: int | None = None
+) -> dict[str, Any]:
     """Return the content of ledger.json: the sources, their sum, and the distribution of sample lengths.
 
-    `lengths` are the lengths of the kept samples of each source, in tokens. Raises IntegrityError if the counts are
-    inconsistent.
+    `lengths` are the lengths of the kept samples of each source, in tokens. The sources after the first `trained`, if
+    given, are held out. Raises IntegrityError if the counts are inconsistent.
     """
     for source, found in zip(sources, lengths, strict=True):
         source.check()
@@ -231,11 +233,12 @@ def ledger_json(sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.in
     every = np.concatenate(lengths)
     longest = int(every.max())
     counts, edges = np.histogram(every, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
+    held_out, validation = {"held_out": True}, range(len(sources) if trained is None else trained, len(sources))
     whole = {key: value for key, value in total_of(sources).to_json().items() if key != "files"}
     return {
         "sources": [
-            {**source.to_json(), "length_percentiles": percentiles(found)}
-            for source, found in zip(sources, lengths, strict=True)
+            {**source.to_json(), "length_percentiles": percentiles(found), **(held_out if number in validation else {})}
+            for number, (source, found) in enumerate(zip(sources, lengths, strict=True))
         ],
         "total": whole,
         "length_percentiles": percentiles(every),

@@ -75,7 +75,7 @@ class CorpusFile:
             number += 1
             yield row
         if not number:
-            raise DataError(f"{self.name}: holds no rows; remove it from data.train or fill it")
+            raise DataError(f"{self.name}: holds no rows; remove it from the config or fill it")
         self.fraction_read = 1.0
 
     def schema_names(self) -> set[str]:
@@ -154,7 +154,7 @@ class CorpusFile:
         if first != b"[":
             what = "the file is empty" if not first else f"begins with {first.decode(errors='replace')!r}"
             problem = f"{what}; expected an array of rows, or one object a line"
-            raise DataError(f"{self.name}: {problem}; mend it, or remove it from data.train")
+            raise DataError(f"{self.name}: {problem}; mend it, or remove it from the config")
         return iter(JsonArray(file, self.name))
 
     def _lines(self, file: BinaryIO, *, checked: bool = False) -> Iterator[RawRow]:

@@ -1,13 +1,12 @@
-"""The shard stage: split samples into training and validation by first question, and pack them into blocks.
+"""The shard stage: split samples into training and validation, by source or by first question, and pack them.
 
 Sources of equal weight are packed together into one group of blocks; the order of training uses a group as often as
 its weight says. Validation is a single group of weight 1 and is never packed with training.
 """
 
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,81 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from pipeline_lib.config.schema import Data, Shard
-from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import require_space, write_json
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.units import count
 from pipeline_lib.data.blocks import COSTS_NAME, INDEX_NAME, BlockIndex, shard_path
-from pipeline_lib.data.documents import ARRAYS, Document, Samples, key_of, mix, permutation
+from pipeline_lib.data.documents import ARRAYS, Document, Samples
 from pipeline_lib.data.order import Group, epoch_blocks
-
-# Packs documents into bins of constant capacity: best-fit decreasing within random windows of documents.
-# Windows bound the work and mix the documents; only the last few bins of a window are not nearly full. The result is
-# two flat arrays, because Python objects for ten million documents would need too much memory.
-
-WINDOW_DOCUMENTS = 1 << 17
-
-
-@dataclass(frozen=True)
-class Bins:
-    """Bins of documents: bin b holds the numbers `documents[offsets[b]:offsets[b + 1]]`, the longest document first."""
-
-    documents: NDArray[np.int64]  # [documents]
-    offsets: NDArray[np.int64]  # [bins + 1]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, number: int) -> NDArray[np.int64]:
-        if not 0 <= number < len(self):
-            raise IndexError(f"bin {number} of {len(self)}")
-        return self.documents[self.offsets[number] : self.offsets[number + 1]]
-
-
-def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Bins:
-    """Pack documents of `lengths` (int[documents], in tokens) into bins of at most `capacity` tokens.
-
-    Each document is in exactly one bin and is never cut. Raises DataError if one is longer than `capacity`.
-    """
-    if len(lengths) and int(lengths.max()) > capacity:
-        number = int(lengths.argmax())
-        raise DataError(f"document {number} has {lengths[number]} tokens, more than the {capacity} of a block")
-    shuffled = permutation(key_of(seed), len(lengths))
-    documents, sizes = [shuffled[:0]], [shuffled[:0]]
-    for window in np.array_split(shuffled, max(1, -(-len(lengths) // WINDOW_DOCUMENTS))):
-        longest_first = window[np.argsort(-lengths[window].astype(np.int64), kind="stable")]
-        bin_of = np.array(_best_fit(lengths[longest_first].tolist(), capacity), dtype=np.int64)
-        documents.append(longest_first[np.argsort(bin_of, kind="stable")])
-        sizes.append(np.bincount(bin_of))
-    return Bins(np.concatenate(documents), np.cumsum(np.concatenate([[0], *sizes]), dtype=np.int64))
-
-
-def _best_fit(lengths: Iterable[int], capacity: int) -> list[int]:
-    """Return the bin of each document: the fullest bin that has room for it, else a new one."""
-    bin_of: list[int] = []
-    count = 0
-    by_room: dict[int, list[int]] = {}  # bins by the room they have left
-    rooms: list[int] = []  # the keys of `by_room`, sorted
-    for length in lengths:
-        position = bisect_left(rooms, length)
-        if position == len(rooms):
-            chosen, room = count, capacity
-            count += 1
-        else:
-            room = rooms[position]
-            chosen = by_room[room].pop()
-            if not by_room[room]:
-                del by_room[room], rooms[position]
-        bin_of.append(chosen)
-        left = room - length
-        if left not in by_room:
-            by_room[left] = []
-            insort(rooms, left)
-        by_room[left].append(chosen)
-    return bin_of
-
+from pipeline_lib.data.packing import Bins, Split
 
 # Writes packed training blocks, a shard at a time, in the format that the module `blocks` describes and reads.
 
@@ -107,17 +39,18 @@ def write_blocks(
 ) -> BlockIndex:
     """Write each bin of documents as a block, spread evenly over `shards` files, and write and return the index.
 
-    There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`. `bins` is read
+    There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`: none without blocks.
+    `bins` is read
     lazily, so that a sequence that creates its items on demand needs the memory of one shard. Padding positions hold
     0. Without `groups`, all blocks are one group of weight 1.
     """
     folder.mkdir(parents=True)
     groups = list(groups) or [Group(1.0, len(bins))]
     needed = -(-len(bins) * block_tokens * PACKED_BYTES_PER_POSITION // SHARD_BYTES)
-    files = max(1, min(max(shards, needed), len(bins)))
-    bounds = [len(bins) * number // files for number in range(files + 1)]
+    files = min(max(shards, needed), len(bins))
+    bounds = [len(bins) * number // max(1, files) for number in range(files + 1)]
     counts: Counter[str] = Counter()
-    largest_token, costs = 0, []
+    largest_token, costs = 0, [np.zeros(0, dtype=np.int64)]
     for number, (first, end) in enumerate(pairwise(bounds)):
         arrays = _fill([bins[position] for position in range(first, end)], block_tokens)
         save_file(arrays, shard_path(folder, number))
@@ -173,28 +106,30 @@ def _fill(bins: Sequence[Sequence[Document]], block_tokens: int) -> dict[str, ND
 # The stage itself: split the samples, pack each side, and write its blocks.
 
 BYTES_PER_POSITION = 6  # a token, its supervision, and room for document starts
-DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
 FEW_SAMPLES = 10  # a deviation from the wanted split that chance alone explains
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write the folders of blocks `train` and `validation`. Raises DataError if one of them would be empty."""
-    settings = dict(job.spec.settings)
-    fraction = float(settings.pop("validation_fraction", DEFAULT_FRACTION))
-    weights = settings.pop("weights", None)
-    layout = read_settings(Shard, {**settings, **job.spec.where})
+    """Write the folders of blocks `train` and `validation`.
+
+    Raises DataError if one of them would be empty, unless nothing is to be held out.
+    """
+    split = Split.of(job.spec.settings, job.spec.where)
     samples = Samples(job.inputs["tokenize"].folder(*(f"{name}.npy" for name in ARRAYS)))
-    held_out = choose_held_out(samples, fraction, layout.seed)
-    _refuse_empty(samples, held_out, fraction)
-    if warning := _far_from_fraction(samples, held_out, fraction):
+    held_out = split.held_out(samples)
+    _refuse_empty(samples, held_out, split)
+    for warning in _warnings(samples, held_out, split):
         job.say(f"shard: warning: {warning}")
     require_space(job.out, 2 * len(samples.tokens) * BYTES_PER_POSITION, "the packed blocks")
     # [samples], the weight of each sample's source
     sizes = np.diff(samples.source_offsets)
-    weight_of = np.repeat(np.ones(len(sizes)) if weights is None else np.array(weights, dtype=np.float64), sizes)
+    weights = np.ones(len(sizes))
+    if split.weights is not None:
+        weights[: len(split.weights)] = split.weights
+    weight_of = np.repeat(weights, sizes)
     by_weight = {weight: np.flatnonzero(~held_out & (weight_of == weight)) for weight in np.unique(weight_of).tolist()}
-    train = _write_side(job, "train", samples, by_weight, layout, layout.shards)
-    validation = _write_side(job, "validation", samples, {1.0: np.flatnonzero(held_out)}, layout, 1)
+    train = _write_side(job, "train", samples, by_weight, split, split.layout.shards)
+    validation = _write_side(job, "validation", samples, {1.0: np.flatnonzero(held_out)}, split, 1)
     if train.documents + validation.documents != len(samples):
         raise IntegrityError(
             f"{len(samples)} samples, and {train.documents} in training and {validation.documents} in validation "
@@ -203,28 +138,45 @@ def run(job: Job) -> dict[str, Any]:
     return {"train": _counts(train), "validation": _counts(validation)}
 
 
-def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Return the mask of the samples that belong to validation: bool[samples].
-
-    A conversation is held out if the hash of its first user message and its row's own system message, mixed with the
-    seed, falls below `fraction` of the hash range. So equal conversations, several answers to one question, and turns
-    of one conversation in separate rows are never on both sides, and data added later moves no sample.
-    """
-    drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
-    held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]
-    return held_out
-
-
-def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> None:
+def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], split: Split) -> None:
+    number = int(held_out.sum())
+    if split.validation_sources and not number:
+        raise DataError(
+            "data.validation: no sample of its sources is left, so there is nothing to judge the training by; with "
+            "tokenize.duplicates: drop, rows that are also in data.train are dropped here: give other rows"
+        )
+    sides = {"validation": number, "training": len(held_out) - number}
+    if not split.fraction:
+        del sides["validation"]
     questions = len(np.unique(samples.prompts))
-    for side, number in (("validation", int(held_out.sum())), ("training", int((~held_out).sum()))):
-        if not number:
+    for side, of_side in sides.items():
+        if not of_side:
             raise DataError(
                 f"of {count(len(held_out), 'samples')} none is in the {side} split with data.validation_fraction "
-                f"{fraction}; {'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add "
+                f"{split.fraction}; {'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add "
                 "conversations (those with the same first question and system message stay together, and there are "
                 f"{questions} different ones)"
             )
+
+
+def _warnings(samples: Samples, held_out: NDArray[np.bool_], split: Split) -> Iterator[str]:
+    """Yield what makes the held-out loss tell less than it seems to."""
+    if split.validation_sources:
+        known = begin_as_training(samples, held_out)
+        if known:
+            yield (
+                f"{known:,} of {count(int(held_out.sum()), 'held-out samples')} begin as a training sample does, with "
+                "the same first question and system message: the held-out loss is lower than on questions that are "
+                "new; leave these rows out of data.train or of data.validation"
+            )
+    elif warning := _far_from_fraction(samples, held_out, split.fraction):
+        yield warning
+
+
+def begin_as_training(samples: Samples, held_out: NDArray[np.bool_]) -> int:
+    """Return how many of the held-out samples have the first question and system message of a training sample."""
+    beginnings = samples.prompts[samples.conversations]
+    return int(np.isin(beginnings[held_out], beginnings[~held_out]).sum())
 
 
 def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> str:
@@ -261,18 +213,20 @@ class _PackedDocuments(Sequence[Sequence[Document]]):
 
 
 def _write_side(
-    job: Job, side: str, samples: Samples, by_weight: dict[float, NDArray[np.int64]], layout: Shard, shards: int
+    job: Job, side: str, samples: Samples, by_weight: dict[float, NDArray[np.int64]], split: Split, shards: int
 ) -> BlockIndex:
-    lengths = np.diff(samples.offsets)
-    groups, documents, sizes = [], [], [np.zeros(1, dtype=np.int64)]
+    groups, documents, sizes = [], [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     for weight, numbers in by_weight.items():
         if len(numbers):
-            group = pack(lengths[numbers], layout.block_tokens, layout.seed)
+            group = split.pack(samples, numbers)
             groups.append(Group(weight, len(group)))
-            documents.append(numbers[group.documents])
+            documents.append(group.documents)
             sizes.append(np.diff(group.offsets))
     bins = _PackedDocuments(samples, Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes))))
-    index = write_blocks(job.out / side, bins, layout.block_tokens, shards, groups=groups)
+    index = write_blocks(job.out / side, bins, split.layout.block_tokens, shards, groups=groups)
+    if not index.blocks:
+        job.say("shard: nothing is held out (data.validation_fraction: 0)")
+        return index
     epoch = ""
     if {group.weight for group in index.groups} != {1.0}:
         parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
@@ -286,6 +240,8 @@ def _write_side(
 
 
 def _counts(index: BlockIndex) -> dict[str, Any]:
+    if not index.blocks:
+        return {"blocks": 0}
     return {
         "blocks": index.blocks,
         "epoch_blocks": index.epoch_blocks,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline_lib.config.content import TEMPLATES_FOLDER, TOKENIZER_FILES, tokenizer_files
-from pipeline_lib.config.schema import IGNORE, Rows, Tokenize
+from pipeline_lib.config.schema import IGNORE, VALIDATION_SOURCES, Rows, Tokenize, source_key
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
@@ -151,14 +151,20 @@ MADE_HERE = ("pydoc",)
 
 @dataclass
 class Source:
-    """An entry of data.train, with the progress of reading its files."""
+    """An entry of data.train or data.validation by its `key`, with the progress of reading its files."""
 
     number: int
+    key: str
     name: str
     reading: Rows
     files: Sequence[CorpusFile]
     sizes: Sequence[int] = field(default_factory=list)  # size of each file in bytes
     file: int = 0  # number of the file in work
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is a source of data.validation."""
+        return self.key.startswith("data.validation")
 
     def batches(self) -> Iterator[Batch]:
         """Yield the rows in batches, up to `max_rows`. Raises DataError if a file is unreadable or not usable."""
@@ -186,23 +192,27 @@ class Source:
                 except BadRow:
                     pass  # a worker detects the format again and rejects the row
                 except WrongFile as wrong:
-                    raise wrong_file(row, wrong, self.number) from wrong
+                    raise wrong_file(row, wrong, self.key) from wrong
             rows.append(row)
             size_bytes += size_of(row)
             if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
-                yield Batch(rows, self.number, self.file, layout, reading.columns, first)
+                yield Batch(rows, self.number, self.key, self.file, layout, reading.columns, first)
                 rows, size_bytes = [], 0
         if rows:
-            yield Batch(rows, self.number, self.file, layout, reading.columns, first)
+            yield Batch(rows, self.number, self.key, self.file, layout, reading.columns, first)
 
 
-def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[Source]:
-    """Return the sources of the job in the order of the config; `readings` are their `Rows` settings."""
+def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation_sources: int = 0) -> list[Source]:
+    """Return the sources of the job in the order of the config; `readings` are their `Rows` settings.
+
+    The last `validation_sources` are those of data.validation.
+    """
     names = sorted((name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:]))
     sources: list[Source] = []
     taken: set[str] = set()
     for number, input_name in enumerate(names):
         sealed = job.inputs[input_name]
+        key = source_key(number, len(names) - validation_sources)
         origin = sealed.manifest.spec["settings"]
         reading = read_settings(Rows, readings[number] if readings else {})
         own_keys = reading.columns.values()
@@ -213,7 +223,7 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
             else:
                 shown_name = f"{origin['name']}/{name}" if "name" in origin else name
             if shown_name in taken:  # two folders with a train.jsonl each
-                shown_name = f"data.train[{number}]/{shown_name}"
+                shown_name = f"{key}/{shown_name}"
             files.append(CorpusFile(folder / name, shown_name, own_keys))
         taken.update(file.name for file in files)
         # Without local paths: the ledger must not depend on where the files are.
@@ -224,7 +234,7 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None) -> list[So
             if len(files) > LISTED_FILES:
                 source_name += f" and {len(files) - LISTED_FILES} more"
         sizes = [file.path.stat().st_size for file in files]
-        sources.append(Source(number, source_name, reading, files, sizes))
+        sources.append(Source(number, key, source_name, reading, files, sizes))
     return sources
 
 
@@ -269,17 +279,32 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[So
                 continue
             if ours not in OPTIONAL_KEYS or not is_cut:
                 where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
-                raise _missing_column(where, missing[0], source.number, ours, theirs)
-            what = f"{theirs!r}, which data.train[{source.number}].columns names as {ours}"
+                raise _missing_column(where, missing[0], source.key, ours, theirs)
+            what = f"{theirs!r}, which {source.key}.columns names as {ours}"
             lines.append(f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has {what}")
     return lines
 
 
-def _missing_column(where: str, file: FileLedger, source: int, ours: str, theirs: str) -> DataError:
+def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> Iterator[str]:
+    """Yield a warning for each ignored key and for each role of a source's settings that none of its rows has."""
+    for ledger, source in zip(ledgers, sources, strict=True):
+        keys = [file.keys for file in ledger.files]
+        seen = set().union(*(one.named for one in keys), *(file.schema_names() for file in source.files))
+        roles = set[str]().union(*(one.roles for one in keys))
+        rows = units.count(ledger.rows, "rows")
+        for name in sorted(source.reading.ignored - seen):
+            yield f"tokenize: {ledger.name}: of {rows} read none has {name!r}, which {source.key}.columns ignores"
+        for name in source.reading.roles:
+            if name not in roles:
+                what = f"a turn of {name!r}, which {source.key}.roles names"
+                yield f"tokenize: {ledger.name}: of {rows} read none has {what}"
+
+
+def _missing_column(where: str, file: FileLedger, source_key: str, ours: str, theirs: str) -> DataError:
     hint = did_you_mean(theirs, file.keys.first)
     remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
     return DataError(
-        f"{where}: no row has {theirs!r}, which data.train[{source}].columns names as {ours}; its first row has "
+        f"{where}: no row has {theirs!r}, which {source_key}.columns names as {ours}; its first row has "
         f"{', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name, or {remedy}"
     )
 
@@ -385,13 +410,13 @@ class Preview:
 
 
 def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
-    """Return the preview of the sources `names`: at least one sample of each, the rest in proportion to its size."""
-    sizes = np.diff(samples.source_offsets)
+    """Return the preview of the first sources, `names`: at least one sample of each, the rest in proportion to size."""
+    sizes = np.diff(samples.source_offsets)[: len(names)]
     counts = np.minimum(sizes, 1)
     while counts.sum() < min(PREVIEW_SAMPLES, sizes.sum()):  # D'Hondt's method
         counts[np.argmax(np.where(counts < sizes, sizes / (counts + 1), 0.0))] += 1
     sources, arrays = [], []
-    for name, first, size, count in zip(names, samples.source_offsets[:-1], sizes, counts, strict=True):
+    for name, first, size, count in zip(names, samples.source_offsets[: len(names)], sizes, counts, strict=True):
         for number in np.linspace(first, first + size - 1, count):
             document = samples[int(number)]
             sources.append(name)
@@ -426,6 +451,7 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     shutil.copyfile(books.quarantine_path, job.out / QUARANTINE_NAME)
     total = total_of(books.ledgers).to_json()
     counts = {key: value for key, value in total.items() if key not in ("name", "format", "files")}
+    counts["prompts"] = total_of(books.trained).to_json()["prompts"]
     # The chat template and the tokenizer decide the tokens beside the data.
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     if (model / TEMPLATE_NAME).is_file():
@@ -446,7 +472,7 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     """Write all of `job.out` but quarantine.jsonl. Raises DataError, Interrupted, WrongIds if the `fast` ids differ."""
     given = dict(job.spec.settings)
-    sources = open_sources(job, given.pop("sources", None))
+    sources = open_sources(job, given.pop("sources", None), given.pop(VALIDATION_SOURCES, 0))
     settings = read_settings(Tokenize, {**given, **job.spec.where})
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
@@ -460,7 +486,7 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
                 progress.update(books.rows, fraction_read(sources, encoded.source))
             writer.finish(len(sources))
         _refuse_too_long(books.too_long, books.rows, settings, job.inputs["model"])
-        for line in refuse_missing_columns(books.ledgers, sources):
+        for line in (*refuse_missing_columns(books.ledgers, sources), *idle_names(books.ledgers, sources)):
             job.say(line)
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([thinking_default])
@@ -469,8 +495,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
         samples = Samples(job.out)
         lengths = np.split(np.diff(samples.offsets), samples.source_offsets[1:-1])
         _report(job, books, settings, lengths, pool)
-        write_json(job.out / LEDGER_NAME, ledger_json(books.ledgers, lengths))
-        (preview,) = pool.map([preview_of(samples, [source.name for source in sources])])
+        write_json(job.out / LEDGER_NAME, ledger_json(books.ledgers, lengths, len(books.trained)))
+        (preview,) = pool.map([preview_of(samples, [ledger.name for ledger in books.trained])])
         write_json(job.out / "preview.json", preview)
     return books
 
@@ -487,6 +513,8 @@ class _Books:
         self.ledgers = [
             SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
         ]
+        # Those of the sources to train on; the others are held out.
+        self.trained = [ledger for ledger, source in zip(self.ledgers, sources, strict=True) if not source.is_held_out]
         self.quarantine_path = job.run_dir / QUARANTINE_NAME
         self.first_rejects: list[list[str]] = [[] for _ in sources]
         self.rows = 0
@@ -546,7 +574,8 @@ def _report(
         (hints,) = pool.map([partial(hints_of, sorted(total.dropped))])
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
-    calls = how_to_call(trained_modes(total.prompts, books.thinking_default, settings.chat_template_kwargs))
+    prompts = total_of(books.trained).prompts
+    calls = how_to_call(trained_modes(prompts, books.thinking_default, settings.chat_template_kwargs))
     drops = [
         f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
         for reason in ALWAYS_NAMED

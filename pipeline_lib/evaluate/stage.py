@@ -23,12 +23,14 @@ from transformers import GenerationConfig
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.core.errors import DataError, TrainingError
-from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
+from pipeline_lib.core.files import read_json, write_json, write_jsonl
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
-from pipeline_lib.data.documents import Document, prompt_length
+from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
+from pipeline_lib.data.ledger import LEDGER_NAME
+from pipeline_lib.data.packing import Split
 from pipeline_lib.evaluate.answers import (
     Context,
     answers_here,
@@ -48,10 +50,14 @@ from pipeline_lib.plan.activations import HALF_BYTES
 from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, scoring_bytes, waiting_tokens
 
 SCORES_NAME = "scores.jsonl"
+NOT_JUDGED = "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Score both models on the validation blocks, generate their answers, write the results, and return the metrics."""
+    """Score both models on the validation blocks, generate their answers, write the results, and return the metrics.
+
+    If nothing is held out, the models only answer the prompts of the settings.
+    """
     values = dict(job.spec.settings)
     folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
     context = Context.of(values.pop("context", {}), modes_of(folders["tuned"]))
@@ -60,20 +66,24 @@ def run(job: Job) -> dict[str, Any]:
     shard = job.inputs["shard"].folder()
     held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
     documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
+    sources = sources_of(job, documents)
     blocks = [held_out[block] for block in range(len(held_out))]
     shuffled, kept = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
     losses: dict[str, Losses] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
+    if not documents:
+        settings = settings.model_copy(update={"generations": 0})
     place = answers_here(folders["tuned"], settings)
     if place.is_bounded:
         job.say(f"evaluate: {place}")
     generation = generation_config_of(job.inputs)
     for name, folder in folders.items():
-        job.say(f"evaluate: {name} model on {len(blocks):,} held-out blocks")
-        found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say, ropes[name])
-        losses[name] = found[0]
-        if name == "tuned" and shuffled:
-            losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
+        if blocks:
+            job.say(f"evaluate: {name} model on {len(blocks):,} held-out blocks")
+            found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say, ropes[name])
+            losses[name] = found[0]
+            if name == "tuned" and shuffled:
+                losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
         answers[name] = []
         if place.answers:
             model = load_to_answer(folder, place, ropes[name])
@@ -83,32 +93,89 @@ def run(job: Job) -> dict[str, Any]:
             answers[name] = generate_all(model, folders["base"], documents, asked, context, job.say)
             del model
             gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
-    unigram = unigram_loss(training, held_out)
-    metrics: dict[str, Any] = {
-        "eval": {
-            "base": _scores(losses["base"]),
-            "tuned": _scores(losses["tuned"]),
-            "unigram": _with_perplexity(unigram),
-            "shuffled": _scores(losses["shuffled"]) if shuffled else None,
-            "supervised_tokens": losses["tuned"].total_tokens,
-            "samples": len(documents),
-        },
-        "verdict": judge(losses, unigram),
-    }
+    metrics: dict[str, Any] = {"eval": {"samples": 0}, "verdict": {"text": NOT_JUDGED}}
+    rows: list[dict[str, Any]] = []
+    if documents:
+        unigram = unigram_loss(training, held_out)
+        metrics = {"eval": _eval(losses, unigram, len(documents)), "verdict": judge(losses, unigram)}
+        rows = score_rows(documents, losses["base"], losses["tuned"])
+    if sources:
+        metrics["eval"]["by_source"] = scores_by_source(sources, losses["base"], losses["tuned"])
     if place.is_bounded:
         metrics["answers"] = str(place)
     write_json(job.out / "metrics.json", metrics)
-    write_jsonl(job.out / SCORES_NAME, score_rows(documents, losses["base"], losses["tuned"]))
+    write_jsonl(job.out / SCORES_NAME, rows)
     side_by_side = [
         {"prompt": base["prompt"], "reference": base["reference"], "base": base["answer"], "tuned": tuned["answer"]}
         for base, tuned in zip(answers["base"], answers["tuned"], strict=True)
     ]
     write_jsonl(job.out / "generations.jsonl", side_by_side)
-    for name in folders:
-        scores: Any = metrics["eval"][name]
-        job.say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
+    for name, one in losses.items():
+        if name in folders:
+            job.say(
+                f"evaluate: {name:5} loss {one.mean:.4f}  perplexity {_with_perplexity(one.mean)['perplexity']:.2f}"
+            )
     job.say(f"evaluate: {metrics['verdict']['text']}")
     return metrics
+
+
+def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
+    """Return the numbers of the held-out `documents` of each source, by the source's name in the ledger.
+
+    Empty unless the job reads the tokenize stage, as it does if samples of several sources are held out. Blocks do not
+    record sources, so the order of the documents is computed again as the shard stage computed it. Raises
+    IntegrityError if the documents have other lengths than those that it gives.
+    """
+    if "tokenize" not in job.inputs:
+        return {}
+    tokenize, shard = job.inputs["tokenize"], job.inputs["shard"].manifest
+    samples = Samples(tokenize.folder(*(f"{name}.npy" for name in ARRAYS)))
+    split = Split.of(shard.spec["settings"], {})
+    order = split.held_out_order(samples)
+    lengths = [len(document.tokens) for document in documents]
+    if np.diff(samples.offsets)[order].tolist() != lengths:
+        raise IntegrityError(
+            f"{job.store.sealed(job.spec.inputs['shard'])}: its held-out documents are not those that the tokens give "
+            "with its settings, so their sources are not known; this is a bug, report it"
+        )
+    ledgers = read_json(tokenize.file(LEDGER_NAME))["sources"]
+    number_of = np.searchsorted(samples.source_offsets, order, side="right") - 1  # [documents], each one's source
+    first = len(ledgers) - split.validation_sources if split.validation_sources else 0
+    names = distinct([str(ledger["name"]) for ledger in ledgers])
+    return {names[number]: np.flatnonzero(number_of == number).tolist() for number in range(first, len(ledgers))}
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Return `names`, with a number behind those that are there already."""
+    seen = Counter[str]()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def scores_by_source(sources: Mapping[str, list[int]], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
+    """Return the scores of both models on the documents of each source; without supervised tokens, none."""
+    found: list[dict[str, Any]] = []
+    for name, numbers in sources.items():
+        tokens = tuned.of_documents(numbers).total_tokens
+        row: dict[str, Any] = {"source": name, "samples": len(numbers), "supervised_tokens": tokens}
+        if tokens:
+            row |= {"base": _scores(base.of_documents(numbers)), "tuned": _scores(tuned.of_documents(numbers))}
+        found.append(row)
+    return found
+
+
+def _eval(losses: Mapping[str, Losses], unigram: float, samples: int) -> dict[str, Any]:
+    return {
+        "base": _scores(losses["base"]),
+        "tuned": _scores(losses["tuned"]),
+        "unigram": _with_perplexity(unigram),
+        "shuffled": _scores(losses["shuffled"]) if "shuffled" in losses else None,
+        "supervised_tokens": losses["tuned"].total_tokens,
+        "samples": samples,
+    }
 
 
 def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None) -> list[Losses]:

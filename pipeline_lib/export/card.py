@@ -11,6 +11,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.config.rope import ROPE, rope_in
+from pipeline_lib.config.schema import VALIDATION_SOURCES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
@@ -59,7 +60,13 @@ def model_card(
     """
     made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
     base = base_model(record)
-    sources = [(one.name, *map(count, (one.rows, one.kept, one.supervised_tokens))) for one in ledger.sources]
+    sources = [
+        (
+            f"{one.name}, held out" if one.held_out else one.name,
+            *map(count, (one.rows, one.kept, one.supervised_tokens)),
+        )
+        for one in ledger.sources
+    ]
     attempts = [(str(attempt.number), attempt_text(attempt)) for attempt in record.attempts]
     versions = dict(made["train"].versions) if "train" in made else {}
     versions.pop(CODE, None)
@@ -74,8 +81,7 @@ def model_card(
         *_stretched(made),
         *_untrained(beside),
         "",
-        "How well it does on held-out answers is measured after this page is written: see the report of the "
-        "experiment. Licences are not recorded: those of the base model and of the data hold.",
+        f"{_judged(made)} Licences are not recorded: those of the base model and of the data hold.",
         "",
         *_calling(made),
         *_adapters(adapter_code),
@@ -200,6 +206,8 @@ def base_model(record: Record) -> str | None:
 def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: str, train: Train) -> list[str]:
     """Return the YAML front matter that hubs read."""
     data = [settings_in(manifest) for part, manifest in made.items() if part.startswith("data.")]
+    if "tokenize" in made:  # the last sources may be held out
+        data = data[: len(data) - settings_in(made["tokenize"]).get(VALIDATION_SOURCES, 0)]
     named = [str(settings.get("name")) for settings in data if settings.get("source") in HUBS]
     front = {
         "library_name": "transformers",
@@ -209,6 +217,16 @@ def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: st
         "tags": [model_type, "sft", *(["lora"] if train.method == "lora" else [])],
     }
     return ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=False).rstrip(), "---", ""]
+
+
+def _judged(made: Mapping[str, Manifest]) -> str:
+    """Return the sentence on how well the model does, which is not known yet."""
+    split = made.get("shard")
+    if split is not None and split.counts.get("validation", {}).get("blocks") == 0:
+        return "Nothing was held out of the data, so nothing tells how well it does on new questions."
+    return (
+        "How well it does on held-out answers is measured after this page is written: see the report of the experiment."
+    )
 
 
 def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:

@@ -92,7 +92,9 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
     expected, lengths = amounts[1], [amount.document_tokens for amount in amounts if amount.samples]
     positions = assumed.real_fraction * assumed.block_tokens
     # The weights are of the training.
-    held_out = config.data.validation_fraction * sum(own[1].tokens for _, own in sources)
+    trained = len(config.data.train)
+    held_out = config.data.held_out_fraction * sum(own[1].tokens for _, own in sources[:trained])
+    held_out += sum(own[1].tokens for _, own in sources[trained:])
     return replace(
         assumed,
         is_estimated=True,
@@ -114,17 +116,17 @@ def amounts_of(config: Config, vocabulary: int | None) -> list[Amount] | None:
 
 def _trained(config: Config, sources: list[_Source]) -> list[Amount] | None:
     found = [Amount()] * len(_RATIOS)
-    for weight, own in sources:
-        used = weight * (1 - config.data.validation_fraction)
+    for weight, own in sources[: len(config.data.train)]:
+        used = weight * (1 - config.data.held_out_fraction)
         found = [amount + one * used for amount, one in zip(found, own, strict=True)]
     return found if found[1].samples else None
 
 
 def _of_sources(config: Config, vocabulary: int | None) -> list[_Source]:
-    """Return all sources; none if some is not in files that can be read here."""
+    """Return all sources, those that are held out last; none if some is not in files that can be read here."""
     ratios = _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
     found = []
-    for source in config.data.train:
+    for source in config.data.sources:
         if not isinstance(source, FileData):
             return []
         try:

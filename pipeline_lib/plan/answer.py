@@ -120,7 +120,7 @@ def question_of(config: Config, store: Store) -> Question:
         measured=measured_of(config),
         has_deepspeed=find_spec("deepspeed") is not None,
         repetition=repetition_of(config, store),
-        evaluate=config.evaluate,
+        evaluate=config.asked,
         data_bytes=_data_bytes(config),
         has_near_duplicates=config.tokenize.near_duplicates is not None,
     )
@@ -128,7 +128,7 @@ def question_of(config: Config, store: Store) -> Question:
 
 def _data_bytes(config: Config) -> int | None:
     """Return the size of the data, None if it is not all in local files that exist."""
-    if not all(isinstance(one, FileData) for one in config.data.train):
+    if not all(isinstance(one, FileData) for one in config.data.sources):
         return None
     with suppress(PipelineError, OSError):  # missing files are named where they are hashed
         return local_data_bytes(config)
@@ -165,7 +165,8 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         set_there = f"{question.train.strategy}: {given(question.train)}"
         unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
-    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
+    steps = (batch.steps, batch.steps_per_epoch)
+    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, *steps)
     wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
     choice, problem = _choice(wanted)
     if not is_explained:
@@ -328,7 +329,9 @@ def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) 
     """Return `way` with the time of a run of as many steps as are estimated, where the run's length is not known."""
     if way.run_s is not None or steps is None:
         return way
-    ends = [replace(setting, steps=number).predict(way.train) for number in steps.run]
+    epochs = steps.epoch or (None, None, None)
+    lengths = zip(steps.run, epochs, strict=True)
+    ends = [replace(setting, steps=run, epoch_steps=epoch).predict(way.train) for run, epoch in lengths]
     run_s, gpu_hours = _over([one.run_s for one in ends]), _over([one.gpu_hours for one in ends])
     return replace(way, run_s=run_s, gpu_hours=gpu_hours)
 

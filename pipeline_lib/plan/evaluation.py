@@ -240,7 +240,7 @@ def scoring_gpus(geometry: Geometry, block_tokens: int, cluster: Cluster, machin
 def evaluation_warnings(config: Config, geometry: Geometry, workload: Workload, machine: Machine) -> Iterator[str]:
     """Yield warnings about an evaluation on CPUs that takes long, and about answers that are left out or cut short."""
     gpus = scoring_gpus(geometry, workload.block_tokens, config.cluster, machine)
-    answers = answers_of(geometry, config.evaluate, config.cluster, machine)
+    answers = answers_of(geometry, config.asked, config.cluster, machine)
     if answers.is_bounded:
         yield f"the evaluation gives {answers}"
     if gpus:

@@ -96,7 +96,7 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
         refuse_quantized(read_json(path), str(path))
         return geometry
     # The model's key does not depend on the data, so data that is not known yet is left out.
-    alone = config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
+    alone = config.model_copy(update={"data": config.data.model_copy(update={"train": (), "validation": ()})})
     if sealed := _sealed(alone, store, "model"):
         return read_geometry(sealed.folder("config.json"))
     if isinstance(model, TinyModel):

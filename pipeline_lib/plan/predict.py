@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pipeline_lib.config.train import CHOSEN_KEYS, Train
+from pipeline_lib.config.train import CHOSEN_KEYS, Train, interval_steps
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
@@ -122,7 +122,7 @@ def predict_step(case: Case) -> Prediction:
     forward_s = _seconds({end: time.forward.total_s for end, time in times.items()})
     run_s = None
     if case.steps is not None:
-        run_s = _run(case, case.steps, forward_s, step_s, size) + _saving(train, case.steps, step_s, save_s)
+        run_s = _run(case, case.steps, forward_s, step_s, size) + _saving(case, case.steps, step_s, save_s)
         if is_compiled(train):
             run_s += Figure(*(factor * COMPILE_S for factor in _COMPILING))
     expected = times[End.EXPECTED]
@@ -210,22 +210,26 @@ def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
 def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:
     """Return the time of all steps, of copies at saves, and of validations (forward passes), without compilation."""
     train, machine = case.train, case.machine
-    saves = train.saves(steps)
+    epoch_steps = case.epoch_steps or steps
+    saves = train.saves(steps, epoch_steps)
     copied = {end: saves * checkpoint_size / machine.ranks / machine.speeds(end).copy_bytes_s for end in End}
-    validations = steps / train.validate_every_steps if train.validate_every_steps else 0.0
+    every = train.validate_every_steps
+    validations = steps / interval_steps(every, epoch_steps) if every else 0.0
     blocks = case.workload.validation_blocks
     passes = validations * blocks / train.blocks_at_once(machine.ranks) / case.accumulation
     return step_s.scaled(steps) + forward_s.scaled(passes) + Figure.of(copied)
 
 
-def _saving(train: Train, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:
+def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:
     """Return the time that the loop waits for disks.
 
     Without `save_async` it waits for every save; with it, only for a save that is not done when the next one starts. At
     the end of the run it waits for all of the last save.
     """
-    saves = train.saves(steps)
-    apart = min(train.save_every_steps, train.guards.rollback_every_steps) if train.save_async else 0
+    train, epoch_steps = case.train, case.epoch_steps or steps
+    saves = train.saves(steps, epoch_steps)
+    every = interval_steps(train.save_every_steps, epoch_steps)
+    apart = min(every, train.guards.rollback_every_steps) if train.save_async else 0
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
     waits = {end: max(0.0, save_s[end] - apart * meanwhile_s[end]) for end in End}
     return Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})

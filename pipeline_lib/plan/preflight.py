@@ -137,7 +137,7 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
     if is_sealed(config, store, "tokenize"):
         return
     formats: set[str | None] = set()
-    for number, source in enumerate(config.data.train):
+    for number, source in enumerate(config.data.sources):
         if not isinstance(source, FileData):
             formats.add(source.format if isinstance(source, HubData) else "messages")
             continue
@@ -148,7 +148,7 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
                 row = first_row(file, source, may_be_bad=may_be_bad)
                 formats.add(row.format)
                 if row.problem:
-                    yield f"data.train[{number}].path: {row.problem}"
+                    yield f"{config.data.key_of(number)}.path: {row.problem}"
         except (DataError, OSError):  # named where the files are hashed
             continue
     if formats - {"text", "auto", None}:
@@ -200,7 +200,7 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     if geometry is None:
         return
     workload = expected_workload(config, geometry.vocab)
-    run = Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
+    run = Run(config.cluster, config.train, config.asked, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
     held, ranks, sizes = (

@@ -98,13 +98,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, machine, data and batch of all candidates; `steps` is None while the run's length is unknown."""
+    """The model, machine, data and batch of all candidates.
+
+    `steps` and `epoch_steps`, those of the run and of an epoch, are None while unknown.
+    """
 
     geometry: Geometry
     machine: Machine
     workload: Workload
     batch_blocks: int
     steps: int | None
+    epoch_steps: int | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -123,7 +127,8 @@ class Setting:
 
     def case(self, train: Train) -> Case:
         """Return the case of one way to train."""
-        return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, self.steps)
+        steps = (self.steps, self.epoch_steps)
+        return Case(self.geometry, train, self.machine, self.workload, self.batch_blocks, *steps)
 
     def predict(self, train: Train) -> Prediction:
         """Predict one way to train, with `auto` resolved as by `estimate`."""

@@ -106,8 +106,9 @@ class Run:
 
 
 def local_data_bytes(config: Config) -> int:
-    """Return the size of the local files to train on."""
-    files = [path for one in config.data.train if isinstance(one, FileData) for path in data_files(one.path, one.split)]
+    """Return the size of the local files of all sources."""
+    local = [source for source in config.data.sources if isinstance(source, FileData)]
+    files = [path for source in local for path in data_files(source.path, source.split)]
     return sum(path.stat().st_size for path in files)
 
 

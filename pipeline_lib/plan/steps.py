@@ -278,7 +278,7 @@ def step_warnings(train: Train, batch: BatchPlan, steps: Steps, ranks: int) -> I
     for key in ("save_every_steps", "validate_every_steps", "sample_every_steps", "profile_every_steps", "until_step"):
         every = getattr(train, key)
         is_default = every == Train.model_fields[key].default
-        if every is not None and not is_default and every > high:
+        if isinstance(every, int) and not is_default and every > high:
             beyond = f"{every:,} is beyond the end of the run, {_banded(steps.run)}"
             yield f"train.{key}: {beyond}; try {max(1, value // 4)}"
 

@@ -245,7 +245,10 @@ def in_words(train: Train, accumulation: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train a model on a machine, with `batch_blocks` blocks a step; `steps` is None while unknown."""
+    """One way to train a model on a machine, with `batch_blocks` blocks a step.
+
+    `steps` and `epoch_steps`, those of the run and of an epoch, are None while unknown.
+    """
 
     geometry: Geometry
     train: Train
@@ -253,6 +256,7 @@ class Case:
     workload: Workload
     batch_blocks: int
     steps: int | None = None
+    epoch_steps: int | None = None
 
     @property
     def ranks(self) -> Ranks:

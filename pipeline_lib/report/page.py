@@ -12,7 +12,7 @@ from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.report.charts import render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
-from pipeline_lib.report.results import Scores
+from pipeline_lib.report.results import Score, Scores
 
 LIMITS = {
     "words": 12,
@@ -46,6 +46,9 @@ def render(facts: Facts, curves: Curves) -> str:
         "cost": _cost(facts),
         "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
         "scores_rows": _score_rows(facts.evaluation.eval),
+        "sources_rows": [
+            {"score": score, "losses": _interval(score.tuned)} for score in facts.evaluation.eval.by_source
+        ],
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
         "repetition": repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens),
@@ -100,13 +103,18 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
     rows = []
     for name, score in named.items():
         one = estimate_of(score)
-        losses = perplexities = ""  # empty where the standard error is not known
+        perplexities = ""  # empty where the standard error is not known
         if one is not None:
-            losses = f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
             low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
             perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
-        rows.append({"name": name, "score": score, "losses": losses, "perplexities": perplexities})
+        rows.append({"name": name, "score": score, "losses": _interval(score), "perplexities": perplexities})
     return rows
+
+
+def _interval(score: Score) -> str:
+    """Return the interval of a loss; empty where its standard error is not known."""
+    one = estimate_of(score)
+    return "" if one is None else f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
 
 
 def _rank_rows(facts: Facts) -> list[dict[str, Any]]:

@@ -80,7 +80,8 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dic
 def resolved(config: Config) -> dict[str, Any]:
     """Return the config with defaults; it compiles to the same stages, so keys left to `strategy: auto` are omitted."""
     left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
-    return _as_in_a_file(config.model_dump(mode="json", exclude_none=True, exclude={"train": left}))
+    idle = {"validation_fraction"} if config.data.validation else set()
+    return _as_in_a_file(config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle}))
 
 
 def _as_in_a_file(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +140,10 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     table = Table(title=f"Experiment {experiment.name}", title_justify="left", show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
-    for name, score in (("base", scores.base), ("tuned", scores.tuned)):
+    if scores.are_of_nothing:
+        table.add_row("held-out loss", "nothing was held out")
+    models = {} if scores.are_of_nothing else {"base": scores.base, "tuned": scores.tuned}
+    for name, score in models.items():
         loss, perplexity = units.real(score.loss, "nats/token"), units.rounded(score.perplexity)
         table.add_row(f"held-out loss, {name}", f"{loss}, perplexity {perplexity}")
     table.add_row("trained", units.count(training.tokens, "tokens"))

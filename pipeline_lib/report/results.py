@@ -25,9 +25,10 @@ class SourceFile(Lenient):
 
 
 class Source(Lenient):
-    """A line of the token ledger: counts of the rows and samples of one source."""
+    """A line of the token ledger: counts of the rows and samples of one source, which is held out or trained on."""
 
     name: str = "unnamed"
+    held_out: bool = False
     files: list[SourceFile] = []
     format: Text = None
     rows: Count = None
@@ -187,8 +188,21 @@ class DocumentScore(Lenient):
     tuned: FiniteFloat
 
 
+class SourceScore(Lenient):
+    """The losses of both models on the held-out samples of one source, with their number and supervised tokens."""
+
+    source: str = "unnamed"
+    samples: Count = None
+    supervised_tokens: Count = None
+    base: Score = Score()
+    tuned: Score = Score()
+
+
 class Scores(Lenient):
-    """The scores of all evaluated models, and the number of tokens and samples they cover."""
+    """The scores of all evaluated models, and the number of tokens and samples they cover.
+
+    `by_source` is empty unless samples of several sources are held out.
+    """
 
     base: Score = Score()
     tuned: Score = Score()
@@ -196,6 +210,12 @@ class Scores(Lenient):
     shuffled: Score = Score()
     supervised_tokens: Count = None
     samples: Count = None
+    by_source: list[SourceScore] = []
+
+    @property
+    def are_of_nothing(self) -> bool:
+        """Whether it is known that nothing was held out, so that there are no scores."""
+        return self.samples == 0
 
 
 class Verdict(Lenient):

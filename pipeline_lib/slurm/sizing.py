@@ -242,7 +242,7 @@ def _run_of(config: Config, store: Store) -> Run:
     with suppress(PipelineError):
         question = question_of(config, store)
         machine, geometry, workload = question.machine, question.geometry, question.workload
-    return Run(config.cluster, config.train, config.evaluate, geometry, workload, machine)
+    return Run(config.cluster, config.train, config.asked, geometry, workload, machine)
 
 
 def most_cpus_of(nodes: list[Group]) -> int | None:

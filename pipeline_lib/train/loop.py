@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import EPOCH, Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import first_valid, sealed_steps, step_name
@@ -243,10 +243,11 @@ class Loop:
 
     def validate_if_due(self) -> dict[str, Any]:
         """Return the held-out loss for the row of this step if a validation is due or training ends; else no fields."""
-        step, every = self.step, self.train.validate_every_steps
+        every = self.train.validate_every_steps
         if every is None:
             return {}
-        if step < self.total_steps and not (self.ranks_agree and is_due(step, every, self.validations.last_step)):
+        is_due = self.ranks_agree and self.is_due(every, self.validations.last_step)
+        if self.step < self.total_steps and not is_due:
             return {}
         self.events.notify(EventName.RANK_DOING, what="validating")
         wrapped, strategy = self.stepper.wrapped, self.stepper.strategy
@@ -256,6 +257,15 @@ class Loop:
             wrapped, strategy, self.held_out, micro_batch_blocks, self.batches.portion, self.stepper.world.device
         )
         return {"validation_loss": finite(loss)}
+
+    def is_due(self, every: int | str, last: int) -> bool:
+        """Return whether a turn lies after step `last` and up to this step, so that a missed one is made up for.
+
+        Turns are the multiples of `every` or, if that is EPOCH, the last step of each epoch.
+        """
+        if every == EPOCH:  # the steps from 0: the next one belongs to a later epoch
+            return self.batches.epoch_of(self.step) > self.batches.epoch_of(last)
+        return self.step // int(every) > last // int(every)
 
     def let_ranks_agree(self) -> None:
         """Average the models of ranks that have made updates alone."""
@@ -269,7 +279,7 @@ class Loop:
             return True
         is_best = self.train.keep_best and self.validations.best_step == self.step
         is_wanted = is_best or result.stop_agreed or result.judgement.verdict == Verdict.ROLL_BACK
-        return self.ranks_agree and (is_wanted or is_due(self.step, self.train.save_every_steps, self.saved_step))
+        return self.ranks_agree and (is_wanted or self.is_due(self.train.save_every_steps, self.saved_step))
 
     def save(self) -> None:
         """Copy the state, and let it be written while the training goes on."""
@@ -398,11 +408,6 @@ def listed(names: Sequence[str]) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - LISTED_TENSORS} more" if len(names) > LISTED_TENSORS else ""
     return ", ".join(names[:LISTED_TENSORS]) + more
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether a multiple of `every` lies after `last` and up to `step`, so that a missed turn is made up for."""
-    return step // every > last // every
 
 
 def finite(value: float) -> float | None:

@@ -225,7 +225,8 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
             f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no result: try a lower"
             f" train.lr; checkpoints in {job.run_dir / CHECKPOINTS} that hold such values are refused, too"
         )
-    block = batch.probe_block(loop.held_out[0], loop.train.ranks_per_block)
+    probed = loop.held_out if len(loop.held_out) else loop.batches.reader
+    block = batch.probe_block(probed[0], loop.train.ranks_per_block)
     with strategy.autocast():
         logits = batch.probe_logits(wrapped, block, world.device, loop.batches.portion.part)
     if not world.is_first:

@@ -58,7 +58,8 @@ class Cost:
             low, value, high = (steps * one + beside_s for one in each)
         else:
             save_s = statistics.median([float(event.get("duration_s", 0.0)) for event in saved] or [0.0])
-            low, value = None, steps * step_s + save_s * config.train.saves(steps)
+            saves = config.train.saves(steps, plan.batch.steps_per_epoch or steps)
+            low, value = None, steps * step_s + save_s * saves
             high = value
         run_s = Figure(value=value, low=low, high=high)
         return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)
@@ -141,7 +142,8 @@ def write_findings(dag: Dag, out: Path, say: Say) -> None:
     if rehearsal is None:
         raise ConfigError(f"experiment {dag.experiment.name!r}", [why_not(dag) or _NOTHING])
     merged = open_sealed(rehearsal.merge.ref, dag.store).folder()
-    loaded = load_and_answer(merged, open_sealed(dag.experiment.ref("shard"), dag.store).folder("validation/*"))
+    prompts = "validation/*" if dag.experiment.config.data.held_out_sources else "*"
+    loaded = load_and_answer(merged, open_sealed(dag.experiment.ref("shard"), dag.store).folder(prompts))
     say(f"rehearse: the merged model loads, and answers {loaded.prompt_tokens} tokens with {loaded.answer!r}")
     write_text(out, findings(dag, rehearsal, loaded) + "\n")
 

@@ -34,10 +34,10 @@ BASES = {"(tiny)": TINY, "(pydoc)": TINY, "(local)": LOCAL, "(file)": LOCAL, "(h
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Paths such as `train.lora.rank`; where a source decides what keys there are, `model(tiny).layers`.
 
-    A section that may be left out is one key.
+    A section that may be left out is one key, and so is a list of sections.
     """
     for name, field in section.model_fields.items():
-        members = [] if field.default is None else sections_in(field.annotation)
+        members = [] if field.default in (None, ()) else sections_in(field.annotation)
         if not members:
             yield prefix + str(field.validation_alias or name)
         for member in members:

@@ -71,6 +71,7 @@ VALUES: dict[str, Any] = {
     "data.train(huggingface).subset": "zh",
     "data.train(huggingface).split": "train_sft",
     "data.train(huggingface).files": ["data/*.parquet"],
+    "data.validation": [{"source": "pydoc", "max_rows": 10}],
     "data.validation_fraction": 0.1,
     "tokenize.max_tokens": 64,
     "tokenize.over_long": "truncate",
@@ -174,7 +175,9 @@ CONTENT = Content(model={"config.json": "0" * 64}, data=({"rows.jsonl": "1" * 64
 
 
 def compiled(config: dict[str, Any], content: Content = CONTENT) -> Experiment:
-    return compile_config(Config.model_validate_json(json.dumps(config)), content)
+    read = Config.model_validate_json(json.dumps(config))
+    number = len(read.data.sources)
+    return compile_config(read, replace(content, data=(content.data * number)[:number]))
 
 
 def digests(experiment: Experiment) -> dict[str, str]:
@@ -194,7 +197,7 @@ def test_the_table_has_every_key_of_the_schema() -> None:
 def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
     effect = effect_of(key)
     assert effect is not None
-    downloaded = "model" if key.startswith("model") else "data.0"
+    downloaded = "data.1" if key == "data.validation" else key.partition("(")[0].replace("data.train", "data.0")
     affected = {downloaded if stage == "download" else stage for stage in effect.stages}
 
     assert changed(compiled(base_of(key)), compiled(with_value(key, VALUES[key]))) == affected

@@ -70,12 +70,14 @@ class Pipeline:
         return Store(self.root / "store", UserCache(self.root / "cache"))
 
     def compile(self, **config: Any) -> Experiment:
-        """The specs of `config`, by default on a tiny model; `data` is its training sources."""
+        """The specs of `config`, by default on a tiny model; `data` and `validation` are its sources."""
         sections: dict[str, Any] = {"model": {"source": "local", "path": str(self.model)}}
         sections |= {"shard": {"block_tokens": 64}, "train": {"global_batch_tokens": 64 * 2}}
         sections["tokenize"] = {"max_tokens": 64, **config.pop("tokenize", {})}
-        fraction = config.pop("validation_fraction", 0.2)
-        sections["data"] = {"train": config.pop("data"), "validation_fraction": fraction}
+        held_out: dict[str, Any] = {"validation_fraction": config.pop("validation_fraction", 0.2)}
+        if "validation" in config:
+            held_out = {"validation": config.pop("validation")}
+        sections["data"] = {"train": config.pop("data"), **held_out}
         path = self.root / "config.yaml"
         path.write_text(json.dumps({"experiment": "test", **sections, **config}))
         return open_experiment(path, self.store)

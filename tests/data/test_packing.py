@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data import shard
-from pipeline_lib.data.shard import Bins, pack
+from pipeline_lib.data import packing
+from pipeline_lib.data.packing import Bins, pack
 
 lengths_and_capacity = st.integers(1, 200).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=200), st.just(capacity))
@@ -29,12 +29,12 @@ def fill(bins: Bins, lengths: NDArray[np.int64], capacity: int) -> float:
     return float(lengths.sum() / (len(bins) * capacity))
 
 
-@pytest.mark.parametrize("window", [1, 16, shard.WINDOW_DOCUMENTS])
+@pytest.mark.parametrize("window", [1, 16, packing.WINDOW_DOCUMENTS])
 @given(case=lengths_and_capacity, seed=st.integers(0, 2**40))
 def test_each_document_is_in_one_bin_and_no_bin_overflows(window: int, case: tuple[list[int], int], seed: int) -> None:
     lengths, capacity = np.array(case[0], dtype=np.int64), case[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "WINDOW_DOCUMENTS", window)
+        patch.setattr(packing, "WINDOW_DOCUMENTS", window)
         bins = pack(lengths, capacity, seed)
     assert bins.documents.dtype == np.int64 and bins.offsets.dtype == np.int64
     assert np.sort(bins.documents).tolist() == list(range(len(lengths)))
@@ -61,7 +61,7 @@ def test_a_document_goes_where_it_leaves_the_least_room(case: tuple[list[int], i
 
 def test_the_same_seed_packs_the_same_and_another_otherwise() -> None:
     lengths = np.tile(np.arange(1, 2000) % 97 + 1, 70)
-    assert len(lengths) > shard.WINDOW_DOCUMENTS
+    assert len(lengths) > packing.WINDOW_DOCUMENTS
     first, again, other = pack(lengths, 256, 1), pack(lengths, 256, 1), pack(lengths, 256, 2)
     assert np.array_equal(first.documents, again.documents) and np.array_equal(first.offsets, again.offsets)
     assert not np.array_equal(first.documents, other.documents)
@@ -88,9 +88,9 @@ def test_the_work_is_bounded_by_windows(monkeypatch: pytest.MonkeyPatch, count: 
         windows.append(len(lengths))
         return best_fit(lengths, capacity)
 
-    best_fit = shard._best_fit
-    monkeypatch.setattr(shard, "_best_fit", counted)
-    monkeypatch.setattr(shard, "WINDOW_DOCUMENTS", 500)
+    best_fit = packing._best_fit
+    monkeypatch.setattr(packing, "_best_fit", counted)
+    monkeypatch.setattr(packing, "WINDOW_DOCUMENTS", 500)
     pack(lognormal(350, count, 8192), 8192, 0)
     assert sum(windows) == count and max(windows) <= 500 and len(windows) == -(-count // 500)
 
@@ -103,7 +103,7 @@ def test_few_rooms_are_searched_for_each_document(monkeypatch: pytest.MonkeyPatc
         searched.append(len(rooms))
         return bisect_left(rooms, length)
 
-    monkeypatch.setattr(shard, "bisect_left", counted)
+    monkeypatch.setattr(packing, "bisect_left", counted)
     bins = pack(lognormal(350, 20_000, 1024), 1024, 0)
     assert len(bins) > 5_000 and len(searched) == 20_000
     assert max(searched) <= 1025

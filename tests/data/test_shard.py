@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
-from pipeline_lib.data import shard
+from pipeline_lib.data import packing, shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.order import Group, step_blocks, total_steps
-from pipeline_lib.data.shard import Bins, choose_held_out, pack
+from pipeline_lib.data.packing import Bins, choose_held_out, pack
 from tests.locks import hold
 
 from .conftest import Pipeline
@@ -122,7 +122,7 @@ def test_a_sample_that_is_lost_on_the_way_to_the_blocks_is_noticed(
     def lossy(lengths: NDArray[np.int64], *arguments: Any) -> Bins:
         return pack(lengths[:-1], *arguments)
 
-    monkeypatch.setattr(shard, "pack", lossy)
+    monkeypatch.setattr(packing, "pack", lossy)
     with pytest.raises(IntegrityError, match=r"200 samples, and \d+ in training and \d+ in validation blocks"):
         make(tmp_path, conversations(200), validation_fraction=0.2)
 

@@ -34,7 +34,7 @@ def source_of(tmp_path: Path, *files: list[Any], number: int = 0, **reading: Any
         path.write_text("".join(json.dumps(each) + "\n" for each in rows))
         opened.append(CorpusFile(path, path.name))
     sizes = [file.path.stat().st_size for file in opened]
-    return Source(number, "name", Rows(**reading), opened, sizes)
+    return Source(number, f"data.train[{number}]", "name", Rows(**reading), opened, sizes)
 
 
 def shape(batches: list[Batch]) -> list[tuple[int, int, str | None]]:
@@ -122,7 +122,7 @@ def test_a_named_key_of_a_parquet_file_may_be_null_in_all_rows(tmp_path: Path) -
     table = pa.table({"messages": pa.array([PLAIN["messages"]], pa.list_(turn))})
     pq.write_table(table, tmp_path / "a.parquet")
     file = CorpusFile(tmp_path / "a.parquet", "a.parquet")
-    source = Source(0, "name", Rows(columns={"reasoning_content": "thought"}), [file])
+    source = Source(0, "data.train[0]", "name", Rows(columns={"reasoning_content": "thought"}), [file])
     refuse_missing_columns([booked(source)], [source])
 
 

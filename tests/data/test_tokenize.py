@@ -633,3 +633,18 @@ def test_a_row_whose_thinking_is_left_out_hides_no_row_without(pipeline: Pipelin
     assert (counts["kept"], counts["dropped"]) == (1, {"thinking_not_rendered": 1})
     assert counts["thinking_default"] is None  # this template has no switch, so nothing is said of calls
     assert "enable_thinking" not in "\n".join(pipeline.said)
+
+
+def test_roles_and_ignored_keys_that_no_row_has_are_named(pipeline: Pipeline, tmp_path: Path, jsonl: Jsonl) -> None:
+    turns = [{"role": "user", "content": "Why?", "mood": "glum"}, {"role": "bot", "content": "So."}]
+    rows = [{"messages": [dict(turn) for turn in turns], "label": number} for number in range(3)]
+    source = {"source": "file", "path": str(jsonl(rows))}
+    columns = {"label": "ignore", "mood": "ignore", "lable": "ignore"}
+
+    pipeline.tokenize({**source, "columns": columns, "roles": {"bot": "assistant", "boss": "system"}})
+
+    named = [line for line in pipeline.said if "read none has" in line]
+    assert named == [
+        "tokenize: rows.jsonl: of 3 rows read none has 'lable', which data.train[0].columns ignores",
+        "tokenize: rows.jsonl: of 3 rows read none has a turn of 'boss', which data.train[0].roles names",
+    ]

@@ -16,19 +16,21 @@ from transformers import PreTrainedModel
 from benchmarks.sizes import model_config
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate
-from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import read_jsonl, write_json
 from pipeline_lib.core.stage import Job, Sealed
-from pipeline_lib.core.store import Manifest, Spec, Store
+from pipeline_lib.core.store import Manifest, Ref, Spec, Store
+from pipeline_lib.data import shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
-from pipeline_lib.data.documents import Document
+from pipeline_lib.data.documents import Document, Samples
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer
-from pipeline_lib.evaluate.stage import judge, run, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.evaluate.stage import NOT_JUDGED, judge, run, score, score_rows, shuffle_prompts, unigram_loss
 from pipeline_lib.evaluate.statistics import Losses
 from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
 from pipeline_lib.plan.evaluation import Answers
+from tests.data.test_shard import write_samples
 from tests.locks import hold
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
 
@@ -253,3 +255,65 @@ def test_the_users_own_prompts_are_answered_before_held_out_ones() -> None:
     for answers, prompts, generations in ((1, ("a",), 0), (3, ("a", "b"), 1), (8, ("a", "b"), 6)):
         found = bounded(settings, Answers("cpu", 0, answers, 20, 8, 96))
         assert (found.prompts, found.generations, found.max_new_tokens) == (prompts, generations, 20)
+
+
+def with_sources(job: Job, tmp_path: Path, **settings: Any) -> Job:
+    """The job with the blocks of two sources, tokenized and split as the stages do it."""
+    of_sources = [
+        [[[first + number % 20, *range(6, 7 + number % 9), 7]] for number in range(count)]
+        for first, count in ((10, 70), (30, 50))
+    ]
+    write_samples(tmp_path / "tokenize", *of_sources)
+    write_json(tmp_path / "tokenize" / "ledger.json", {"sources": [{"name": "rows.jsonl"}, {"name": "rows.jsonl"}]})
+    spec = Spec("shard", 2, {"block_tokens": 64, **settings}, {"tokenize": Ref("tokenize", "0")})
+    tokenize = Sealed(tmp_path / "tokenize", Manifest(stage="tokenize", digest="0", spec={}, files={}))
+    shutil.rmtree(tmp_path / "shard")
+    (tmp_path / "shard").mkdir()
+    shard.run(replace(job, spec=spec, inputs={"tokenize": tokenize}, out=tmp_path / "shard"))
+    manifest = Manifest(stage="shard", digest="0", spec=spec.to_json(), files={})
+    inputs = {**job.inputs, "tokenize": tokenize, "shard": Sealed(tmp_path / "shard", manifest)}
+    refs = {"shard": Ref("shard", "0")}
+    return replace(job, spec=Spec("evaluate", 3, {"generations": 0}, refs), inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"validation_fraction": 0.4, "weights": [1.0, 3.0]}, {"validation_fraction": 0.5}]
+)
+def test_the_loss_of_each_source_is_that_of_its_own_documents(
+    job: Job, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    metrics = run(with_sources(job, tmp_path, **settings))
+
+    by_source = metrics["eval"]["by_source"]
+    assert [one["source"] for one in by_source] == ["rows.jsonl", "rows.jsonl (2)"]
+    samples, rows = Samples(tmp_path / "tokenize"), read_jsonl(job.out / "scores.jsonl")
+    for number, one in enumerate(by_source):
+        first, end = samples.source_offsets[number : number + 2]
+        none = Losses(np.zeros(end - first), np.zeros(end - first, np.int64))
+        names = {row["document"] for row in score_rows([samples[each] for each in range(first, end)], none, none)}
+        own = [row for row in rows if row["document"] in names]
+        assert (one["samples"], one["supervised_tokens"]) == (len(own), sum(row["tokens"] for row in own))
+        for model in ("base", "tuned"):
+            mean = sum(row[model] for row in own) / one["supervised_tokens"]
+            assert one[model]["loss"] == pytest.approx(mean)
+    assert sum(one["samples"] for one in by_source) == metrics["eval"]["samples"] == len(rows)
+
+
+def test_documents_that_are_not_those_of_the_tokens_have_no_source(job: Job, tmp_path: Path) -> None:
+    changed = with_sources(job, tmp_path, validation_fraction=0.4)
+    spec = changed.inputs["shard"].manifest.spec
+    spec["settings"]["seed"] = 5
+    with pytest.raises(IntegrityError, match="its held-out documents are not those"):
+        run(changed)
+
+
+def test_if_nothing_is_held_out_the_models_answer_the_users_prompts_alone(job: Job, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "shard" / "validation")
+    write_blocks(tmp_path / "shard" / "validation", [], BLOCK_TOKENS, 1)
+
+    metrics = run(replace(job, spec=replace(job.spec, settings={**job.spec.settings, "generations": 5})))
+
+    assert metrics["eval"] == {"samples": 0}
+    assert metrics["verdict"] == {"text": NOT_JUDGED}
+    assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")] == ["?"]
+    assert read_jsonl(job.out / "scores.jsonl") == []

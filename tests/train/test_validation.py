@@ -1,6 +1,7 @@
 """The held-out loss while training: the same in every world, no trace of it in the result, and what follows of it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from pipeline_lib.core.files import read_jsonl
+from pipeline_lib.core.run_folder import CHECKPOINTS, step_name
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import prompt_length
+from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.model.batch import load_probe, make_batch, probe_logits, token_losses
 from pipeline_lib.model.build import load_base
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks
-from tests.train.conftest import BLOCK_TOKENS, VOCAB, Arena
+from tests.train.conftest import BLOCK_TOKENS, VOCAB, Arena, make_arena
 from tests.train.helpers import assert_same_result, load_weights, rows, train, train_until_killed
 
 
@@ -161,3 +164,40 @@ def test_held_out_prompts_are_answered_greedily_and_alike_under_every_strategy(a
         assert row["reference"] == " ".join(f"w{token}" for token in document.tokens[len(prompt) :].tolist())
         said = greedy(model, prompt, BLOCK_TOKENS - len(prompt))
         assert row["answer"] == " ".join(f"w{token}" for token in said)
+
+
+@pytest.mark.parametrize("local_sgd_steps", [1, 4])
+def test_by_epoch_a_run_is_saved_and_validated_after_the_last_step_of_each(
+    arena: Arena, tmp_path: Path, local_sgd_steps: int
+) -> None:
+    """An epoch has 44 blocks, 6 steps; with local SGD, the turn comes with the next averaging."""
+    settings: dict[str, Any] = {"save_every_steps": "epoch", "validate_every_steps": "epoch", "epochs": 3}
+    settings |= {"strategy": "ddp", "keep_last": 9, "local_sgd_steps": local_sgd_steps}
+    out = run(arena, tmp_path / "out", **settings)
+    after = [6, 12, 18] if local_sgd_steps == 1 else [8, 12, 18]
+    assert list(held_out(out)) == after
+    folder = arena.job(2, tmp_path / "again", **settings).run_dir / CHECKPOINTS
+    assert sorted(path.name for path in folder.iterdir()) == [step_name(step) for step in after]
+
+
+def test_a_run_by_epoch_that_was_killed_comes_to_the_same(arena: Arena, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_every_steps": "epoch", "validate_every_steps": "epoch", "epochs": 2}
+    whole = run(make_arena(tmp_path / "other"), tmp_path / "whole", **settings)
+    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", **settings), 8)
+    job = arena.job(2, tmp_path / "resumed", **settings)
+    assert job.resume_from is not None and job.resume_from.name == step_name(6)
+    resumed = run(arena, tmp_path / "resumed", **settings)
+    assert_same_result(resumed, whole)
+    assert held_out(resumed) == held_out(whole) and list(held_out(whole)) == [6, 12]
+
+
+def test_without_held_out_blocks_a_training_block_proves_the_export(arena: Arena, tmp_path: Path) -> None:
+    folder = arena.store.sealed(arena.shard) / "validation"
+    shutil.rmtree(folder)
+    write_blocks(folder, [], BLOCK_TOKENS, 1)
+    out = run(arena, tmp_path / "out")
+    assert held_out(out) == {} and summary(out)["best_validation_loss"] is None
+    block, logits = load_probe(out)
+    assert set(block.tokens.tolist()) <= {0, *BlockReader(folder.parent / "train")[0].tokens.tolist()}
+    again = probe_logits(model_of(arena, out), block, torch.device("cpu"))
+    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-4)
