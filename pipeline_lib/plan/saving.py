@@ -2,20 +2,20 @@
 
 import math
 
-from pipeline_lib.config.train import Train
+from pipeline_lib.config.train import Train, interval_steps
 from pipeline_lib.core.units import brief, count, gigabytes
 
 NOTABLE_WAIT = 0.1  # of the time of the steps between two checkpoints
 _LEAST_SAVE_S = 5.0  # shorter ones are no matter of the disk
 
 
-def slow_saves(train: Train, size_bytes: int, save_s: float, step_s: float) -> str:
+def slow_saves(train: Train, epoch_steps: int, size_bytes: int, save_s: float, step_s: float) -> str:
     """Return what is to be said of checkpoints of `size_bytes` that take `save_s` each; nothing if steps hardly wait.
 
-    Each step takes `step_s`. Some checkpoints are asked for by the guards.
+    Each step takes `step_s`, and an epoch has `epoch_steps`. Some checkpoints are asked for by the guards.
     """
     intervals = {
-        "train.save_every_steps": train.save_every_steps,
+        "train.save_every_steps": interval_steps(train.save_every_steps, epoch_steps),
         "train.guards.rollback_every_steps": train.guards.rollback_every_steps,
     }
     apart_steps = min(intervals.values())

@@ -351,11 +351,11 @@ def _disk(plan: PlanDocument) -> list[Row]:
 
 def _slow_saves(plan: PlanDocument) -> str:
     """Return the warning that the training is expected to wait for its checkpoints, or nothing."""
-    train, steps = read_train(plan.train or {}), plan.batch.steps
-    if not plan.has_prediction or steps is None or train.saves(steps) <= 1:
+    train, steps, epoch_steps = read_train(plan.train or {}), plan.batch.steps, plan.batch.steps_per_epoch
+    if not plan.has_prediction or steps is None or epoch_steps is None or train.saves(steps, epoch_steps) <= 1:
         return ""
     save_s, step_s = known(plan.prediction.checkpoint_s.value), known(plan.prediction.step_s.value)
-    return slow_saves(train, known(plan.disk.checkpoint_bytes), save_s, step_s)
+    return slow_saves(train, epoch_steps, known(plan.disk.checkpoint_bytes), save_s, step_s)
 
 
 def _bars(title: str, parts: Mapping[str, float | None], whole: float, show: Callable[[float], str]) -> list[Row]:

@@ -83,6 +83,11 @@ class Batches:
         """Return the optimizer steps that the schedule of `train` spans."""
         return order.run_steps(train, self.reader.index.groups, self.batch_blocks)
 
+    @property
+    def epoch_steps(self) -> int:
+        """Return the optimizer steps of the first epoch."""
+        return order.epoch_steps(self.reader.index.groups, self.batch_blocks)
+
     def epochs(self, train: Train) -> float:
         """Return the epochs that the schedule of `train` spans."""
         return order.run_epochs(train, self.reader.index.groups, self.batch_blocks)

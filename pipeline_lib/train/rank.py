@@ -122,7 +122,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             watch.announce(say)
             observers += (
                 print_progress(say, last_step),
-                tell_of_slow_saves(say, train),
+                tell_of_slow_saves(say, train, batches.epoch_steps),
                 append_metrics(job.run_dir / METRICS_NAME),
             )
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None

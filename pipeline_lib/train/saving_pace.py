@@ -13,8 +13,11 @@ _RECENT_STEPS = 20
 _LEAST_STEPS = 3  # the first ones take longer
 
 
-def tell_of_slow_saves(say: Say, train: Train) -> Observer:
-    """Return an observer that tells once if `train` waits for its checkpoints, and at which interval it would not."""
+def tell_of_slow_saves(say: Say, train: Train, epoch_steps: int) -> Observer:
+    """Return an observer that tells once if `train` waits for its checkpoints, and at which interval it would not.
+
+    An epoch has `epoch_steps`.
+    """
     steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
     has_told = False
 
@@ -24,7 +27,8 @@ def tell_of_slow_saves(say: Say, train: Train) -> Observer:
             steps_s.append(fields["step_s"])
         if name != EventName.CHECKPOINT_SAVED or has_told or len(steps_s) < _LEAST_STEPS:
             return
-        if text := slow_saves(train, fields["bytes"], fields["duration_s"], statistics.median(steps_s)):
+        step_s = statistics.median(steps_s)
+        if text := slow_saves(train, epoch_steps, fields["bytes"], fields["duration_s"], step_s):
             has_told = True
             say(f"warning: {text}")
 
