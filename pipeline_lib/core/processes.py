@@ -25,11 +25,13 @@ def importing() -> Iterator[None]:
     """Stop the garbage collector within the context, and exclude all objects of that time from later collections.
 
     torch and transformers create 430,000 objects that live as long as the process. Collections took a fifth of the time
-    of their imports, and every later one 0.4 s.
+    of their imports, and every later one 0.4 s. transformers takes another eighth for scipy, which it needs for losses
+    of object detection, and we do not.
     """
     gc.disable()
     try:
-        yield
+        with hidden("scipy"):
+            yield
     finally:
         gc.freeze()
         gc.enable()
