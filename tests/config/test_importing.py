@@ -355,7 +355,7 @@ def test_what_llama_factory_takes_by_default_is_written_out() -> None:
     config = config_of(from_yaml("model_name_or_path: Qwen/Qwen3-8B\ndataset: mine\nlora_rank: 4\n"))
 
     assert config["tokenize"] == {"max_tokens": 2048, "over_long": "truncate"}
-    assert config["data"]["validation_fraction"] == 0.05
+    assert config["data"]["validation_fraction"] == 0  # as there, where nothing is held out by default
     train = config["train"]
     assert train["lora"] == {"rank": 4, "alpha": 8}
     assert (train["method"], train["lr"], train["epochs"], train["lr_schedule"]) == ("lora", 5e-5, 3, "linear")
@@ -391,8 +391,9 @@ def with_sources(result: Imported) -> str:
         ("adam_epsilon: '1e-6'\nadam_beta1: 0.8", {"adam_eps": 1e-6, "beta1": 0.8}),
         ("max_grad_norm: 0", {"max_grad_norm": 1e9}),
         ("optim: paged_adamw_8bit", {"optimizer": "adamw_8bit"}),
-        ("eval_strategy: steps\neval_steps: 40", {"validate_every_steps": 40}),
-        ("save_strategy: epoch", {}),
+        ("val_size: 0.1\neval_strategy: steps\neval_steps: 40", {"validate_every_steps": 40}),
+        ("val_size: 0.1\neval_strategy: epoch", {"validate_every_steps": "epoch"}),
+        ("save_strategy: epoch", {"save_every_steps": "epoch"}),
         ("packing: true", {"global_batch_tokens": 16 * 512}),
         ("ray_num_workers: 4", {"global_batch_samples": 64}),
         ("fsdp: full_shard auto_wrap offload", {"strategy": "fsdp", "offload": "optimizer+params"}),
@@ -412,6 +413,31 @@ def test_values_of_llama_factory(lines: str, train: dict[str, Any]) -> None:
             assert config[key] == value
     assert ("epochs" in config) == ("max_steps" not in config)
     assert len({"global_batch_samples", "global_batch_tokens"} & set(config)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "held_out", "is_validated"),
+    [
+        ("val_size: 0.1", {"validation_fraction": 0.1}, True),
+        ("val_size: 200", {"validation_fraction": 0.05}, True),
+        ("", {"validation_fraction": 0}, False),
+        (
+            "eval_dataset: mine",
+            {"validation": [{"source": "file", "path": "data/mine.json", "format": "alpaca", "max_rows": 1000}]},
+            True,
+        ),
+    ],
+)
+def test_what_is_held_out_there_is_held_out_here(lines: str, held_out: dict[str, Any], is_validated: bool) -> None:
+    config = config_of(from_yaml(f"{LORA}{lines}\neval_strategy: epoch\n"))
+
+    assert {key: value for key, value in config["data"].items() if key != "train"} == held_out
+    assert ("validate_every_steps" in config["train"]) == is_validated
+
+
+def test_a_share_and_a_data_set_of_its_own_are_not_both_held_out() -> None:
+    with pytest.raises(ConfigError, match="val_size and eval_dataset: both say what is held out"):
+        from_yaml(f"{LORA}val_size: 0.1\neval_dataset: mine\n")
 
 
 @pytest.mark.parametrize(

@@ -437,3 +437,24 @@ def test_of_results_that_counted_no_prompts_nothing_is_said_of_calls(world: Worl
 def test_the_page_says_what_samples_that_repeat_each_other_cost(world: World) -> None:
     world.files["tokenize"]["ledger.json"]["total"]["repeated_tokens"] = 400_000
     assert "6,838 samples of 7,174 conversations have 2.9 times the tokens of one sample each" in page_of(world).text
+
+
+def test_the_losses_of_several_sources_are_listed(world: World) -> None:
+    score = {"loss": 1.25, "perplexity": 3.49, "standard_error": 0.01, "documents": 40}
+    of_source = {"source": "<b>rows</b>.jsonl", "samples": 41, "supervised_tokens": 1234, "base": score, "tuned": score}
+    empty = {"source": "none.jsonl", "samples": 0, "supervised_tokens": 0}
+    world.files["evaluate"]["metrics.json"]["eval"]["by_source"] = [of_source, empty]
+    text = text_of(world)
+    assert "Held-out loss by source" in text
+    assert "<b>rows</b>.jsonl 41 1,234 1.2500 1.2500 1.2298 to 1.2702" in text
+    assert "none.jsonl 0 0 n/a n/a" in text
+
+
+def test_a_run_without_held_out_data_says_so_and_shows_no_loss(world: World) -> None:
+    world.files["evaluate"]["metrics.json"] = {"eval": {"samples": 0}, "verdict": {"text": "Nothing was held out."}}
+    world.files["evaluate"]["scores.jsonl"] = []
+    text = text_of(world)
+    assert "data.validation_fraction: 0" in text
+    assert "Held-out loss" not in text and "Held-out perplexity" not in text and "held-out samples with" not in text
+    summary = json.loads((world.folder("report") / "summary.json").read_text())
+    assert not any(summary["eval"].values())
