@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -75,14 +76,12 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_a_signal_saves_says_so_and_the_next_run_continues(
-    project: Project, undisturbed: dict[str, str], number: signal.Signals
-) -> None:
-    """First to all processes, as a terminal, `timeout` and systemd send it, then to snakemake alone."""
+def test_a_signal_saves_says_so_and_the_next_run_continues(project: Project, undisturbed: dict[str, str]) -> None:
+    """Each signal in turn, to all processes, as a terminal, `timeout` and systemd send it, or to snakemake alone."""
     project.edit("save_every_steps: 3", "save_every_steps: 1000")
     saved = []
-    for send in (os.killpg, os.kill):
+    sends = dict(zip(STOP_SIGNALS, cycle((os.killpg, os.kill)), strict=False))
+    for number, send in [*sends.items(), (signal.SIGTERM, os.killpg)]:
         before = steps_done(project)
         process = project.start(project.target("merge"))
         wait_until(lambda: steps_done(project) >= before + 2, process, "the second step")  # noqa: B023
