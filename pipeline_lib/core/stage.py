@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -80,7 +80,11 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a stage: its spec, its inputs, an empty directory to fill, `say` for messages, and its lock."""
+    """The arguments of a stage: its spec, its inputs, an empty directory to fill, `say` for messages, and its lock.
+
+    A stage that hashes a file while it writes it puts the SHA-256 into `hashes`, by the path below `out`: then the file
+    is not read again to be sealed. It must not change afterwards.
+    """
 
     spec: Spec
     store: Store
@@ -89,6 +93,7 @@ class Job:
     say: Say
     lock: Lock
     slurm_job: str = ""
+    hashes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def run_dir(self) -> Path:
@@ -257,7 +262,7 @@ def _manifest_of(
             )
             for name, sealed in job.inputs.items()
         },
-        files=describe_files(job.out),
+        files=describe_files(job.out, job.hashes),
         counts=counts,
         versions=tool_versions(),
         machine=machine_kind,

@@ -228,11 +228,20 @@ def describe_file(path: Path) -> FileEntry:
     return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
-def describe_files(root: Path) -> dict[str, FileEntry]:
-    """Return the size and SHA-256 of every file below `root` except the manifest, by relative path."""
+def describe_files(root: Path, known: Mapping[str, str] = {}) -> dict[str, FileEntry]:
+    """Return the size and SHA-256 of every file below `root` except the manifest, by relative path.
+
+    `known` has the hashes of files, by the same paths, that did not change since they were hashed; these are not read.
+    """
+
+    def describe(name: str) -> FileEntry:
+        if name in known:
+            return FileEntry(bytes=(root / name).stat().st_size, sha256=known[name])
+        return describe_file(root / name)
+
     names = [name for name in list_files(root) if name != MANIFEST_NAME]
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(lambda name: describe_file(root / name), names), strict=True))
+        return dict(zip(names, pool.map(describe, names), strict=True))
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:

@@ -69,6 +69,21 @@ def test_a_stage_leaves_a_sealed_directory_and_its_pointer(store: Store) -> None
     assert said[-1].startswith(f"tokenize {SPEC.digest}: done in ")
 
 
+def test_a_file_whose_hash_the_stage_knows_is_not_read_to_be_sealed(store: Store) -> None:
+    def write(job: Job) -> dict[str, Any]:
+        (job.out / "weights").mkdir()
+        for name in ("weights/known", "weights/other"):
+            (job.out / name).write_text("some")
+        job.hashes["weights/known"] = "0" * 64  # that of another content, so that it shows where it came from
+        return {}
+
+    files_of = run_stage(write, SPEC, store, silent).files
+    assert (files_of["weights/known"].bytes, files_of["weights/known"].sha256) == (4, "0" * 64)
+    assert files_of["weights/other"].sha256 == sha256_file(store.sealed(SPEC.ref) / "weights/other")
+    with pytest.raises(IntegrityError, match="weights/known: content differs"):
+        verify(store.sealed(SPEC.ref))
+
+
 @pytest.mark.parametrize(("umask", "of_folder"), [(0o002, 0o775), (0o022, 0o755), (0o077, 0o700)])
 def test_what_is_sealed_has_the_modes_of_the_umask_whoever_wrote_it(
     store: Store, tmp_path: Path, umask: int, of_folder: int
