@@ -38,6 +38,7 @@ _SIGNATURE_BYTES_S = 0.014e6
 _INDEX_BYTES = 5  # for each byte of data
 TOKENIZE_CPUS = 8
 _MERGE_CPUS = 8
+MERGED_AT_ONCE = 8  # files, each by a thread that holds one tensor
 _STAGE_BYTES = 2_000_000_000
 _DATA_BYTES = 8_000_000_000
 _IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
