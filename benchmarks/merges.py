@@ -23,8 +23,9 @@ from benchmarks.wrong_merges import FILES, PLANS
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import Fold, export, plan_fold
-from pipeline_lib.export.proof import Reference, differences, prove, stored_dtype
+from pipeline_lib.export.fold import Fold, plan_fold
+from pipeline_lib.export.merge import export
+from pipeline_lib.export.proof import Reference, differences, prove
 from pipeline_lib.model.batch import load_probe, loss_sum, make_batch, probe_logits, save_probe
 from pipeline_lib.model.build import DTYPES, build_trainable, prepare_layers
 from pipeline_lib.model.streaming import StreamedModel
@@ -191,7 +192,7 @@ class Merges:
         probe, expected = load_probe(self.folder / "trained")
         exported = self.folder / name
         try:
-            (found,) = StreamedModel(exported, stored_dtype(exported), CPU).probe_logits(probe)
+            (found,) = StreamedModel(exported, self.case.stored, CPU).probe_logits(probe)
         except DataError:
             return math.inf
         return float((found - expected).norm() / expected.norm())

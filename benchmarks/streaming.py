@@ -26,7 +26,9 @@ from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.evaluate.stage import score
-from pipeline_lib.export.merge import Entry, export, plan_fold, write_tensors
+from pipeline_lib.export.fold import plan_fold
+from pipeline_lib.export.merge import export
+from pipeline_lib.export.write import Buffers, Entry, write_files
 from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.families import read_geometry
@@ -59,7 +61,7 @@ def write_model(folder: Path, size: str, layers: int | None) -> int:
         files[-1].append(Entry(name, shape, torch.bfloat16))
     torch.manual_seed(0)
 
-    def value_of(entry: Entry) -> Tensor:
+    def value_of(entry: Entry, _: Buffers) -> Tensor:
         if len(entry.shape) == 1:
             return torch.ones(entry.shape, dtype=torch.bfloat16)
         values = torch.empty(entry.shape, dtype=torch.bfloat16, device=device())
@@ -68,8 +70,8 @@ def write_model(folder: Path, size: str, layers: int | None) -> int:
         return values.cpu()
 
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for name, entries in zip(names, files, strict=True):
-        write_tensors(folder / name, entries, value_of)
+    for name, entries in zip(names, files, strict=True):  # one after the other, as values are drawn in order
+        write_files(folder, {name: entries}, value_of)
     where = {entry.name: name for name, entries in zip(names, files, strict=True) for entry in entries}
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

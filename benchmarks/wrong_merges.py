@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline_lib.core.files import read_json, write_json
-from pipeline_lib.export.merge import Fold, Recipe
+from pipeline_lib.export.fold import Fold, Recipe
 
 # Wrong plans: each takes the right one, and returns None if the model has nothing of the kind.
 

@@ -4,6 +4,7 @@ Readers see a whole file or directory, or none, whichever process is killed and 
 file system that ignores fsync.
 """
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -24,6 +25,8 @@ from pipeline_lib.core.errors import DiskFull, PipelineError, Unreadable
 STAGE_PREFIX = ".stage-"
 TRASH_PREFIX = ".trash-"
 COPIED_AT_ONCE = 1 << 24  # bytes
+_SYNC_FILE_RANGE_WRITE = 2  # of Linux's fcntl.h
+_C_LIBRARY = ctypes.CDLL(None)
 
 
 def canonical_json(value: Any) -> str:
@@ -40,6 +43,30 @@ def sha256_file(path: Path) -> str:
     """Return the hexadecimal SHA-256 of the file at `path`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> str:
+    """Write `content` to the file at `path`, and return its hexadecimal SHA-256. The file is not yet on the disk.
+
+    The disk begins to write while more of it is made: otherwise it would be idle until the end.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for data in content:
+            for start in range(0, len(data), COPIED_AT_ONCE):  # so short that no signal has to wait long
+                chunk = data[start : start + COPIED_AT_ONCE]
+                digest.update(chunk)
+                file.write(chunk)
+                _start_writeback(file.fileno(), size, len(chunk))
+                size += len(chunk)
+    return digest.hexdigest()
+
+
+def _start_writeback(descriptor: int, offset: int, size_bytes: int) -> None:
+    """Let the disk begin to write a part of a file, where the system can; what fails is said by a later fsync."""
+    if hasattr(_C_LIBRARY, "sync_file_range"):
+        begin, length = ctypes.c_int64(offset), ctypes.c_int64(size_bytes)
+        _C_LIBRARY.sync_file_range(descriptor, begin, length, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def is_there(path: Path) -> bool:

@@ -1,11 +1,9 @@
 """The merge stage: merge base and trained weights into a Hugging Face folder and check it against the trained model."""
 
-import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
 from pipeline_lib.config.section import read_settings
-from pipeline_lib.config.train import Lora, Train, read_train
-from pipeline_lib.core.errors import IntegrityError, TrainingError
+from pipeline_lib.config.train import Train, read_train
+from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.files import read_json, require_space, write_json, write_text
 from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Job
@@ -26,265 +24,55 @@ from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.export.card import adapter_card, loading_code, model_card
+from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
+from pipeline_lib.export.write import Buffers, Entry, write_files
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
-from pipeline_lib.model.build import DTYPES, build_trainable
+from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.config_json import without_quantization
-from pipeline_lib.model.families import family_in, read_geometry
+from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import (
     ADAPTER,
     INDEX_NAME,
-    READABLE_KINDS,
     SINGLE_NAME,
-    Piece,
     generation_config_of,
     read_object,
-    refuse_unreadable_kinds,
 )
 from pipeline_lib.model.geometry import OF_HEADS
-from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.rope import stretched
-from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
+from pipeline_lib.model.weights import find_tensors
 from pipeline_lib.report.facts import read_one
 from pipeline_lib.report.results import Ledger, Training
-from pipeline_lib.train.checkpoint import header_of, is_finite, load_tensors, tensor_shapes
-from pipeline_lib.train.optimizer import trainable
-from pipeline_lib.train.state import WEIGHTS
-
-# Writing safetensors files tensor by tensor, so that no file has to fit in memory.
-
-KINDS = {kind: getattr(torch, name) for kind, name in READABLE_KINDS.items()}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The name, shape and dtype of a tensor to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the tensor's data in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def write_tensors(path: Path, entries: Sequence[Entry], value_of: Callable[[Entry], Tensor]) -> None:
-    """Write `entries` to a safetensors file at `path`, in order; `value_of` is called just before a value is written.
-
-    Values have to be on the CPU. Raises ValueError if a value does not have the shape and dtype of its entry.
-    """
-    layout = ((entry.name, entry.dtype, entry.shape) for entry in entries)
-    metadata = {"format": "pt"}  # required by transformers
-    with path.open("wb") as file:
-        file.write(header_of(layout, metadata, separators=(", ", ": ")))
-        for entry in entries:
-            value = value_of(entry)
-            if (tuple(value.shape), value.dtype) != (entry.shape, entry.dtype):
-                raise ValueError(f"{entry.name}: {value.dtype} {list(value.shape)} is not what was announced: {entry}")
-            file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
-            del value  # free it before the next one is made
-
-
-# The merged model, tensor by tensor of the base's files: the base's value, the trained one, or the base's with its
-# adapter folded in. Adapters are folded in fp32 and rounded once. At most one whole trained tensor and one of the base
-# are in memory, and the plan covers every tensor of the base before the first is read.
-
-UNNAMED_BASE = "FOLDER OF THE BASE MODEL"  # in the code that loads adapters on a model that no hub has
-PEFT_PREFIX = "base_model.model."
-_NAMED_AT_MOST = 5
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The source of a merged tensor: the base's, the `piece` of a trained parameter, or the base's with an adapter.
-
-    A tensor of another part of the model than the text model is copied as it is.
-    """
-
-    stored: Stored
-    trained: str | None
-    piece: Piece
-    adapter: str | None  # the adapted module, by peft's name
-    beside: str = ""  # how the names of its part begin, if it is none of the text model
-
-    def entry(self, dtype: torch.dtype | None) -> Entry:
-        """Return what is written of it, in `dtype`; if that is None, in that of the base."""
-        own = KINDS[self.stored.kind]
-        return Entry(self.stored.name, self.stored.shape, own if dtype is None or self.beside else dtype)
-
-
-@dataclass
-class Trained:
-    """The trained tensors, whole and in fp32, read one by one; the last one that was read in parts is cached."""
-
-    folder: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    _name: str = ""
-    _value: Tensor | None = None
-    _factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor `name`. Raises IntegrityError if it cannot be read."""
-        value = torch.empty(self.shapes[name], dtype=torch.float32)
-        load_tensors(self.folder, {name: value})
-        return value
-
-    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """Return A and B of the adapted module `adapter`.
-
-        Those of the last two are cached: files list the two matrices of one expert after the other, and a layer's
-        experts share factors.
-        """
-        if adapter not in self._factors:
-            if len(self._factors) == 2:
-                del self._factors[next(iter(self._factors))]
-            a, b = (self.read(f"{adapter}.lora_{part}.{ADAPTER}.weight") for part in "AB")
-            self._factors[adapter] = a, b
-        return self._factors[adapter]
-
-    def part(self, piece: Piece, name: str) -> Tensor:
-        """Return the box `piece` of the tensor `name`; the whole tensor is cached until another one is read."""
-        if self.shapes[name] == piece.sizes:
-            self._name, self._value = "", None
-            return self.read(name)
-        if name != self._name or self._value is None:
-            self._name, self._value = "", None  # free it before the next one is read
-            self._name, self._value = name, self.read(name)
-        return self._value[piece.slices]
-
-
-@dataclass(frozen=True)
-class Fold:
-    """The plan of a merge: a recipe for every tensor of the merged model, by its name in the base's files.
-
-    The base's tensors in `quantized` are those of the training: rounded to `computed_in`, quantized and dequantized.
-    """
-
-    recipes: dict[str, Recipe]
-    trained: Trained
-    lora: Lora
-    quantized: frozenset[str] = frozenset()
-    computed_in: torch.dtype = torch.float32
-
-    @property
-    def beside(self) -> list[str]:
-        """The parts beside the text model: how the names of their tensors begin."""
-        return sorted({recipe.beside for recipe in self.recipes.values()} - {""})
-
-    def value(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the merged tensor `name`, rounded to `dtype` once."""
-        recipe = self.recipes[name]
-        if recipe.trained is not None:
-            return self.trained.part(recipe.piece, recipe.trained).reshape(recipe.stored.shape).to(dtype)
-        base = recipe.stored.read()
-        if name in self.quantized:
-            base = rounded(base, self.computed_in, name)
-        if recipe.adapter is None:
-            return base.to(dtype)
-        from pipeline_lib.model.lora import expert_factors, row_norms  # loads peft
-
-        weight = base.float()  # [rows, columns]; the adapter is folded into it in place
-        del base
-        a, b = self.trained.factors(recipe.adapter)
-        scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
-        if len(recipe.piece.sizes) == 3:  # of all experts of a layer; `piece` says of which, and which of their rows
-            of_experts, rows, _ = recipe.piece.slices
-            a, b = expert_factors(a, b, self.lora.rank)
-            weight.view(recipe.piece.sizes).baddbmm_(b[of_experts, rows], a[of_experts], alpha=scale)
-            return weight.to(dtype)
-        weight.addmm_(b, a, alpha=scale)
-        if self.lora.dora:
-            magnitude = self.trained.read(f"{recipe.adapter}.lora_magnitude_vector.{ADAPTER}.weight")
-            weight.mul_((magnitude / row_norms(weight)).unsqueeze(1))
-        return weight.to(dtype)
-
-
-def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
-    """Plan the merge of the folders `base` and `trained`.
-
-    Raises DataError if the base's files do not match its config, and IntegrityError if the trained tensors are not
-    exactly those that `train` trains.
-    """
-    model = build_trainable(base, train)
-    wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
-    _refuse_other_tensors(trained / WEIGHTS, wanted)
-    stored, sources = match_tensors(model, base)
-    everything = find_tensors(base)
-    refuse_unreadable_kinds(everything.values())
-    recipes: dict[str, Recipe] = {}
-    of_experts: dict[int, str] = {}
-    if train.method == "lora":
-        from pipeline_lib.model.lora import adapted_matrices  # loads peft
-
-        of_experts = adapted_matrices(model)
-    for parameter, names, (first, *_) in sources:
-        trained_name = names[0] if parameter.requires_grad else None
-        for piece in first:  # if a tied weight is stored twice, only the first copy is written
-            module = of_experts.get(id(parameter), PEFT_PREFIX + piece.name.removesuffix(".weight"))
-            has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(".bias")
-            tensor = stored[piece.name]
-            recipes[tensor.name] = Recipe(tensor, trained_name, piece, module if has_adapter else None)
-    # The comparison of logits might miss a small tensor that is not used.
-    used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
-    unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
-    if unused:
-        raise IntegrityError(
-            f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
-        )
-    for part in family_in(read_object(base / "config.json")).beside:
-        for name, tensor in everything.items():
-            if name.startswith(part):
-                whole = Piece(name, (0,) * len(tensor.shape), tensor.shape)
-                recipes[name] = Recipe(tensor, None, whole, None, part)
-    quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
-    return Fold(recipes, Trained(trained / WEIGHTS, wanted), train.lora, quantized, DTYPES[train.precision])
-
-
-def _refuse_other_tensors(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise IntegrityError unless `folder` holds exactly the `wanted` tensors with these shapes."""
-    stored = tensor_shapes(folder)
-    problems = [
-        *(f"lacks {name}" for name in wanted.keys() - stored.keys()),
-        *(f"holds {name}, which is not trained" for name in stored.keys() - wanted.keys()),
-        *(
-            f"holds {name} as {list(stored[name])} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if stored.get(name, shape) != shape
-        ),
-    ]
-    if problems:
-        more = f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
-        raise IntegrityError(
-            f"{folder}: not what this run trained: it {'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
-            "Delete the result of the training stage, and run snakemake again"
-        )
-
+from pipeline_lib.train.checkpoint import is_finite
 
 # Export of the trained adapters alone, in peft's format.
 
+UNNAMED_BASE = "FOLDER OF THE BASE MODEL"  # in the code that loads adapters on a model that no hub has
+ADAPTER_FOLDER = "adapter"
 
-def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out: Path) -> None:
-    """Write `out`/adapter: the adapters in fp32 under peft's names, and their config.
+
+def export_adapter(adapters: Mapping[str, Tensor], train: Train, model: Mapping[str, Any], out: Path) -> dict[str, str]:
+    """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config. Return hashes of its weights.
 
     `model` holds the base model's settings in the spec. The config names the base model only if it is from Hugging
     Face. Raises TrainingError for a value that is not finite.
     """
     from pipeline_lib.model.lora import lora_config  # loads peft
 
-    folder = out / "adapter"
+    folder = out / ADAPTER_FOLDER
     folder.mkdir()
     # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
     names = {
         name.replace(f".{ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): name
-        for name in trained.shapes
+        for name in adapters
     }
-    entries = [Entry(saved, trained.shapes[name], torch.float32) for saved, name in names.items()]
-    write_tensors(
-        folder / "adapter_model.safetensors", entries, lambda entry: finite(trained.read(names[entry.name]), entry)
+    entries = [Entry(saved, tuple(adapters[name].shape), torch.float32) for saved, name in names.items()]
+    hashes = write_files(
+        out,
+        {f"{ADAPTER_FOLDER}/adapter_model.safetensors": entries},
+        lambda entry, _: finite(adapters[names[entry.name]], entry),
     )
-    modules = {name.partition(".lora_")[0] for name in trained.shapes}
+    modules = {name.partition(".lora_")[0] for name in adapters}
     config = lora_config(train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name}))
     config.inference_mode = True
     if model.get("source") == "huggingface":
@@ -292,6 +80,7 @@ def export_adapter(trained: Trained, train: Train, model: Mapping[str, Any], out
     settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     write_json(folder / "adapter_config.json", plain)
+    return hashes
 
 
 def adapter_code(base: Path, model: Mapping[str, Any], train: Train, rope: Rope | None) -> str:
@@ -332,13 +121,14 @@ def run(job: Job) -> dict[str, Any]:
     train, rope = read_train(settings), rope_in(settings)
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
-    export(fold, base, generation, job.out, None if merge.dtype == "auto" else DTYPES[merge.dtype], rope)
+    dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]
+    job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
     if train.method == "lora":
         model = job.inputs["model"].manifest.spec["settings"]
         loading = adapter_code(base, model, train, rope)
-        export_adapter(fold.trained, train, model, job.out)
-        write_text(job.out / "adapter" / "README.md", adapter_card(loading))
+        job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
+        write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading))
     if code := sorted(CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())):
         job.say(
             f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
@@ -371,8 +161,10 @@ def export(
     out: Path,
     dtype: torch.dtype | None,
     rope: Rope | None = None,
-) -> None:
+) -> dict[str, str]:
     """Write the Hugging Face folder with the base's layout, without references to the base's own code.
+
+    Return the SHA-256 of each file of weights, by name.
 
     Weights are in `dtype`; if it is None, each has its dtype in the base. `generation` is the base's
     generation_config.json, and `rope` enters config.json. Raises TrainingError naming a weight that is not finite, or
@@ -383,8 +175,13 @@ def export(
         files[recipe.stored.path.name].append(recipe.entry(dtype))
     sizes_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
     require_space(out, sizes_bytes, "the merged model")
-    for file_name, entries in sorted(files.items()):
-        write_tensors(out / file_name, entries, lambda entry: finite(fold.value(entry.name, entry.dtype), entry))
+
+    def value_of(entry: Entry, buffers: Buffers) -> Tensor:
+        return finite(fold.value(entry.name, entry.dtype, buffers), entry)
+
+    with ThreadPoolExecutor(1, "template") as beside:  # starting an interpreter for it takes seconds
+        stopping = beside.submit(stop_at_end_of_turn, generation, base)
+        hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
         weight_map = {entry.name: file_name for file_name, entries in files.items() for entry in entries}
         index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -405,8 +202,9 @@ def export(
     if tokenizer.keys() & CODE_KEYS:  # else the file stays unchanged
         plain = {key: value for key, value in tokenizer.items() if key not in CODE_KEYS}
         write_json(out / TOKENIZER_CONFIG_NAME, plain)
-    if stopping := stop_at_end_of_turn(generation, out):
-        write_json(out / GENERATION_NAME, stopping)
+    if generation_config := stopping.result():
+        write_json(out / GENERATION_NAME, generation_config)
+    return hashes
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -420,7 +218,7 @@ def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
 def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
     """Raise TrainingError unless the files in `out` hold exactly `entries`, by name, shape and dtype."""
-    written = {name: (stored.shape, KINDS.get(stored.kind)) for name, stored in find_tensors(out).items()}
+    written = {name: (stored.shape, stored.dtype) for name, stored in find_tensors(out).items()}
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     if written != wanted:
         wrong = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -44,6 +44,7 @@ class Header:
     name: str
     shape: tuple[int, ...]
     kind: str  # element type by safetensors' name: `BF16`
+    begin: int  # where its values begin in the file, in bytes
 
 
 AnyHeader = TypeVar("AnyHeader", bound=Header)
@@ -92,11 +93,25 @@ def weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
 def read_headers(path: Path) -> list[Header]:
     """Return the headers of the tensors in the file at `path`. Raises DataError for a damaged or truncated file."""
     try:
-        with safe_open(str(path), framework="numpy") as file:
-            slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 - it is no dict
-            return [Header(path, name, tuple(values.get_shape()), values.get_dtype()) for name, values in slices]
+        with safe_open(str(path), framework="numpy") as checked:  # the header is whole and describes all of the file
+            names = list(checked.keys())
+        with path.open("rb") as file:
+            entries, begin = _read_layout(file)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cannot be read as safetensors ({error}); get the model again") from error
+    headers = []
+    for name in names:
+        entry = entries[name]
+        headers.append(Header(path, name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]))
+    return headers
+
+
+def _read_layout(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return what the header of a safetensors file says of each tensor, and where in the file the data begins."""
+    (header_bytes,) = struct.unpack("<Q", file.read(8))
+    entries = json.loads(file.read(header_bytes))
+    entries.pop("__metadata__", None)
+    return entries, 8 + header_bytes
 
 
 def find_headers(folder: Path) -> dict[str, Header]:
@@ -194,13 +209,11 @@ def refuse_not_finite(folder: Path) -> None:
 def _first_not_finite(path: Path) -> str | None:
     """Return the file and the name of its first tensor, in file order, with such a value; None if there is none."""
     with path.open("rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        entries, data_begin = _read_layout(file)
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
             kind, exponent = _EXPONENTS[entry["dtype"]]
-            file.seek(8 + header_bytes + begin)
+            file.seek(data_begin + begin)
             for chunk_begin in range(begin, end, _CHUNK_BYTES):
                 chunk = np.fromfile(file, kind, min(_CHUNK_BYTES, end - chunk_begin) // np.dtype(kind).itemsize)
                 if (chunk & chunk.dtype.type(exponent)).max() == exponent:

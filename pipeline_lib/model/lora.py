@@ -75,6 +75,13 @@ def expert_factors(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return a.view(-1, rank, a.shape[-1]), by_expert(b, rank)
 
 
+def factors_of_experts(a: Tensor, b: Tensor, rank: int, experts: slice, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return A and B of some `experts`, and of B some `rows`, as `expert_factors` returns them; no others are read."""
+    own_a = a.view(-1, rank, a.shape[-1])[experts]
+    own_b = b.view(len(b), rank, -1)[rows, :, experts]
+    return expert_factors(own_a.flatten(0, 1), own_b.flatten(1), rank)
+
+
 @torch.library.custom_op("qwen3_pipeline::by_expert", mutates_args=())
 def by_expert(b: Tensor, rank: int) -> Tensor:
     """Return peft's `b` [outputs, r E] as [E, outputs, r], contiguous.

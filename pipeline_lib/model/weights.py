@@ -1,20 +1,22 @@
 """Loading a model's weights from safetensors: each rank reads only the slices of its own shards."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, of_text, refuse_misfit
 from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
@@ -118,28 +120,91 @@ def scatter(part: FlatPart, whole: Tensor | None, device: torch.device, owner: i
     part.values.copy_(received[part.start : part.start + len(part.values)])
 
 
-# Reading slices of tensors from a model folder's safetensors files. No more of a tensor is read than is requested, and
-# no pages of the file stay mapped.
+# Reading slices of tensors from a model folder's safetensors files, by the places that their headers give. No more of a
+# tensor is read than is requested, and no pages of a file are mapped: those count as memory of this process, and a
+# fault for each costs more than the copy.
+
+KINDS = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+_CONVERTED_AT_ONCE = 1 << 22  # elements
 
 
 @dataclass(frozen=True)
 class Stored(Header):
     """A tensor in a safetensors file, whose values can be read."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values in the file."""
+        return KINDS[self.kind]
+
+    @property
+    def whole(self) -> tuple[slice, ...]:
+        """The slices that are the whole tensor."""
+        return tuple(slice(0, size) for size in self.shape)
+
     def read(self) -> Tensor:
-        """Return the whole tensor, in memory of its own."""
-        with safe_open(str(self.path), framework="pt") as file:
-            return file.get_tensor(self.name).clone()  # type: ignore[no-any-return]
+        """Return the whole tensor, in memory of its own. Raises DataError, Unreadable."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.copy_to(values, self.whole)
+        return values
 
     def copy_to(self, target: Tensor, slices: tuple[slice, ...]) -> None:
         """Copy the `slices` of the tensor to `target`, converted to its dtype and device.
 
         `slices` may begin with extra ones for leading dimensions that `target` has and the stored tensor lacks.
+        Raises DataError if the file has become shorter, Unreadable if it cannot be read.
         """
-        # The file is opened for each tensor, since pages of an open file count as memory of this process.
-        with safe_open(str(self.path), framework="pt") as file:
-            values = file.get_slice(self.name)[slices[len(slices) - len(self.shape) :]]
-            target.copy_(values.view(target.shape))
+        if not target.is_contiguous():
+            values = torch.empty(target.shape, dtype=self.dtype)
+            self.copy_to(values, slices)
+            target.copy_(values)
+            return
+        flat, done = target.detach().view(-1), 0
+        is_in_place = target.dtype == self.dtype and target.device.type == "cpu"
+        with unreadable_named(self.path), self.path.open("rb", buffering=0) as file:
+            for first, count in runs(self.shape, slices[len(slices) - len(self.shape) :]):
+                begin = self.begin + first * self.dtype.itemsize
+                values = flat[done : done + count]
+                if is_in_place:
+                    self._read(file, begin, values)
+                else:
+                    self._convert(file, begin, values)
+                done += count
+
+    def _convert(self, file: FileIO, begin: int, target: Tensor) -> None:
+        """Fill the flat `target` with the values from `begin` on, through memory that stays in the cache."""
+        values = torch.empty(min(len(target), _CONVERTED_AT_ONCE), dtype=self.dtype)
+        for part in torch.split(target, _CONVERTED_AT_ONCE):
+            self._read(file, begin, values[: len(part)])
+            part.copy_(values[: len(part)])
+            begin += part.numel() * self.dtype.itemsize
+
+    def _read(self, file: FileIO, begin: int, values: Tensor) -> None:
+        """Fill the flat `values`, in host memory, from `begin` on."""
+        rest = values.view(torch.uint8).numpy().data
+        while rest:
+            count = os.preadv(file.fileno(), [rest], begin)
+            if not count:
+                raise DataError(f"{self.path}: ends within {self.name}; get the model again")
+            rest, begin = rest[count:], begin + count
+
+
+def runs(shape: Sequence[int], box: Sequence[slice]) -> Iterator[tuple[int, int]]:
+    """Yield the elements of `box` in a tensor of `shape` in row-major order, as (number of the first, how many)."""
+    if not shape:
+        yield 0, 1
+        return
+    row, (rows, *rest) = math.prod(shape[1:]), box
+    if all((each.start, each.stop) == (0, size) for each, size in zip(rest, shape[1:], strict=True)):
+        yield rows.start * row, (rows.stop - rows.start) * row
+        return
+    for number in range(rows.start, rows.stop):
+        for first, count in runs(shape[1:], rest):
+            yield number * row + first, count
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
@@ -243,7 +308,7 @@ def _quantize(linear: Nf4Linear, name: str, pieces: list[Piece], stored: Mapping
     local, (first, *_) = local_part(linear.codes)
     rows = torch.empty(len(local), linear.in_features, dtype=linear.compute_dtype)
     for piece in pieces:
-        _fill_box(rows, (first, 0), piece, stored[piece.name].copy_to)
+        fill_box(rows, (first, 0), piece, stored[piece.name].copy_to)
     codes, absmax = quantize_rows(rows.to(local.device), name)
     local.copy_(codes)
     for parameter, values in zip(linear.parts[1:], quantize_absmax(_whole_of(absmax, linear.absmax)), strict=True):
@@ -301,13 +366,16 @@ def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
 def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]) -> None:
     """Let `copy_to` copy this rank's slices of `piece` to their place in `parameter`."""
     for local, begins in _local_boxes(parameter):
-        _fill_box(local, begins, piece, copy_to)
+        fill_box(local, begins, piece, copy_to)
 
 
-def _fill_box(
+def fill_box(
     local: Tensor, begins: tuple[int, ...], piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]
 ) -> None:
-    """Let `copy_to` copy the intersection of `piece` and `local`, a box with the offsets `begins` in the whole."""
+    """Let `copy_to` copy the intersection of `piece` and `local`, a box with the offsets `begins` in the whole.
+
+    `copy_to` gets that part of `local`, and the slices of `piece` that belong there.
+    """
     here, there = [], []
     for begin, length, offset, size in zip(begins, local.shape, piece.offsets, piece.sizes, strict=True):
         first, last = max(begin, offset), min(begin + length, offset + size)
@@ -322,7 +390,7 @@ def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> Non
     """Raise DataError if a second stored copy of a tied parameter differs from the first."""
     for local, begins in _local_boxes(parameter):
         again = torch.empty_like(local)
-        _fill_box(again, begins, piece, stored.copy_to)
+        fill_box(again, begins, piece, stored.copy_to)
         if not torch.equal(again, local):
             raise DataError(
                 f"{stored.path}: {stored.name} is not equal to the tensor that config.json ties it to; "

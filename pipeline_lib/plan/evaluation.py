@@ -63,11 +63,6 @@ def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None
     return most // (number_bytes * geometry.hidden)
 
 
-def can_score(geometry: Geometry, block_tokens: int, gpu_bytes: int) -> bool:
-    """Return whether a GPU with `gpu_bytes` free can compute the held-out loss."""
-    return scoring_bytes(geometry, block_tokens, HALF_BYTES) <= gpu_bytes
-
-
 # The answers, for which a whole model is held: on one GPU, on as many GPUs of a node as it takes, or on CPUs. There,
 # each token reads all weights from memory, so answers are few: the same ones on any host with room for the model.
 
@@ -230,10 +225,15 @@ def evaluation_s(geometry: Geometry, workload: Workload, answers: Answers, machi
     return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
 
 
-def scoring_gpus(geometry: Geometry, block_tokens: int, cluster: Cluster, machine: Machine | None) -> int:
-    """Return 1 if the cluster has GPUs that can compute the held-out loss, as far as is known, else 0."""
+def scoring_gpus(
+    geometry: Geometry, block_tokens: int, cluster: Cluster, machine: Machine | None, number_bytes: int = HALF_BYTES
+) -> int:
+    """Return 1 if the cluster has GPUs through which a block can pass part by part, as far as is known, else 0.
+
+    So is the held-out loss computed, and in fp32 the logits of the proof of a merge.
+    """
     gpu_bytes = machine.gpu_memory_bytes if machine else None
-    fits = gpu_bytes is None or can_score(geometry, block_tokens, gpu_bytes - RESERVE_BYTES)
+    fits = gpu_bytes is None or scoring_bytes(geometry, block_tokens, number_bytes) <= gpu_bytes - RESERVE_BYTES
     return int(cluster.gpus_per_node > 0 and fits)
 
 

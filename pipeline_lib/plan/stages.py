@@ -1,5 +1,6 @@
 """What each stage needs of the machine that it runs on: for the plan's table, for refusals, and for SLURM's jobs."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from pipeline_lib.plan.evaluation import (
     evaluation_s,
     largest_part_parameters,
     pass_s,
+    scoring_bytes,
     scoring_gpus,
 )
 from pipeline_lib.plan.machine import End, Figure, Machine
@@ -38,11 +40,15 @@ _SIGNATURE_BYTES_S = 0.014e6
 _INDEX_BYTES = 5  # for each byte of data
 TOKENIZE_CPUS = 8
 _MERGE_CPUS = 8
+MERGED_AT_ONCE = 8  # files, each by a thread that holds one tensor
 _STAGE_BYTES = 2_000_000_000
 _DATA_BYTES = 8_000_000_000
 _IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
-# The merge holds a tensor of the base in fp32, its trained one, and their result; the proof a part of the model.
-_MERGED_BYTES = 2 * FP32_BYTES + HALF_BYTES
+# Each thread of the merge holds a tensor of the base or a trained one in fp32, and what it becomes.
+_MERGED_BYTES = FP32_BYTES + HALF_BYTES
+ADAPTERS_IN_PROOF_BYTES = 2**30  # of adapters that the proof keeps in memory, beside those of the merge
+# The proof computes in fp32, without TF32: an A100 or an H100 does so at a sixteenth of its rate in bf16.
+_FP32_SLOWDOWN = 16
 _UNKNOWN_PARAMETERS = 10**10
 
 
@@ -146,24 +152,35 @@ def reading_need(stage: str, read_bytes: int) -> Need:
 def merge_need(run: Run, read_bytes: int) -> Need:
     """Return what it takes to merge a base model and trained weights of `read_bytes` bytes together.
 
-    They are verified and read, and a model no larger is written. For the proof all are read again, the first two twice,
-    and one block passes through the model, cut to PROBE_TOKENS. The model is read tensor by tensor, and for the proof
-    part by part.
+    They are verified and read, and a model no larger is written, which is hashed meanwhile. For the proof all are read
+    again, the first two twice, and one block passes through the model, cut to PROBE_TOKENS, on a GPU if one has room.
+    The model is read tensor by tensor, one for each thread, and for the proof part by part. Adapters stay in memory.
     """
     cpus = min(_MERGE_CPUS, run.cluster.cpus_per_node)
-    work_s = verifying_s(read_bytes) + 4 * read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
+    gpus, gpu_bytes = int(run.cluster.gpus_per_node > 0), 0
+    work_s = verifying_s(read_bytes) + 5 * read_bytes / FILE_BYTES_S + read_bytes / _HASH_BYTES_S
     largest = max_tensor = _UNKNOWN_PARAMETERS // 10
+    at_once = 2 * max_tensor  # of the embedding and the head; all others are small
     if run.geometry is not None:
         largest = largest_part_parameters(run.geometry)
         max_tensor = run.geometry.largest_tensor
-        work_s += pass_s(
-            run.geometry, min(run.workload.block_tokens, PROBE_TOKENS), cpus_of(cpus, "fp32").speeds(End.BAD)
-        )
+        sizes = sorted((math.prod(shape) for shape in run.geometry.shapes().values()), reverse=True)
+        at_once = sum(sizes[: min(MERGED_AT_ONCE, cpus)])
+        tokens = min(run.workload.block_tokens, PROBE_TOKENS)
+        gpus = scoring_gpus(run.geometry, PROBE_TOKENS, run.cluster, run.machine, FP32_BYTES)
+        gpu_bytes = scoring_bytes(run.geometry, PROBE_TOKENS, FP32_BYTES) if gpus else 0
+        if not gpus:
+            work_s += pass_s(run.geometry, tokens, cpus_of(cpus, "fp32").speeds(End.BAD))
+        elif run.machine is not None:
+            work_s += _FP32_SLOWDOWN * pass_s(run.geometry, tokens, run.machine.speeds(End.BAD))
     proof_bytes = FP32_BYTES * largest + HALF_BYTES * max_tensor  # a part, and a tensor that is read
     if run.train.method == "lora" and run.train.lora.of_experts:
         proof_bytes += 2 * FP32_BYTES * max_tensor  # peft's product of the factors, before and after scaling
-    host_bytes = AROUND_BYTES + RANK_BYTES["cpu"] + max(_MERGED_BYTES * max_tensor, proof_bytes)
-    return Need("merge", cpus, host_bytes, work_s, disk_bytes=HALF_BYTES * run.parameters)
+    host_bytes = AROUND_BYTES + RANK_BYTES["cuda" if gpus else "cpu"] + max(_MERGED_BYTES * at_once, proof_bytes)
+    if run.train.method == "lora":
+        adapters_bytes = trained_bytes(run)
+        host_bytes += adapters_bytes + min(adapters_bytes, ADAPTERS_IN_PROOF_BYTES)
+    return Need("merge", cpus, host_bytes, work_s, gpus, gpu_bytes, disk_bytes=HALF_BYTES * run.parameters)
 
 
 def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:

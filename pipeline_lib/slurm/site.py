@@ -62,7 +62,7 @@ class Site(Section):
     reservation: str | None = Field(None, description="reservation of all jobs (sbatch --reservation)")
     exclude: str | None = Field(None, description="nodes that no job shall get (sbatch --exclude)")
     sbatch: tuple[str, ...] = Field((), description="further options of all jobs, such as `--mail-type=FAIL`")
-    gpu_sbatch: tuple[str, ...] = Field((), description="further options of training and evaluation")
+    gpu_sbatch: tuple[str, ...] = Field((), description="further options of jobs on GPUs: training, merge, evaluation")
     cpu_sbatch: tuple[str, ...] = Field((), description="further options of the other stages")
     setup: tuple[str, ...] = Field(
         (), description="shell lines before each stage in its job, such as `module load cuda`"

@@ -1,17 +1,12 @@
 """Sealed, strategy-free checkpoints: full parameter names in safetensors, scalars in JSON, no pickle."""
 
-import contextlib
-import hashlib
 import json
 import math
-import os
 import shutil
 import struct
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,25 +15,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.train import DEALING, Train
 from pipeline_lib.core import files
-from pipeline_lib.core.errors import DiskFull, IntegrityError, LockLost, PipelineError
+from pipeline_lib.core.errors import DataError, DiskFull, IntegrityError, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName
-from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_space, stage_dir, write_json
+from pipeline_lib.core.files import (
+    fsync_path,
+    publish_dir,
+    read_json,
+    remove_dir,
+    require_space,
+    stage_dir,
+    write_hashed,
+    write_json,
+)
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import STATE_NAME, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
+from pipeline_lib.model.files import Piece, read_headers
+from pipeline_lib.model.weights import KINDS, Stored, fill_box
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.train.dist import PATIENT, World, gather_texts
@@ -96,12 +98,7 @@ def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any
 
 FILES_AT_ONCE = 4  # per rank: one thread writes and hashes about 1 GB/s
 LEAST_FILE_BYTES = 256 * 10**6  # less is not worth a file of its own
-_CHUNK_BYTES = 16 << 20
-_KINDS = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint8: "U8", torch.bool: "BOOL"},
-}
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -139,23 +136,17 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
 
     def content() -> Iterator[bytes | memoryview]:
         yield header_of(((name, tensors[name].dtype, tensors[name].shape) for name in names), metadata)
-        for name in names:  # without a copy, in chunks so short that no signal has to wait long
-            data = tensors[name].contiguous().flatten().view(torch.uint8).numpy().data
-            for start in range(0, len(data), _CHUNK_BYTES):
-                yield data[start : start + _CHUNK_BYTES]
+        for name in names:
+            yield bytes_of(tensors[name])
 
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for data in content():
-            digest.update(data)
-            file.write(data)
-            if hasattr(os, "posix_fadvise"):  # start the writeback: otherwise the disk would idle until the end
-                with contextlib.suppress(OSError):  # some file systems have no such hints
-                    os.posix_fadvise(file.fileno(), size, len(data), os.POSIX_FADV_DONTNEED)
-            size += len(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(bytes=size, sha256=digest.hexdigest())
+    sha256 = write_hashed(path, content())
+    fsync_path(path)
+    return FileEntry(bytes=path.stat().st_size, sha256=sha256)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the values of `tensor`, which is on the CPU, as they are in a safetensors file; without a copy."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def header_of(
@@ -168,13 +159,16 @@ def header_of(
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _NAMES_OF_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=separators, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the data begins on a multiple of 8
     return struct.pack("<Q", len(text)) + text
 
 
-# Reading and writing tensors of any world size: sharded safetensors by torch's distributed checkpointing, no pickle.
+# Writing and reading tensors of any world size: sharded safetensors in the layout of torch's distributed checkpoints,
+# which any of its readers can read. No pickle.
+
+_SHARDING_INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
 
 
 def save_tensors(
@@ -194,8 +188,8 @@ def save_tensors(
 
     def write_one(number: int, file: Mapping[str, Tensor]) -> None:
         name = f"shard-{shard:05d}-model-{number:05d}-of-{len(data):05d}.safetensors"
-        places = {name: {"saved_offsets": list(chunks[name].offsets)} for name in file}  # of parts in whole tensors
-        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        places = {name: {_OFFSETS: list(chunks[name].offsets)} for name in file}  # of parts in whole tensors
+        metadata = {_SHARDING_INFO: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
         written[name] = write_file(folder / name, file, metadata)
 
     def write() -> None:
@@ -221,14 +215,58 @@ def save_parts(
     return written
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` in place from `folder`, written by any world. Raises IntegrityError naming a missing tensor."""
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor in the files that ranks wrote: the part of each, as a box of it and where its values are."""
+
+    parts: tuple[tuple[Piece, Stored], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        ends = [[each.stop for each in piece.slices] for piece, _ in self.parts]
+        return tuple(max(of_dimension) for of_dimension in zip(*ends, strict=True))
+
+    def fill(self, target: Tensor, offsets: tuple[int, ...]) -> None:
+        """Fill `target`, a box of the tensor from `offsets` on. Raises DataError, Unreadable."""
+        for piece, stored in self.parts:
+            fill_box(target, offsets, piece, stored.copy_to)
+
+
+def find_saved(folder: Path) -> dict[str, SavedTensor]:
+    """Return the tensors in `folder`, written by any world, by name. Raises IntegrityError if it cannot be read."""
+    parts: dict[str, list[tuple[Piece, Stored]]] = {}
     try:
-        # Each rank reads by itself: torch's ranks would send each other plans as pickles.
-        with _one_process_is_fine():
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
-    except CheckpointException as error:
-        raise IntegrityError(f"{folder}: does not hold the tensors that this run needs ({_reason(error)})") from error
+        with files.unreadable_named(folder):
+            for path in sorted(path for path in folder.iterdir() if path.suffix == ".safetensors"):
+                with safe_open(str(path), framework="pt") as file:
+                    info = (file.metadata() or {}).get(_SHARDING_INFO)
+                places = json.loads(info) if info else {}
+                for header in read_headers(path):
+                    offsets = tuple(places[header.name][_OFFSETS]) if info else (0,) * len(header.shape)
+                    piece = Piece(header.name, offsets, header.shape)
+                    parts.setdefault(header.name, []).append((piece, Stored(**vars(header))))
+    except (OSError, ValueError, LookupError, DataError, SafetensorError) as error:
+        raise IntegrityError(f"{folder}: damaged ({error}); delete it and run snakemake again") from error
+    return {name: SavedTensor(tuple(of_one)) for name, of_one in parts.items()}
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` (of a DTensor this rank's part) in place from `folder`, written by any world.
+
+    Raises IntegrityError naming a missing tensor, or one of another shape.
+    """
+    saved = find_saved(folder)
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise IntegrityError(f"{folder}: does not hold the tensors that this run needs: it lacks {name}")
+        if saved[name].shape != tuple(tensor.shape):
+            raise IntegrityError(
+                f"{folder}: does not hold the tensors that this run needs: it has {name} as "
+                f"{list(saved[name].shape)} instead of {list(tensor.shape)}"
+            )
+        own = Chunk.of(tensor)
+        saved[name].fill(own.data, own.offsets)
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -246,24 +284,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the full shapes of the tensors in `folder`, by name. Raises IntegrityError if it cannot be read."""
-    try:
-        with files.unreadable_named(folder):
-            metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
-    except (OSError, ValueError, SafetensorError) as error:
-        raise IntegrityError(f"{folder}: damaged ({error}); delete it and run snakemake again") from error
-    return {name: tuple(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _reason(error: CheckpointException) -> str:
-    return str(next(iter(error.failures.values()), error)).strip().splitlines()[-1]
-
-
-@contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    """Suppress DCP's warning that there is no process group: the merge stage has none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+    return {name: saved.shape for name, saved in find_saved(folder).items()}
 
 
 # Publishing: copies in memory are written to a staging folder, hashed, sealed and renamed once.

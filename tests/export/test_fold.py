@@ -1,6 +1,6 @@
 """The exported folder is the trained model, by peft's and transformers' own loading, and laid out as the base."""
 
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,13 @@ from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Spec, Store
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import export, export_adapter, plan_fold, run
-from pipeline_lib.export.proof import stored_dtype
+from pipeline_lib.export.fold import plan_fold
+from pipeline_lib.export.merge import export, export_adapter, run
 from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.train.checkpoint import load_tensors, save_tensors
+from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
 from tests.locks import hold
 from tests.train.loading import SIZES, write_multimodal, write_random
@@ -98,7 +98,9 @@ def merge(base: Path, tmp_path: Path, train: Train, dtype: torch.dtype | None = 
     fold = plan_fold(base, tmp_path / "trained", train)
     export(fold, base, {}, out, dtype)
     if train.method == "lora":
-        export_adapter(fold.trained, train, {"source": "huggingface", "name": "Qwen/Some", "path": "/store"}, out)
+        export_adapter(
+            fold.trained.adapters, train, {"source": "huggingface", "name": "Qwen/Some", "path": "/store"}, out
+        )
     return out
 
 
@@ -152,24 +154,6 @@ def test_what_is_beside_the_text_model_is_copied_in_every_bit(tmp_path: Path, ti
     assert torch.equal(loaded.model.visual.pos_embed.weight, whole.model.visual.pos_embed.weight)
     torch.testing.assert_close(logits_of(loaded), logits_of(load_base(out, torch.float32)), rtol=1e-4, atol=1e-4)
     assert (out / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
-
-
-def test_what_many_tensors_of_the_base_are_parts_of_is_read_once(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The experts of a layer are parts of two tensors, which `export` takes one after the other."""
-    base = write_base(tmp_path / "base", "moe", tiny, torch.float32)
-    train_a_little(load_base(base, torch.float32), tmp_path / "trained")
-    reads: Counter[str] = Counter()
-
-    def counted(folder: Path, tensors: dict[str, Tensor]) -> None:
-        reads.update(tensors.keys())
-        load_tensors(folder, tensors)
-
-    monkeypatch.setattr("pipeline_lib.export.merge.load_tensors", counted)
-    merge(base, tmp_path, Train(precision="fp32"))
-    assert any("experts" in name for name in reads)
-    assert set(reads.values()) == {1}
 
 
 @pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
@@ -298,7 +282,6 @@ def test_a_text_model_in_a_whole_one_loads_in_the_precision_that_is_written(
     model = load_base(base, torch.float32)
     train_a_little(model, tmp_path / "trained")
     out = merge(base, tmp_path, Train(precision="fp32"), torch.float32)
-    assert stored_dtype(out) == torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.export.merge import stop_at_end_of_turn
-from pipeline_lib.export.proof import judge, stored_dtype
+from pipeline_lib.export.proof import judge
 
 
 def test_logits_that_differ_are_refused_with_the_figures() -> None:
@@ -57,9 +57,3 @@ def test_a_template_that_never_ends_changes_no_stop(tmp_path: Path, tiny: Path) 
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(loop)
     assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path, Limits(cpu_s=0.5)) == {"eos_token_id": 0}
-
-
-def test_the_exported_precision_is_the_base_models(tmp_path: Path) -> None:
-    for name in ("float32", "float16", "bfloat16"):
-        (tmp_path / "config.json").write_text(json.dumps({"dtype": name}))
-        assert stored_dtype(tmp_path) == getattr(torch, name)

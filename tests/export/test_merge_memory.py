@@ -12,7 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import export, plan_fold
+from pipeline_lib.export.fold import plan_fold
+from pipeline_lib.export.merge import export
 from pipeline_lib.export.proof import Reference, compare_tensors
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.streaming import StreamedModel

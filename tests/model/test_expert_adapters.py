@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
-from pipeline_lib.export.merge import export_adapter, plan_fold
+from pipeline_lib.export.fold import plan_fold
+from pipeline_lib.export.merge import export_adapter
+from pipeline_lib.export.write import Buffers
 from pipeline_lib.model.batch import loss_sums, make_batch, probe_logits
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.experts import adapted_experts
@@ -161,7 +163,7 @@ def test_what_is_merged_and_what_is_exported_are_the_trained_model(
     save_tensors(tmp_path / "weights", dict(trainable(model)))
     logits = probe_logits(model, block(9), CPU)
     fold = plan_fold(folder, tmp_path, train)
-    export_adapter(fold.trained, train, {"source": "local"}, tmp_path)
+    export_adapter(fold.trained.adapters, train, {"source": "local"}, tmp_path)
 
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
     np.testing.assert_allclose(alone(with_adapter), logits.numpy(), rtol=1e-4, atol=1e-4)
@@ -173,7 +175,7 @@ def test_what_is_merged_and_what_is_exported_are_the_trained_model(
         if ".experts." in name:
             part = "down_proj" if "down_proj" in name else "gate_up_proj"
             owner = f"{name.partition('.experts.')[0]}.experts.{part}"
-        value = fold.value(name, torch.float32)
+        value = fold.value(name, torch.float32, Buffers())
         expected = merged[owner][recipe.piece.slices].reshape(value.shape)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
         checked += recipe.adapter is not None

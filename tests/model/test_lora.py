@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
-from pipeline_lib.export.merge import Trained, export_adapter, plan_fold
+from pipeline_lib.export.fold import plan_fold
+from pipeline_lib.export.merge import export_adapter
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import make_batch, probe_logits
 from pipeline_lib.model.build import build_trainable, load_base
@@ -118,8 +119,7 @@ def test_the_exported_adapter_gives_the_trained_logits_with_peft_alone(
         first = first or found["losses"]
         assert found["losses"] == pytest.approx(first, rel=1e-5), strategy
         assert found["losses"][-1] < found["losses"][0]
-        trained = Trained(out / "weights", plan_fold(folders[model], out, train).trained.shapes)
-        export_adapter(trained, train, {"source": "local"}, out)
+        export_adapter(plan_fold(folders[model], out, train).trained.adapters, train, {"source": "local"}, out)
         plain = AutoModelForCausalLM.from_pretrained(folders[model])
         with_adapter = PeftModel.from_pretrained(plain, out / "adapter")
         assert not np.allclose(plain_logits, found["logits"], atol=1e-3)
@@ -189,7 +189,7 @@ def test_frozen_parameters_stay_as_they_are(
     globs = ("model.embed_tokens.*", "model.layers.0.*", "*.experts.*")
     train = Train(precision="bf16", lr=1e-3, strategy=strategy, freeze=globs)  # type: ignore[arg-type]
     found = run_ranks(train_and_leave, ranks, folders["moe"], train, tmp_path)[0]
-    held = plan_fold(folders["moe"], tmp_path, train).trained.shapes  # refuses what is not exactly the trained
+    held = plan_fold(folders["moe"], tmp_path, train).trained.adapters  # refuses what is not exactly the trained
     assert held and not any(name.startswith("model.layers.0.") or "experts" in name for name in held)
     assert found["losses"][-1] < found["losses"][0]
     base = load_base(folders["moe"], torch.bfloat16).state_dict()

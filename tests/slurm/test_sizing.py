@@ -179,15 +179,17 @@ def test_the_plugin_s_words(
     assert set(found) == set(OF_TRAINING)
 
 
-def test_the_merge_needs_no_gpu_and_the_evaluation_one(store: Store) -> None:
+def test_the_merge_and_the_evaluation_need_a_gpu_where_the_training_has_some(store: Store) -> None:
     site = Site(partition="big", cpu_partition="small", constraint="fast")
     merge = stage_resources(merge_request(config_of(), store, 0), site)
     evaluation = stage_resources(evaluation_request(config_of(), store, 0), site)
-    assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == (None, "small", None)
+    assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == ("gpu:1", "big", "fast")
     assert (evaluation["gres"], evaluation["slurm_partition"]) == ("gpu:1", "big")
     assert 4000 < merge["mem_mb"] < 12_000
     assert 16_000 < evaluation["mem_mb"] < 30_000
     assert set(merge) == set(OF_STAGE)
+    on_cpus = stage_resources(merge_request(config_of(cluster={"cpu_ranks": 2}), store, 0), site)
+    assert (on_cpus["gres"], on_cpus["slurm_partition"], on_cpus["constraint"]) == (None, "small", None)
     given = config_of(cluster={"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000})  # to the training alone
     assert merge_request(given, store, 0).memory_mb == merge["mem_mb"]
     assert evaluation_request(given, store, 0).memory_mb == evaluation["mem_mb"]

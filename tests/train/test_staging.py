@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from benchmarks.sizes import model_config
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.train import Train
+from pipeline_lib.core import files
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import sha256_file, write_json
 from pipeline_lib.core.memory import host_free_bytes
@@ -382,7 +383,7 @@ def test_the_folder_is_what_torch_writes(alone: World, tmp_path: Path) -> None:
 
 def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "LEAST_FILE_BYTES", 5000)
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(files, "COPIED_AT_ONCE", 1000)
     tensors = {f"weights.{number}": torch.randn(number, 100) for number in range(1, 12)}
     assert [len(file) for file in split({})] == []
     written = save_tensors(tmp_path, tensors)

@@ -312,7 +312,10 @@ def threads_of_model(wildcards):
 
 
 def threads_of_merge(wildcards):
-    return requested(merge_request, wildcards.digest, has_weights=True).cpus_per_task
+    """Those of its job; its proof takes a GPU where there is one."""
+    request = requested(merge_request, wildcards.digest, has_weights=True)
+    cluster = EXPERIMENT.config_of(wildcards.digest).cluster
+    return threads_with_gpus(cluster, request.cpus_per_task)
 
 
 def requested(request, digest, has_weights):

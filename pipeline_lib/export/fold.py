@@ -1,0 +1,182 @@
+"""The merged model, tensor by tensor of the base's files.
+
+Each is the base's value, the trained one, or the base's with its adapter folded in, in fp32 and rounded once. The plan
+covers every tensor of the base before the first is read. Trained adapters are in memory; of all other tensors a thread
+reads one at a time.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline_lib.config.train import Lora, Train
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.export.write import Buffers, Entry
+from pipeline_lib.model.build import DTYPES, build_trainable
+from pipeline_lib.model.families import family_in
+from pipeline_lib.model.files import ADAPTER, Piece, read_object, refuse_unreadable_kinds
+from pipeline_lib.model.nf4 import rounded
+from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
+from pipeline_lib.train.checkpoint import SavedTensor, find_saved, load_tensors
+from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.state import WEIGHTS
+
+PEFT_PREFIX = "base_model.model."
+_NAMED_AT_MOST = 5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The source of a merged tensor: the base's, the `piece` of a trained parameter, or the base's with an adapter.
+
+    A tensor of another part of the model than the text model is copied as it is.
+    """
+
+    stored: Stored
+    trained: str | None
+    piece: Piece
+    adapter: str | None  # the adapted module, by peft's name
+    beside: str = ""  # how the names of its part begin, if it is none of the text model
+
+    def entry(self, dtype: torch.dtype | None) -> Entry:
+        """Return what is written of it, in `dtype`; if that is None, in that of the base."""
+        own = self.stored.dtype
+        return Entry(self.stored.name, self.stored.shape, own if dtype is None or self.beside else dtype)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained tensors by name: `adapters` in memory and in fp32, all others in the files of the training."""
+
+    saved: Mapping[str, SavedTensor]
+    adapters: Mapping[str, Tensor]
+
+    def factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of the adapted `module`."""
+        a, b = (self.adapters[f"{module}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
+        return a, b
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The plan of a merge: a recipe for every tensor of the merged model, by its name in the base's files.
+
+    The base's tensors in `quantized` are those of the training: rounded to `computed_in`, quantized and dequantized.
+    """
+
+    recipes: dict[str, Recipe]
+    trained: Trained
+    lora: Lora
+    quantized: frozenset[str] = frozenset()
+    computed_in: torch.dtype = torch.float32
+
+    @property
+    def beside(self) -> list[str]:
+        """The parts beside the text model: how the names of their tensors begin."""
+        return sorted({recipe.beside for recipe in self.recipes.values()} - {""})
+
+    def value(self, name: str, dtype: torch.dtype, buffers: Buffers) -> Tensor:
+        """Return the merged tensor `name`, rounded to `dtype` once; it may be in the memory of `buffers`."""
+        recipe = self.recipes[name]
+        if recipe.trained is not None:
+            values = buffers.empty(recipe.stored.shape, torch.float32)
+            self.trained.saved[recipe.trained].fill(values.view(recipe.piece.sizes), recipe.piece.offsets)
+            return buffers.rounded(values, dtype)
+        if recipe.adapter is None:
+            return self._base(recipe.stored, dtype, buffers)
+        weight = self._base(recipe.stored, torch.float32, buffers)
+        self._add_adapter(weight, recipe.adapter, recipe.piece)
+        return buffers.rounded(weight, dtype)
+
+    def _base(self, stored: Stored, dtype: torch.dtype, buffers: Buffers) -> Tensor:
+        """Return the value that the base had in the training, in `dtype`."""
+        if stored.name in self.quantized:
+            return rounded(stored.read(), self.computed_in, stored.name).to(dtype)
+        values = buffers.empty(stored.shape, dtype)
+        stored.copy_to(values, stored.whole)
+        return values
+
+    def _add_adapter(self, weight: Tensor, module: str, piece: Piece) -> None:
+        """Fold the adapter of `module` into `weight` [rows, columns] in fp32, the `piece` of what it adapts."""
+        from pipeline_lib.model.lora import factors_of_experts, row_norms  # loads peft
+
+        a, b = self.trained.factors(module)
+        scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
+        if len(piece.sizes) == 3:  # of all experts of a layer; `piece` says of which, and which of their rows
+            experts, rows, _ = piece.slices
+            a, b = factors_of_experts(a, b, self.lora.rank, experts, rows)
+            weight.view(piece.sizes).baddbmm_(b, a, alpha=scale)
+            return
+        weight.addmm_(b, a, alpha=scale)
+        if self.lora.dora:
+            magnitude = self.trained.adapters[f"{module}.lora_magnitude_vector.{ADAPTER}.weight"]
+            weight.mul_((magnitude / row_norms(weight)).unsqueeze(1))
+
+
+def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
+    """Plan the merge of the folders `base` and `trained`.
+
+    Raises DataError if the base's files do not match its config, and IntegrityError if the trained tensors are not
+    exactly those that `train` trains.
+    """
+    model = build_trainable(base, train)
+    wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+    saved = find_saved(trained / WEIGHTS)
+    _refuse_other_tensors(trained / WEIGHTS, {name: tensor.shape for name, tensor in saved.items()}, wanted)
+    stored, sources = match_tensors(model, base)
+    everything = find_tensors(base)
+    refuse_unreadable_kinds(everything.values())
+    recipes: dict[str, Recipe] = {}
+    of_experts: dict[int, str] = {}
+    if train.method == "lora":
+        from pipeline_lib.model.lora import adapted_matrices  # loads peft
+
+        of_experts = adapted_matrices(model)
+    for parameter, names, (first, *_) in sources:
+        trained_name = names[0] if parameter.requires_grad else None
+        for piece in first:  # if a tied weight is stored twice, only the first copy is written
+            module = of_experts.get(id(parameter), PEFT_PREFIX + piece.name.removesuffix(".weight"))
+            has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(".bias")
+            tensor = stored[piece.name]
+            recipes[tensor.name] = Recipe(tensor, trained_name, piece, module if has_adapter else None)
+    # The comparison of logits might miss a small tensor that is not used.
+    used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
+    unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
+    if unused:
+        raise IntegrityError(
+            f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
+        )
+    for part in family_in(read_object(base / "config.json")).beside:
+        for name, tensor in everything.items():
+            if name.startswith(part):
+                whole = Piece(name, (0,) * len(tensor.shape), tensor.shape)
+                recipes[name] = Recipe(tensor, None, whole, None, part)
+    quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
+    adapters = {name: torch.empty(shape) for name, shape in wanted.items()} if train.method == "lora" else {}
+    load_tensors(trained / WEIGHTS, adapters)
+    return Fold(recipes, Trained(saved, adapters), train.lora, quantized, DTYPES[train.precision])
+
+
+def _refuse_other_tensors(
+    folder: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise IntegrityError unless the tensors `stored` in `folder` are exactly the `wanted` ones, with their shapes."""
+    problems = [
+        *(f"lacks {name}" for name in wanted.keys() - stored.keys()),
+        *(f"holds {name}, which is not trained" for name in stored.keys() - wanted.keys()),
+        *(
+            f"holds {name} as {list(stored[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if stored.get(name, shape) != shape
+        ),
+    ]
+    if problems:
+        more = f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
+        raise IntegrityError(
+            f"{folder}: not what this run trained: it {'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
+            "Delete the result of the training stage, and run snakemake again"
+        )
