@@ -284,7 +284,7 @@ def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]
     start = _beginning(block, noise_tokens)
     both = torch.cat([positions, probe_positions(make_batch([start]))])
     (logits,) = reference.streamed(torch.float32, device).probe_logits(block, positions=both)
-    found, exact = logits.split([len(positions), len(both) - len(positions)])
+    found, exact = logits[: len(positions)], logits[len(positions) :]
     has_experts = bool(read_geometry(reference.base).expert_layers)
     tolerance = LOGIT_TOLERANCE
     if DTYPES[reference.train.precision] != torch.float32:
