@@ -21,7 +21,7 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
 from pipeline_lib.core.stage import Say, processor
 from pipeline_lib.core.store import Spec, Store
-from pipeline_lib.core.units import count
+from pipeline_lib.core.units import count, size
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model import batch
@@ -134,7 +134,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             "trainable_parameters": sum(parameter.numel() for parameter in trainable(model).values()),
         }
         if world.is_first:
-            say(f"train: loading {_weights_bytes(folder) / 1e9:.1f} GB of weights")
+            say(f"train: loading {size(_weights_bytes(folder))} of weights")
         wrapped = strategy.spread(
             model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         )
