@@ -185,7 +185,7 @@ def test_the_merge_and_the_evaluation_need_a_gpu_where_the_training_has_some(sto
     evaluation = stage_resources(evaluation_request(config_of(), store, 0), site)
     assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == ("gpu:1", "big", "fast")
     assert (evaluation["gres"], evaluation["slurm_partition"]) == ("gpu:1", "big")
-    assert 4000 < merge["mem_mb"] < 12_000
+    assert 10_000 < merge["mem_mb"] < 20_000
     assert 16_000 < evaluation["mem_mb"] < 30_000
     assert set(merge) == set(OF_STAGE)
     on_cpus = stage_resources(merge_request(config_of(cluster={"cpu_ranks": 2}), store, 0), site)
