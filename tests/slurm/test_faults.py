@@ -102,7 +102,7 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
 
     That the weights come out the same, test_srun.py sees after the same warning.
     """
-    project.edit("nodes: 2,", "nodes: 2, runtime_minutes: 1,")
+    project.edit("nodes: 2, cpu_ranks: 1, internode_gbit_s: 1", "cpu_ranks: 1, runtime_minutes: 1")
     project.edit("epochs: 12", "epochs: 55")
     started = project.start_training()
     job = project.job()

@@ -11,7 +11,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject
 
-pytestmark = [pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0"  # noqa: S105 - nobody's
 SITE = """\
 setup:
@@ -42,7 +42,7 @@ def test_options_of_the_site_and_of_the_user_reach_the_job_and_leave_it_its_warn
     slurm: Loopback, tmp_path: Path
 ) -> None:
     """The job asks for three minutes, in which it cannot be done: it is warned, saves, and ends before."""
-    project = SlurmProject(tmp_path / "project", "{cpu_ranks: 2, runtime_minutes: 3}")
+    project = SlurmProject(tmp_path / "project", "{cpu_ranks: 1, runtime_minutes: 3}")
     project.edit("epochs: 2", "epochs: 400")
     site = tmp_path / "site.yaml"
     site.write_text(OPTIONS)
@@ -84,7 +84,7 @@ def test_the_preflight_asks_with_the_same_options(slurm: Loopback, tmp_path: Pat
 
 
 def test_a_job_sees_what_the_site_wants_and_shows_nobody_its_secrets(slurm: Loopback, tmp_path: Path) -> None:
-    project, seen = SlurmProject(tmp_path / "project", "{cpu_ranks: 2}"), tmp_path / "seen"
+    project, seen = SlurmProject(tmp_path / "project", "{cpu_ranks: 1}"), tmp_path / "seen"
     seen.mkdir()
     site = tmp_path / "site.yaml"
     site.write_text(SITE.format(seen=seen, token=TOKEN))
