@@ -224,7 +224,7 @@ def test_files_that_were_never_hashed_are_not_read(tmp_path: Path, monkeypatch: 
 def test_measurements_are_read_and_what_does_not_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     config = load_config(written(tmp_path, SMALL + f"cluster: {{measured: {path}}}\n"))
-    with pytest.raises(ConfigError, match=r"cluster.measured: .*does not read.* calibrate` writes it"):
+    with pytest.raises(ConfigError, match=r"cluster.measured: .*does not read.* calibrate CONFIG` writes it"):
         measured_content(config)
     write_json(path, {"schema": 1})
     assert measured_content(config) == {"schema": 1}
