@@ -8,19 +8,20 @@ import sys
 import pytest
 
 # It stands for `chat`, which goes on after Ctrl-C: it waits for a signal, and says what it was told.
+# A signal may come while it speaks: what is written at once is not written again.
 WAITING = """
-import signal, sys, time
+import os, signal, sys, time
 from pipeline_lib.core.signals import Terminated, stops_interrupt
 
 with stops_interrupt(is_once=sys.argv[1] == "once"):
     for _ in range(2):
         try:
-            print("ready", flush=True)
+            os.write(1, b"ready\\n")
             time.sleep(30)
         except KeyboardInterrupt:
-            print("interrupted", flush=True)
+            os.write(1, b"interrupted\\n")
         except Terminated:
-            print("terminated", flush=True)
+            os.write(1, b"terminated\\n")
 """
 
 

@@ -14,6 +14,7 @@ import pytest
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.store import Store
+from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.demo import conversations
 from pipeline_lib.plan.amounts import Amount, amounts_of, expected_workload
 from pipeline_lib.plan.answer import answer, question_of
@@ -76,7 +77,8 @@ def test_it_is_near_what_packing_makes(tmp_path: Path, rows: Callable[[], list[d
     """The tokens are Qwen3's: the demo's own vocabulary knows these texts."""
     if not QWEN.is_dir():
         pytest.skip(f"{QWEN} is not there")
-    path, store = config_of(tmp_path, rows(), tokenize, "{global_batch_tokens: 2048}"), Store(tmp_path / "store")
+    path = config_of(tmp_path, rows(), tokenize, "{global_batch_tokens: 2048}")
+    store = Store(tmp_path / "store", UserCache(tmp_path / "cache"))
     path.write_text(path.read_text().replace("source: tiny", f"source: tiny, tokenizer: {QWEN}"))
     config = load_config(path)
     told, assumed = expected(config, store), Workload.assumed(config)
