@@ -189,7 +189,7 @@ def test_frozen_parameters_stay_as_they_are(
     globs = ("model.embed_tokens.*", "model.layers.0.*", "*.experts.*")
     train = Train(precision="bf16", lr=1e-3, strategy=strategy, freeze=globs)  # type: ignore[arg-type]
     found = run_ranks(train_and_leave, ranks, folders["moe"], train, tmp_path)[0]
-    held = plan_fold(folders["moe"], tmp_path, train).trained.adapters  # refuses what is not exactly the trained
+    held = plan_fold(folders["moe"], tmp_path, train).trained.saved  # refuses what is not exactly the trained
     assert held and not any(name.startswith("model.layers.0.") or "experts" in name for name in held)
     assert found["losses"][-1] < found["losses"][0]
     base = load_base(folders["moe"], torch.bfloat16).state_dict()
