@@ -52,9 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Isolate a worker that may start a cluster, and give processes that tests interrupt their Ctrl-C back."""
+    """Isolate a worker that may start a cluster, and give processes that tests interrupt their signals back."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what it starts with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup leaves it: what tests start would ignore it too
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     gc.disable()  # until all is imported
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0 and shutil.which("slurmd") and shutil.which("ip"):
         _isolate()
