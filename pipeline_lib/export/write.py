@@ -83,11 +83,14 @@ def write_files(folder: Path, files: Mapping[str, Sequence[Entry]], value_of: Va
             yield bytes_of(value)
 
     def write(name: str) -> str:
+        is_written = False
         try:
-            return write_hashed(folder / name, content(files[name]))
-        except BaseException:
-            failed.set()
-            raise
+            sha256 = write_hashed(folder / name, content(files[name]))
+            is_written = True
+        finally:
+            if not is_written:
+                failed.set()
+        return sha256
 
     at_once = max(1, min(len(files), cpus, MERGED_AT_ONCE))
     largest_first = sorted(files, key=lambda name: -sum(entry.size_bytes for entry in files[name]))

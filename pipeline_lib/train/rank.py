@@ -96,13 +96,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
     torch.set_num_threads(known(cluster.cpus_per_rank))
     world = World.from_env(environ, known(cluster.device))
     let_first_rank_warn(world)
-    train = job.train
-    if world.device.type == "cuda" and (reason := why_not_compiled(world.device)):
-        if world.is_first:
-            say(
-                f"the loss takes up to 2.1 GB more, and layers are not compiled, which costs speed and memory: {reason}"
-            )
-        train = train.model_copy(update={"compile": False})
+    train = _compiled_where_possible(job.train, world, say)
     if train.deterministic:
         make_deterministic()
     if job.resume_from is not None:
@@ -174,6 +168,16 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             events.notify(EventName.RANK_DOING, what=LEAVING)
             _leave_result(job, loop, sizes)
         events.emit(EventName.RUN_END, step=loop.step)
+
+
+def _compiled_where_possible(train: Train, world: World, say: Say) -> Train:
+    """Return `train`, without compilation where this rank's GPU cannot have it."""
+    reason = why_not_compiled(world.device) if world.device.type == "cuda" else ""
+    if not reason:
+        return train
+    if world.is_first:
+        say(f"the loss takes up to 2.1 GB more, and layers are not compiled, which costs speed and memory: {reason}")
+    return train.model_copy(update={"compile": False})
 
 
 def _weights_bytes(folder: Path) -> int:

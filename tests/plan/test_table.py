@@ -513,7 +513,7 @@ def test_every_stage_has_a_line_with_what_it_needs() -> None:
     start = lines.index("what each stage needs")
     rows = [re.split(r"  +", line.strip()) for line in lines[start + 2 : start + 8]]
     assert [row[0] for row in rows] == ["download", "tokenize", "shard", "train", "merge", "evaluate"]
-    assert rows[4][1] == "8 CPUs"
+    assert rows[4][1] == "1 GPU and 8 CPUs"
     assert rows[4][3] == "470.19 GB"
     assert rows[5][1] == "7 GPUs and 8 CPUs"
     assert re.match(r"\d\d\.\d GiB a GPU, 478.69 GB", rows[5][2])
