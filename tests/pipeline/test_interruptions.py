@@ -76,6 +76,7 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_signal_saves_says_so_and_the_next_run_continues(project: Project, tmp_path: Path) -> None:
     """Each signal in turn, to all processes, as a terminal, `timeout` and systemd send it, or to snakemake alone."""
     project.edit("epochs: 2", "epochs: 6")  # each may come some steps late
