@@ -172,7 +172,7 @@ def begun(store: Store) -> int:
 
 
 def test_a_merge_that_is_killed_while_it_writes_is_made_anew(tmp_path: Path, tiny: Path) -> None:
-    base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.bfloat16)
+    base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.bfloat16, size="12KB")
     train = lora(LORAS["lora"])
     model: Any = add_adapters(load_base(base, torch.float32), train.lora, seed=0)
     leave_training(model, tmp_path / "trained")
