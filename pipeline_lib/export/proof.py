@@ -50,11 +50,9 @@ VALUE_TOLERANCE = 1e-5  # beyond rounding, relative to the tensor's root mean sq
 LOGIT_TOLERANCE = 1e-4  # of logits in fp32
 _NOISES = 4  # after a training in bf16 or fp16, logits may differ by so many times the noise of bf16
 _FLIPPED_TOLERANCE = 0.5  # at positions where a router chose other experts
-_NOISE_TOKENS = 1024  # of the probe's block, by which the noise is measured at as many positions as of the whole
-# On CPUs of the block, at 37 GFLOP/s a core in fp32: 7 minutes of a core for a model of 8B. Without instructions for it
-# bf16 takes four times as long a token, so the noise is measured on fewer.
-_CPU_TOKENS = 1024
-_CPU_NOISE_TOKENS = 256
+# Of the probe's block, by which the noise is measured at as many positions as of the whole. On CPUs no more of it is
+# compared, at 37 GFLOP/s a core in fp32: 7 minutes of a core for a model of 8B.
+_NOISE_TOKENS = 1024
 _LEAST_POSITIONS = 8  # of the probe, that are compared on CPUs
 _COMPARED_AT_ONCE = 2**20  # values: what is computed of them stays in the cache
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -275,13 +273,11 @@ def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]
     """
     block, expected = load_probe(reference.trained)
     positions = probe_positions(make_batch([block]))
-    noise_tokens = _NOISE_TOKENS
     if device.type == "cpu":  # logits depend on earlier tokens alone
-        noise_tokens = _CPU_NOISE_TOKENS
-        compared = max(int((positions < _CPU_TOKENS).sum()), _LEAST_POSITIONS)
+        compared = max(int((positions < _NOISE_TOKENS).sum()), _LEAST_POSITIONS)
         positions, expected = positions[:compared], expected[:compared]
         block = _beginning(block, int(positions[-1]) + 1)
-    start = _beginning(block, noise_tokens)
+    start = _beginning(block, _NOISE_TOKENS)
     both = torch.cat([positions, probe_positions(make_batch([start]))])
     (logits,) = reference.streamed(torch.float32, device).probe_logits(block, positions=both)
     found, exact = logits[: len(positions)], logits[len(positions) :]
