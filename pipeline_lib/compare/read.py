@@ -132,7 +132,6 @@ def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> lis
 
 Read = TypeVar("Read", bound=Lenient)
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
-NOT_JUDGED = "done, nothing held out"
 # Parts whose name differs from that of their stage.
 _STAGES = {"model": "download", "generation": "download", "data": "download"}
 
@@ -173,7 +172,7 @@ class Known(Results):
     def state(self) -> str:
         """`done`, or what is missing."""
         if self.is_finished:
-            return NOT_JUDGED if self.evaluation.eval.are_of_nothing else "done"
+            return "done, nothing held out" if self.evaluation.eval.are_of_nothing else "done"
         if self.is_trained:
             return "not evaluated"
         if self.stop is not None:

@@ -28,7 +28,6 @@ OFFLOADS = {
 FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
 GROUPED_TILE = 8  # those of grouped products: their rows begin on multiples of 16 bytes
 LEAST_KEPT_TOKENS = 16_384  # of the documents of which a layer may keep the attention's results
-NOTHING_HELD_OUT = "and data.validation_fraction is 0: raise it, give data.validation instead"
 _DEFAULT = Train()
 
 
@@ -82,7 +81,8 @@ def _held_out(config: Config) -> Iterator[Problem]:
         return
     for key in ("validate_every_steps", "early_stop_validations", "keep_best", "sample_every_steps"):
         if getattr(train, key) != getattr(_DEFAULT, key):
-            yield ("train", key), f"needs held-out data, {NOTHING_HELD_OUT}, or remove this key"
+            text = "needs held-out data, and data.validation_fraction is 0: raise it, give data.validation instead"
+            yield ("train", key), f"{text}, or remove this key"
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -309,9 +309,16 @@ class Train(Section):
             return every
         return f"{every} and, for the guards, every {count(of_guards, 'steps')}"
 
+    def save_intervals(self, epoch_steps: int) -> dict[str, int]:
+        """Return the steps between the saves that each key asks for, where an epoch has `epoch_steps` of them."""
+        return {
+            "train.save_every_steps": interval_steps(self.save_every_steps, epoch_steps),
+            "train.guards.rollback_every_steps": self.guards.rollback_every_steps,
+        }
+
     def saves(self, steps: int, epoch_steps: int) -> int:
         """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end."""
-        one, other = interval_steps(self.save_every_steps, epoch_steps), self.guards.rollback_every_steps
+        one, other = self.save_intervals(epoch_steps).values()
         before = steps - 1
         return before // one + before // other - before // math.lcm(one, other) + 1
 

@@ -233,13 +233,15 @@ def ledger_json(
     every = np.concatenate(lengths)
     longest = int(every.max())
     counts, edges = np.histogram(every, bins=min(HISTOGRAM_BINS, longest), range=(0, longest))
-    held_out, validation = {"held_out": True}, range(len(sources) if trained is None else trained, len(sources))
+    described: list[dict[str, Any]] = [
+        {**source.to_json(), "length_percentiles": percentiles(found)}
+        for source, found in zip(sources, lengths, strict=True)
+    ]
+    for held_out in described[len(sources) if trained is None else trained :]:
+        held_out["held_out"] = True
     whole = {key: value for key, value in total_of(sources).to_json().items() if key != "files"}
     return {
-        "sources": [
-            {**source.to_json(), "length_percentiles": percentiles(found), **(held_out if number in validation else {})}
-            for number, (source, found) in enumerate(zip(sources, lengths, strict=True))
-        ],
+        "sources": described,
         "total": whole,
         "length_percentiles": percentiles(every),
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},

@@ -40,9 +40,8 @@ def write_blocks(
     """Write each bin of documents as a block, spread evenly over `shards` files, and write and return the index.
 
     There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`: none without blocks.
-    `bins` is read
-    lazily, so that a sequence that creates its items on demand needs the memory of one shard. Padding positions hold
-    0. Without `groups`, all blocks are one group of weight 1.
+    `bins` is read lazily, so that a sequence that creates its items on demand needs the memory of one shard. Padding
+    positions hold 0. Without `groups`, all blocks are one group of weight 1.
     """
     folder.mkdir(parents=True)
     groups = list(groups) or [Group(1.0, len(bins))]

@@ -110,11 +110,9 @@ def run(job: Job) -> dict[str, Any]:
         for base, tuned in zip(answers["base"], answers["tuned"], strict=True)
     ]
     write_jsonl(job.out / "generations.jsonl", side_by_side)
-    for name, one in losses.items():
-        if name in folders:
-            job.say(
-                f"evaluate: {name:5} loss {one.mean:.4f}  perplexity {_with_perplexity(one.mean)['perplexity']:.2f}"
-            )
+    for name in folders if documents else ():
+        scores = metrics["eval"][name]
+        job.say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
     job.say(f"evaluate: {metrics['verdict']['text']}")
     return metrics
 

@@ -21,7 +21,7 @@ from pipeline_lib.model.families import family_in
 from pipeline_lib.model.files import ADAPTER, Piece, read_object, refuse_unreadable_kinds
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
-from pipeline_lib.train.checkpoint import SavedTensor, find_saved, load_tensors
+from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.state import WEIGHTS
 
@@ -157,7 +157,7 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
                 recipes[name] = Recipe(tensor, None, whole, None, part)
     quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
     adapters = {name: torch.empty(shape) for name, shape in wanted.items()} if train.method == "lora" else {}
-    load_tensors(trained / WEIGHTS, adapters)
+    fill_saved(trained / WEIGHTS, saved, adapters)
     return Fold(recipes, Trained(saved, adapters), train.lora, quantized, DTYPES[train.precision])
 
 

@@ -41,7 +41,7 @@ from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.evaluation import scoring_bytes
 from pipeline_lib.plan.stages import ADAPTERS_IN_PROOF_BYTES
 from pipeline_lib.plan.workload import PROBE_TOKENS
-from pipeline_lib.train.checkpoint import load_tensors
+from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.state import WEIGHTS
 
@@ -122,7 +122,7 @@ class Reference:
         if FP32_BYTES * sum(shape.numel() for shape in shapes.values()) > ADAPTERS_IN_PROOF_BYTES:
             return {}
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
-        load_tensors(self.trained / WEIGHTS, tensors)  # at once: each call reads the headers of all files
+        self._fill(tensors)
         return tensors
 
     def _fill_trained(self, name: str, values: Tensor) -> None:
@@ -131,9 +131,17 @@ class Reference:
             return
         is_read_in_place = values.dtype == torch.float32 and values.device.type == "cpu"
         whole = values if is_read_in_place else torch.empty(values.shape, dtype=torch.float32)
-        load_tensors(self.trained / WEIGHTS, {name: whole})
+        self._fill({name: whole})
         if not is_read_in_place:
             values.copy_(whole)
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill `tensors` with the trained ones of these names."""
+        fill_saved(self.trained / WEIGHTS, self._saved, tensors)
+
+    @cached_property
+    def _saved(self) -> dict[str, SavedTensor]:
+        return find_saved(self.trained / WEIGHTS)
 
 
 # The tensors by value.

@@ -9,6 +9,7 @@ from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
+from pipeline_lib.plan.saving import save_wait_s
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.workload import Case, in_words, is_compiled
 
@@ -223,15 +224,13 @@ def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_s
 def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float]) -> Figure:
     """Return the time that the loop waits for disks.
 
-    Without `save_async` it waits for every save; with it, only for a save that is not done when the next one starts. At
-    the end of the run it waits for all of the last save.
+    At the end of the run it waits for all of the last save.
     """
     train, epoch_steps = case.train, case.epoch_steps or steps
     saves = train.saves(steps, epoch_steps)
-    every = interval_steps(train.save_every_steps, epoch_steps)
-    apart = min(every, train.guards.rollback_every_steps) if train.save_async else 0
+    apart = min(train.save_intervals(epoch_steps).values())
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
-    waits = {end: max(0.0, save_s[end] - apart * meanwhile_s[end]) for end in End}
+    waits = {end: save_wait_s(train, save_s[end], apart * meanwhile_s[end]) for end in End}
     return Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
 
 

@@ -2,11 +2,19 @@
 
 import math
 
-from pipeline_lib.config.train import Train, interval_steps
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import brief, count, gigabytes
 
 NOTABLE_WAIT = 0.1  # of the time of the steps between two checkpoints
 _LEAST_SAVE_S = 5.0  # shorter ones are no matter of the disk
+
+
+def save_wait_s(train: Train, save_s: float, apart_s: float) -> float:
+    """Return how long the steps wait for a save that takes `save_s`, if another is asked for after `apart_s`.
+
+    Without `save_async` they wait for all of it; with it, only where it is not done when the next one starts.
+    """
+    return max(0.0, save_s - apart_s) if train.save_async else save_s
 
 
 def slow_saves(train: Train, epoch_steps: int, size_bytes: int, save_s: float, step_s: float) -> str:
@@ -14,13 +22,10 @@ def slow_saves(train: Train, epoch_steps: int, size_bytes: int, save_s: float, s
 
     Each step takes `step_s`, and an epoch has `epoch_steps`. Some checkpoints are asked for by the guards.
     """
-    intervals = {
-        "train.save_every_steps": interval_steps(train.save_every_steps, epoch_steps),
-        "train.guards.rollback_every_steps": train.guards.rollback_every_steps,
-    }
+    intervals = train.save_intervals(epoch_steps)
     apart_steps = min(intervals.values())
     apart_s = apart_steps * step_s
-    wait_s = max(0.0, save_s - apart_s) if train.save_async else save_s
+    wait_s = save_wait_s(train, save_s, apart_s)
     if save_s < _LEAST_SAVE_S or wait_s <= NOTABLE_WAIT * apart_s:
         return ""
     enough_s = save_s if train.save_async else save_s / NOTABLE_WAIT

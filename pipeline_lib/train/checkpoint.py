@@ -256,7 +256,11 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Raises IntegrityError naming a missing tensor, or one of another shape.
     """
-    saved = find_saved(folder)
+    fill_saved(folder, find_saved(folder), tensors)
+
+
+def fill_saved(folder: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` as `load_tensors` does from what `find_saved` has found in `folder`: for several calls."""
     for name, tensor in tensors.items():
         if name not in saved:
             raise IntegrityError(f"{folder}: does not hold the tensors that this run needs: it lacks {name}")

@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.core import arrival, store
+from pipeline_lib.core import arrival
 from pipeline_lib.core.files import copy_file, try_link
 from pipeline_lib.core.store import NOTHING_VERIFIED, SMALL_BYTES, VerifiedFiles
-from pipeline_lib.core.user_cache import UserCache
+from tests.core.conftest import edit_unseen
 
 SIZE_BYTES = 3 * SMALL_BYTES
 Bring = Callable[[Path, Path, str, VerifiedFiles], bool]
-
-
-@pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is old enough; else each test would wait."""
-    monkeypatch.setattr(store, "SETTLED_NS", 0)
+pytestmark = pytest.mark.usefixtures("settled")
 
 
 @pytest.fixture
@@ -35,11 +30,6 @@ def target(tmp_path: Path) -> Path:
     path = tmp_path / "store" / "weights"
     path.parent.mkdir()
     return path
-
-
-@pytest.fixture
-def verified(tmp_path: Path) -> VerifiedFiles:
-    return VerifiedFiles(UserCache(tmp_path / "cache" / "verified"))
 
 
 @pytest.fixture
@@ -59,16 +49,6 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(VerifiedFiles, "_read", note_read)
     monkeypatch.setattr(arrival, "_copy_hashed", note_copied)
     return found
-
-
-def edit(path: Path) -> None:
-    """Another byte under the same size and mtime."""
-    times = path.stat()
-    with path.open("r+b") as file:
-        first = file.read(1)[0]
-        file.seek(0)
-        file.write(bytes([first ^ 1]))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @pytest.mark.parametrize("bring", [arrival.link, arrival.copy])
@@ -101,7 +81,7 @@ def test_what_was_hashed_elsewhere_is_hashed_once(
 
 
 @pytest.mark.parametrize("bring", [arrival.link, arrival.copy])
-@pytest.mark.parametrize("change", [edit, lambda path: path.write_bytes(bytes(SIZE_BYTES))])
+@pytest.mark.parametrize("change", [edit_unseen, lambda path: path.write_bytes(bytes(SIZE_BYTES))])
 def test_another_content_is_not_taken(
     source: Path, target: Path, verified: VerifiedFiles, bring: Bring, change: Callable[[Path], object]
 ) -> None:
@@ -137,7 +117,7 @@ def test_an_edit_through_either_name_of_a_link_is_found(source: Path, target: Pa
     sha256 = verified.sha256(source, source.parent)
     assert arrival.link(source, target, sha256, verified)
 
-    edit(source)
+    edit_unseen(source)
 
     assert not verified.has_sha256(target, sha256, target.parent)
 
