@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib.util
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import psutil
@@ -25,12 +27,12 @@ def importing() -> Iterator[None]:
     """Stop the garbage collector within the context, and exclude all objects of that time from later collections.
 
     torch and transformers create 430,000 objects that live as long as the process. Collections took a fifth of the time
-    of their imports, and every later one 0.4 s. transformers takes another eighth for scipy, which it needs for losses
-    of object detection, and we do not.
+    of their imports, and every later one 0.4 s. transformers takes another eighth for scipy and more for scikit-learn,
+    which it needs for losses of object detection and for assisted generation, and accelerate for boto3.
     """
     gc.disable()
     try:
-        with hidden("scipy"):
+        with unseen("scipy", "sklearn", "boto3"):
             yield
     finally:
         gc.freeze()
@@ -38,10 +40,31 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def hidden(package: str) -> Iterator[None]:
-    """Let imports within the context not find `package`, unless it is imported already.
+def unseen(*packages: str) -> Iterator[None]:
+    """Let libraries that look for one of `packages` within the context not find it, unless it is imported already.
 
-    Libraries remember that an optional package is missing: do this only where this process never needs it through them.
+    They look with `importlib.util.find_spec`, and remember that an optional package is missing: do this only where this
+    process never needs it through them. An import statement still finds it, for what cannot do without: scikit-learn
+    imports scipy whatever anybody found.
+    """
+    found = importlib.util.find_spec
+    left_out = [package for package in packages if package not in sys.modules]
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name in left_out else found(name, package)
+
+    importlib.util.find_spec = find
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = found
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Let imports of `package` within the context fail, unless it is imported already.
+
+    For libraries that try to import it. What cannot do without it fails too: use `unseen` for those that look first.
     """
     if package in sys.modules:
         yield

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from pipeline_lib.config.content import tokenizer_files
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, sha256_file
-from pipeline_lib.core.processes import hidden
+from pipeline_lib.core.processes import unseen
 from pipeline_lib.core.text import shortened
 from pipeline_lib.data.batches import losses_explained
 from pipeline_lib.data.chat_template import TEMPLATE_FAILURES, ChatTemplate, has_template
@@ -58,7 +58,7 @@ class _Both:
 
         Without torch where transformers needs none to judge the config: importing it takes seconds.
         """
-        with nullcontext() if _needs_torch(folder) else hidden("torch"):
+        with nullcontext() if _needs_torch(folder) else unseen("torch"):
             from transformers import AutoTokenizer
 
             _refuse_untaken_config(folder)

@@ -1,6 +1,9 @@
-"""How a process imports what takes long."""
+"""How a process imports what takes long, and without what it does not need."""
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +36,30 @@ def test_a_failed_import_leaves_the_collector_enabled() -> None:
         raise ImportError("no such module")
     assert gc.isenabled()
     gc.unfreeze()
+
+
+IMPORT = """
+import sys
+from pipeline_lib.core.processes import importing
+with importing():
+    import pipeline_lib.train.rank, pipeline_lib.model.lora
+    import needy
+print("sklearn" in sys.modules, "boto3" in sys.modules, needy.scipy.VALUE)
+"""
+
+
+def test_what_is_not_needed_is_not_imported_and_what_needs_it_finds_it(tmp_path: Path) -> None:
+    """scikit-learn imports scipy, and transformers scikit-learn where it finds it: many machines have both."""
+    for name, text in {
+        "scipy": "VALUE = 3",
+        "sklearn": "import scipy",
+        "boto3": "raise SystemExit('nobody needs it')",
+        "needy": "import scipy",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        metadata = tmp_path / f"{name}-9.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
+    path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", IMPORT], env=path, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False False 3"], done.stderr

@@ -1,0 +1,176 @@
+"""`python -m benchmarks.road 8B lora --root DIR`: one training through `snakemake`, from the command to the report.
+
+The base has random weights and is made first, by a process of its own. What is printed: at which second of the run each
+stage was sealed and each line of its output came, and where the wall time went. DIR keeps the store for a second run:
+`--again` trains with another learning rate, when the base and the data are cached and the compile caches are warm.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.conversations import rows
+from benchmarks.measure import show
+from benchmarks.sizes import model_config
+from benchmarks.train.weights import drawn
+from pipeline_lib.config.schema import TinyModel
+from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
+from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.model.weights import base_parameters, whole_shape
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE_BYTES = 4e9  # of a file of weights, as the published ones have
+TOKENS_OF_ROW = 500  # of the tokenizer that the base gets; more are made than are needed
+OUTPUT_NAME = "output.jsonl"
+STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
+
+
+def write_base(folder: Path, size: str, layers: int | None) -> int:
+    """Write a model of that size with random weights in bf16, and return its bytes."""
+    folder.mkdir(parents=True)
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    (folder / "model.safetensors").unlink()
+    ids = {key: value for key, value in read_json(folder / "config.json").items() if key.endswith("_token_id")}
+    write_json(folder / "config.json", {**model_config(size, layers), **ids})
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    files: list[dict[str, Tensor]] = [{}]
+    for parameter, names in base_parameters(model):
+        tensor = drawn(names[0], tuple(whole_shape(parameter)), device).to("cpu", torch.bfloat16)
+        if sum(each.nbytes for each in files[-1].values()) + tensor.nbytes > FILE_BYTES:
+            files.append({})
+        files[-1][names[0]] = tensor
+    file_of = {}
+    for number, tensors in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        file_of.update(dict.fromkeys(tensors, name))
+    total = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
+    return total
+
+
+def write_config(root: Path, given: argparse.Namespace) -> Path:
+    """Write the rows and the config of the training, and return the config's path."""
+    data = root / "rows.jsonl"
+    if not data.exists():
+        write_jsonl(data, list(rows("essay", 64 + 2 * given.steps * given.batch_tokens // TOKENS_OF_ROW)))
+    train: dict[str, Any] = {
+        "method": given.method,
+        "precision": "bf16",
+        "global_batch_tokens": given.batch_tokens,
+        "max_steps": given.steps,
+        "lr": given.lr,
+    }
+    for setting in given.set:
+        key, value = setting.split("=", maxsplit=1)
+        train[key] = number_or_text(value)
+    config = {
+        "experiment": f"road-{given.size}-{given.method}",
+        "model": {"source": "local", "path": str(root / "base")},
+        "data": {"train": [{"source": "file", "path": str(data)}], "validation_fraction": 0.02},
+        "tokenize": {"max_tokens": given.block_tokens},
+        "shard": {"block_tokens": given.block_tokens},
+        "cluster": {"gpus_per_node": torch.cuda.device_count()},
+        "train": train,
+        "evaluate": {"generations": 6, "max_new_tokens": 96},
+    }
+    path = root / "road.yaml"
+    write_json(path, config)  # which is YAML too
+    return path
+
+
+def number_or_text(value: str) -> Any:
+    """Return what JSON makes of `value`, or the text itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def travel(config: Path, root: Path) -> tuple[int, list[tuple[float, str]]]:
+    """Run `snakemake` on the config, and return its exit code and each line of output with its second."""
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "Snakefile"),
+        "--directory",
+        str(root / "work"),
+    ]
+    command += ["--workflow-profile", str(ROOT / "profiles" / "default"), "--configfile", str(config)]
+    begun_s = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout or ():
+        lines.append((time.monotonic() - begun_s, line.rstrip()))
+        print(f"{lines[-1][0]:7.1f} {lines[-1][1]}", flush=True)
+    return process.wait(), lines
+
+
+def marks(work: Path) -> Iterator[tuple[float, str]]:
+    """Yield what has an end of its own, with the time of the clock at which it was reached."""
+    for stage in STAGES:
+        for pointer in work.glob(f"store/{stage}/*.ok"):
+            manifest = read_json(pointer.with_suffix("") / "manifest.json")
+            sealed = pointer.stat().st_mtime
+            yield sealed - manifest["duration_s"], f"{stage}: process started"
+            yield sealed, f"{stage}: sealed"
+    for events in work.glob("runs/*/events.jsonl"):
+        for event in read_jsonl(events):
+            if event["event"] != "checkpoint.saved":
+                yield event["at"], f"train: {event['event']}"
+        starts = [event["at"] for event in read_jsonl(events) if event["event"] == "run.start"]
+        metrics = events.with_name("metrics.jsonl")
+        if metrics.exists():
+            yield starts[-1] + read_jsonl(metrics)[0]["elapsed_s"], "train: first step"
+
+
+def main() -> None:
+    """Make what is missing, run, and print where the time went."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.road", description=__doc__)
+    parser.add_argument("size", help="of a published Qwen3: 0.6B, 4B, 8B")
+    parser.add_argument("method", choices=("full", "lora"))
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--layers", type=int, help="how many of them; all by default")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--block-tokens", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train")
+    given = parser.parse_args()
+    root = given.root.resolve()
+    (root / "work").mkdir(parents=True, exist_ok=True)
+    if not (root / "base").exists():
+        print(f"base of {write_base(root / 'base', given.size, given.layers) / 1e9:.2f} GB", flush=True)
+    config = write_config(root, given)
+    since = time.time()
+    code, _ = travel(config, root)
+    ended = time.time()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = [(at, what) for at, what in marks(root / "work") if since <= at <= ended]
+    reached = [(since, "command"), *sorted(found), (ended, "end")]
+    table = [[what, f"{at - since:.1f}", f"{at - before:.1f}"] for (before, _), (at, what) in pairwise(reached)]
+    show(f"the road of {given.size} {given.method}, exit code {code}", ["reached", "at s", "took s"], table)
+    print(f"CPU seconds {used.ru_utime + used.ru_stime:.0f}, of {os.cpu_count()} cores")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
