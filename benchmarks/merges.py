@@ -177,13 +177,15 @@ class Merges:
 
     def proven(self, name: str) -> dict[str, Any]:
         """Return the figures of the proof of the folder `name`. Raises TrainingError."""
-        return prove(self.folder / name, self.folder / "base", self.folder / "trained", self.case.train, CPU)
+        return prove(
+            self.folder / name, self.folder / "base", self.folder / "trained", self.case.train, CPU, lambda _: None
+        )
 
     def by_value(self, name: str) -> float:
         """Return by how much the tensors of the folder `name` differ at most."""
         reference = Reference(self.folder / name, self.folder / "base", self.folder / "trained", self.case.train)
         try:
-            return max(difference for _, difference in differences(reference))
+            return max(difference for _, difference in differences(reference, CPU))
         except DataError:
             return math.inf
 

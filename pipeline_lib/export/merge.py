@@ -20,6 +20,7 @@ from pipeline_lib.core.files import read_json, require_space, write_json, write_
 from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, describe_file
+from pipeline_lib.core.units import size
 from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
@@ -122,6 +123,8 @@ def run(job: Job) -> dict[str, Any]:
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]
+    entries = [recipe.entry(dtype) for recipe in fold.recipes.values()]
+    job.say(f"merge: writing {size(sum(entry.size_bytes for entry in entries))} of weights")
     job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
     if train.method == "lora":
@@ -248,7 +251,7 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
     kept = job.run_dir / REFUSED
     shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
     try:
-        return prove(job.out, base, trained, train, device_for(base))
+        return prove(job.out, base, trained, train, device_for(base), job.say)
     except TrainingError as error:
         shutil.move(job.out, kept)
         raise TrainingError(

@@ -7,13 +7,15 @@ slightly wrong merge. So no weight is rounded before logits are compared:
 2. Each exported tensor is the trained one, rounded to its dtype. Adapters are merged by peft for this, under the names
    of the training's own model, and none of the code that wrote the files is used.
 
-The model is read part by part, and the tensors module by module: at most a part in fp32 is in memory.
+The model is read part by part, and the tensors module by module: on CPUs at most a part in fp32 is in memory, on a GPU
+as many as have room.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.stage import Say
+from pipeline_lib.core.threads import READERS, threads
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
 from pipeline_lib.model.build import DTYPES, build_trainable
@@ -54,20 +58,26 @@ _FLIPPED_TOLERANCE = 0.5  # at positions where a router chose other experts
 # compared, at 37 GFLOP/s a core in fp32: 7 minutes of a core for a model of 8B.
 _NOISE_TOKENS = 1024
 _LEAST_POSITIONS = 8  # of the probe, that are compared on CPUs
-_COMPARED_AT_ONCE = 2**20  # values: what is computed of them stays in the cache
+_COMPARED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}  # values; on CPUs what is computed of them stays in the cache
+_UNIT_COPIES = (
+    4  # in fp32, that a GPU holds of what it compares: the base's, the merged one, and what the comparison makes
+)
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
-def prove(exported: Path, base: Path, trained: Path, train: Train, device: torch.device) -> dict[str, Any]:
+def prove(exported: Path, base: Path, trained: Path, train: Train, device: torch.device, say: Say) -> dict[str, Any]:
     """Return the figures of the comparison of the folder `exported` with what `train` made of `base`, in `trained`.
 
     Raises TrainingError if the exported model is not the trained one.
     """
     reference = Reference(exported, base, trained, train)
+    where = "on the GPU" if device.type == "cuda" else "on the CPUs"
     try:
-        values = compare_tensors(reference)
+        say(f"merge: comparing each tensor with the trained one, {where}")
+        values = compare_tensors(reference, device)
     except DataError as error:  # the files do not hold the model of their config.json
         raise TrainingError(f"the exported model is not the trained one: {error}") from error
+    say(f"merge: comparing logits with those that the training left, {where}")
     return {**compare_logits(reference, device), **values}
 
 
@@ -101,14 +111,16 @@ class Reference:
             fills[id(parameter)] = fill_from(first, stored)
             if names[0] in quantized:
                 fills[id(parameter)] = partial(self._fill_quantized, stored[names[0]])
+        adapters = self.adapters
         for name, parameter in trainable(model).items():
-            fills[id(parameter)] = partial(self._fill_trained, name)
+            fills[id(parameter)] = partial(self._fill_trained, name, adapters.get(name))
         return fills
 
     def streamed(self, dtype: torch.dtype, device: torch.device) -> Streamed:
         """Return the model for passes in `dtype`, with one part in memory."""
         model = self.built(dtype)
-        return Streamed(without_adapters(model), self.fills(model), dtype, device, reads_ahead=False)
+        has_room = device.type == "cuda"  # for two parts: see `device_for`
+        return Streamed(without_adapters(model), self.fills(model), dtype, device, reads_ahead=has_room)
 
     def _fill_quantized(self, stored: Stored, values: Tensor) -> None:
         values.copy_(rounded(stored.read(), DTYPES[self.train.precision], stored.name))
@@ -125,9 +137,9 @@ class Reference:
         self._fill(tensors)
         return tensors
 
-    def _fill_trained(self, name: str, values: Tensor) -> None:
-        if name in self.adapters:
-            values.copy_(self.adapters[name])
+    def _fill_trained(self, name: str, adapter: Tensor | None, values: Tensor) -> None:
+        if adapter is not None:
+            values.copy_(adapter)
             return
         is_read_in_place = values.dtype == torch.float32 and values.device.type == "cpu"
         whole = values if is_read_in_place else torch.empty(values.shape, dtype=torch.float32)
@@ -147,13 +159,13 @@ class Reference:
 # The tensors by value.
 
 
-def compare_tensors(reference: Reference) -> dict[str, Any]:
+def compare_tensors(reference: Reference, device: torch.device) -> dict[str, Any]:
     """Return by how much exported tensors differ from the trained ones beyond rounding, at most.
 
     Raises TrainingError naming the tensor that differs too much, and DataError if the files do not match config.json.
     """
     largest, compared = 0.0, 0
-    for written, difference in differences(reference):
+    for written, difference in differences(reference, device):
         if not difference <= VALUE_TOLERANCE:
             raise TrainingError(
                 f"the exported model is not the trained one: {written.name} in {written.path.name} differs by "
@@ -165,20 +177,36 @@ def compare_tensors(reference: Reference) -> dict[str, Any]:
     return {"value_difference": largest, "value_tolerance": VALUE_TOLERANCE, "compared_tensors": compared}
 
 
-def differences(reference: Reference) -> Iterator[tuple[Stored, float]]:
+def differences(reference: Reference, device: torch.device) -> Iterator[tuple[Stored, float]]:
     """Yield each exported tensor, and by how much it differs from the trained one beyond rounding.
 
-    Raises DataError if the files do not match config.json.
+    Values are computed on `device`. Raises DataError if the files do not match config.json.
     """
     model = reference.built(torch.float32)
     fills = reference.fills(model)
     written, sources = match_tensors(model, reference.exported)
     copies = {id(parameter): of_one for parameter, _, of_one in sources}
-    for unit in _units(model):
-        for parameter, values in _merged(unit, fills):
-            for piece in (piece for of_one in copies.pop(parameter, ()) for piece in of_one):
-                yield written[piece.name], _difference(values, piece, written[piece.name])
+
+    def compare(unit: nn.Module) -> list[tuple[Stored, float]]:
+        return [
+            (written[piece.name], _difference(values, piece, written[piece.name]))
+            for parameter, values in _merged(unit, fills, device)
+            for piece in chain.from_iterable(copies.pop(parameter, ()))
+        ]
+
+    units = list(_units(model))
+    with threads(_at_once(units, device), "proof") as pool:
+        yield from chain.from_iterable(pool.map(compare, units))
     yield from _beside(reference)
+
+
+def _at_once(units: Sequence[nn.Module], device: torch.device) -> int:
+    """Return how many of `units` are compared at a time: on a GPU as many as have room; on CPUs one takes all cores."""
+    if device.type == "cpu":
+        return 1
+    largest = max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(READERS, free_bytes // (_UNIT_COPIES * FP32_BYTES * largest)))
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
@@ -198,13 +226,16 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _merged(unit: nn.Module, fills: Mapping[int, Fill]) -> list[tuple[int, Tensor]]:
-    """Return the id and the values in fp32 of each parameter in `unit`, with the adapters of `unit` merged by peft."""
+def _merged(unit: nn.Module, fills: Mapping[int, Fill], device: torch.device) -> list[tuple[int, Tensor]]:
+    """Return the id and the values in fp32 of each parameter in `unit`, with the adapters of `unit` merged by peft.
+
+    The values are on `device`.
+    """
     modules: list[Any] = list(unit.modules()) if _is_adapted(unit) else [unit]
     slots = [(module, name) for module in modules for name, it in module._parameters.items() if it is not None]
     empty = [module._parameters[name] for module, name in slots]
     for (module, name), parameter in zip(slots, empty, strict=True):
-        values = torch.empty(parameter.shape, dtype=torch.float32)
+        values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         fills[id(parameter)](values)
         module._parameters[name] = nn.Parameter(values, requires_grad=False)
     for module in modules:
@@ -223,8 +254,8 @@ def _difference(expected: Tensor, piece: Piece, written: Stored) -> float:
     """
     wanted = expected[piece.slices].reshape(written.shape)
     of_row = math.prod(wanted.shape[1:])
-    rows = max(1, _COMPARED_AT_ONCE // max(1, of_row))
-    memory = torch.empty(min(len(wanted), rows), *wanted.shape[1:], dtype=written.dtype)
+    rows = max(1, _COMPARED_AT_ONCE[wanted.device.type] // max(1, of_row))
+    memory = torch.empty(min(len(wanted), rows), *wanted.shape[1:], dtype=written.dtype, device=wanted.device)
     largest = 0.0
     for first in range(0, len(wanted), rows):
         ours = wanted[first : first + rows]

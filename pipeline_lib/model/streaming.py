@@ -7,7 +7,7 @@ All arithmetic is transformers' own, called with one layer at a time: results ar
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.config.rope import Rope
+from pipeline_lib.core.threads import READERS
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
 from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, probe_positions, token_losses
@@ -148,12 +149,18 @@ class Streamed:
         last = len(self._parts) - 1
         select = partial(torch.cuda.set_device, self.device) if self.device.type == "cuda" else None
         stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with ThreadPoolExecutor(1, "weights", initializer=select) as pool:
-            coming = pool.submit(self._read, 0, stream)
+        readers = 1 if stream is None else READERS  # CPUs have a model to compute
+        with ThreadPoolExecutor(readers, "weights", initializer=select) as pool:
+
+            def begin(number: int) -> "list[Future[nn.Parameter]]":
+                return [pool.submit(self._read, slot, stream) for slot in self._slots[number]]
+
+            coming = begin(0)
             for number in range(last + 1):
-                values = coming.result()
+                values = [each.result() for each in coming]
+                coming = []  # they hold the values too
                 if number < last and self._reads_ahead:
-                    coming = pool.submit(self._read, number + 1, stream)
+                    coming = begin(number + 1)
                 # transformers' forward passes through these layers and this norm, and no others.
                 self._base.layers = nn.ModuleList(self._layers[number - 1 : number] if 0 < number < last else [])
                 self._base.norm = self._norm if number == last else nn.Identity()
@@ -168,20 +175,17 @@ class Streamed:
                     for slot in self._slots[number]:
                         slot.module._parameters[slot.name] = slot.empty
                 if number < last and not self._reads_ahead:
-                    coming = pool.submit(self._read, number + 1, stream)
+                    coming = begin(number + 1)
 
-    def _read(self, number: int, stream: Any) -> list[nn.Parameter]:
-        """Read the weights of a part to the device; on a GPU beside what it computes, in a stream of its own."""
+    def _read(self, slot: _Slot, stream: Any) -> nn.Parameter:
+        """Read a parameter to the device; on a GPU beside what it computes, in a stream of its own."""
         beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
-        found = []
         with torch.no_grad(), beside:
-            for slot in self._slots[number]:
-                values = torch.empty(slot.empty.shape, dtype=slot.empty.dtype, device=self.device)
-                slot.fill(values)
-                found.append(nn.Parameter(values, requires_grad=False))
+            values = torch.empty(slot.empty.shape, dtype=slot.empty.dtype, device=self.device)
+            slot.fill(values)
             if stream is not None:
                 stream.synchronize()
-        return found
+        return nn.Parameter(values, requires_grad=False)
 
 
 class StreamedModel(Streamed):

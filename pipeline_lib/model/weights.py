@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import unreadable_named
+from pipeline_lib.core.threads import call_all
 from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, of_text, refuse_misfit
 from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
@@ -213,8 +215,8 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
 
 # Filling a model that was built on the meta device and sharded by its strategy. The values are bitwise those that
-# transformers and peft would give. Host memory holds this rank's shards and its slice of one more tensor. Missing or
-# unexpected tensors raise an error before anything is read.
+# transformers and peft would give. Host memory holds this rank's shards and its slices of a few more tensors.
+# Missing or unexpected tensors raise an error before anything is read.
 # Torch's strategies shard a parameter into boxes (DTensor); DeepSpeed's into flat ranges of its elements (FlatPart).
 
 
@@ -224,15 +226,20 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
     Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters get new values drawn
     from `adapter_seed`. Raises DataError naming the tensors that do not match config.json.
 
-    Each rank reads and quantizes its own rows of a quantized linear's weight.
+    Each rank reads and quantizes its own rows of a quantized linear's weight. Several tensors are read at a time.
     """
     stored, sources = match_tensors(model, folder)
     materialise(model, device)
     # The parameters are listed anew, since allocation may have replaced them.
     plain, quantized = base_parameters(model), quantized_linears(model)
-    for (parameter, _), (_, _, (first, *others)) in zip(plain, sources[: len(plain)], strict=True):
-        for piece in first:
-            _fill(parameter, piece, stored[piece.name].copy_to)
+    of_plain = list(zip(plain, sources[: len(plain)], strict=True))
+    fills = [
+        partial(_fill, parameter, piece, stored[piece.name].copy_to)
+        for (parameter, _), (_, _, (first, *_)) in of_plain
+        for piece in first
+    ]
+    call_all(fills, "weights")
+    for (parameter, _), (_, _, (_, *others)) in of_plain:
         for piece in chain.from_iterable(others):
             _refuse_other_values(parameter, piece, stored[piece.name])
     for (linear, name), (_, _, (first, *_)) in zip(quantized, sources[len(plain) :], strict=True):

@@ -53,7 +53,7 @@ def merge_and_replay(folder: Path, method: str) -> None:
     length = 32
     block = Block(np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
     reference = Reference(out, base, folder / method, METHODS[method])
-    compare_tensors(reference)
+    compare_tensors(reference, torch.device("cpu"))
     reference.streamed(torch.float32, torch.device("cpu")).probe_logits(block)
     StreamedModel(out, torch.bfloat16, torch.device("cpu")).probe_logits(block)
 
