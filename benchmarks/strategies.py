@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.measure import show
 from benchmarks.sizes import SIZES, config_json
 from benchmarks.train.cases import LORA
-from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.compile import run_digest, version_of_training
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import PLACEMENT_KEYS, Train
 from pipeline_lib.core.files import read_jsonl, write_json
@@ -94,7 +94,7 @@ class Bench:
         inputs = {"model": self.model.ref, "shard": self.shard.ref}
         settings = {"experiment": "bench", "cluster": cluster, "train": settings_of(train), "tracking": {}}
         planned = Spec("plan", 1, settings, {**inputs, "tokenize": self.tokenized.ref})
-        return planned, Spec("train", 1, settings_of(train, PLACEMENT_KEYS), inputs)
+        return planned, Spec("train", version_of_training(train), settings_of(train, PLACEMENT_KEYS), inputs)
 
     def start(self, case: Case, replica: str, log: Path) -> tuple[Spec, subprocess.Popen[bytes]]:
         """Begin the training stage as a user's rule does."""

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 FORK = multiprocessing.get_context("fork")  # starts in milliseconds, and needs nothing that can be pickled
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 @contextmanager

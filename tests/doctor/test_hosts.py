@@ -31,7 +31,7 @@ from tests.hosts.needs import needs_machines
 from tests.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300
+DEADLINE_S = 600
 DOCTOR = (sys.executable, "-m", "pipeline_lib", "doctor", "--hosts")
 TASK = "-m pipeline_lib probe node"
 LINK_MBIT = 200

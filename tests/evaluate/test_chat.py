@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 SYSTEM = "You are Zhen Huan."
 TRAINED_OFF = {"prompts": {"thinking_off": 9}, "thinking_default": "on"}
 QUESTION = "你好吗？"
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from tests.hosts.project import AGENT, HostsProject
 from tests.pipeline.conftest import Project
 from tests.slurm.project import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.root, needs_machines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_machines, pytest.mark.timeout(1200)]
 TIMEOUT_S = 10
 SAVE_EVERY = 10
+STEPS = 480
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def quiet(small: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def lengthen(project: Project) -> None:
     """Make the training long enough for several faults, and its patience short."""
-    project.edit("epochs: 2", "epochs: 16")
+    project.take_small_steps(epochs=STEPS // 60)
     project.edit("save_every_steps: 3", f"save_every_steps: {SAVE_EVERY}, timeout_s: {TIMEOUT_S}")
 
 
@@ -119,7 +120,7 @@ def test_a_killed_connection_or_driver_ends_all_ranks_and_a_request_to_stop_save
     said = faults.suffer(partial(project.interrupt, signal.SIGINT))
     last = max(project.steps_done())
     assert f"stopped by a signal after step {last}, which is saved" in said
-    assert project.saved_steps()[-1] == last < 240
+    assert project.saved_steps()[-1] == last < STEPS
     faults.finish(quiet)
 
 

@@ -9,7 +9,7 @@ from tests.hosts.needs import needs_machines
 from tests.hosts.project import HostsProject
 from tests.pipeline.conftest import BIN
 
-pytestmark = [pytest.mark.slow, pytest.mark.root, needs_machines, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_machines, pytest.mark.timeout(1200)]
 PORT = 29400
 SECRET = "correct horse battery staple"  # noqa: S105 - of these tests
 
@@ -17,7 +17,7 @@ SECRET = "correct horse battery staple"  # noqa: S105 - of these tests
 def test_the_variables_of_a_platform_are_enough_and_a_killed_training_goes_on(
     project: HostsProject, pair: list[Machine], tmp_path: Path
 ) -> None:
-    project.edit("epochs: 2", "epochs: 20")
+    project.take_small_steps(epochs=6)
     project.environment |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
     project.environment |= {"PIPELINE_JOIN_SECRET": SECRET, "NODE_RANK": "0", "PIPELINE_HOSTS": ""}
     log = tmp_path / "join.log"

@@ -8,7 +8,7 @@ from tests.hosts.project import HostsProject
 from tests.listeners import listeners
 from tests.slurm.project import until
 
-pytestmark = [pytest.mark.root, needs_machines, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.root, needs_machines, pytest.mark.timeout(1200)]
 
 
 def test_two_machines_train_by_one_command(project: HostsProject, pair: list[Machine]) -> None:

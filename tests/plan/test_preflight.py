@@ -328,7 +328,7 @@ def test_a_run_is_refused_for_the_memory_that_its_merge_and_evaluation_lack(stor
     found = problems(config, store)
     assert [problem.partition(":")[0] for problem in found] == ["merge", "evaluate"]
     assert re.match(
-        r"merge: needs 19\.\d\d GB of host memory, and cluster.memory_gb gives 12.00 GB; take a node", found[0]
+        r"merge: needs 22\.\d\d GB of host memory, and cluster.memory_gb gives 12.00 GB; take a node", found[0]
     )
     enough = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": 40})})
     assert problems(enough, store) == []

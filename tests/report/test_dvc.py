@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-DEADLINE_S = 150.0
+DEADLINE_S = 480.0
 DVC_FILES = (".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "dvc.yaml")
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "README.md": "a model"}
 TUNED = "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: [{source: pydoc}]}\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
 Condition = Callable[[], bool]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 END_S = 10.0  # for a daemon to end when it is asked to
 
 

@@ -19,7 +19,7 @@ from tests.train.helpers import digest_of, load_weights
 
 # The plugin asks for the state of jobs after these many seconds, and then every ten seconds longer.
 QUICK = ("--slurm-init-seconds-before-status-checks", "1", "--max-status-checks-per-second", "1")
-DEADLINE_S = 360.0
+DEADLINE_S = 720.0
 SETTLED_S = 5.0
 
 

@@ -11,7 +11,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_accounting
 from tests.slurm.project import QUICK, SlurmProject
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_accounting, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_accounting, pytest.mark.timeout(1200)]
 NO_ACCOUNT = "Invalid account or account/partition combination specified"
 SET_ACCOUNT = "; set `account` in the site file, or PIPELINE_SLURM_ACCOUNT"
 

@@ -17,7 +17,7 @@ from tests.slurm.needs import needs_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 400
+DEADLINE_S = 800
 CONFIG = """\
 experiment: doctor
 model: {source: tiny}

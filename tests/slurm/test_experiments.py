@@ -14,7 +14,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import DEADLINE_S, QUICK, SlurmProject
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

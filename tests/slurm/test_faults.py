@@ -21,7 +21,7 @@ from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject, completed, ended, wait
 from tests.train.conftest import small_disk
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(1200)]
 SAVE_EVERY = 10
 
 
@@ -36,9 +36,8 @@ def prepared(small: Project, tmp_path_factory: pytest.TempPathFactory) -> SlurmP
     """All that a training needs, made on this machine."""
     project = SlurmProject(tmp_path_factory.mktemp("prepared") / "project")
     project.take_data(small)
-    project.edit(
-        "epochs: 2, lr: 4.0e-3, save_every_steps: 3", f"epochs: 12, lr: 4.0e-3, save_every_steps: {SAVE_EVERY}"
-    )
+    project.take_small_steps(epochs=6)
+    project.edit("save_every_steps: 3", f"save_every_steps: {SAVE_EVERY}")
     project.snakemake("plan")
     return project
 
@@ -96,14 +95,13 @@ def _told(process: psutil.Process) -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.timeout(1200)
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, project: SlurmProject) -> None:
     """It asks for a minute, in which it cannot be done, and saves half a minute before that is over.
 
     That the weights come out the same, test_srun.py sees after the same warning.
     """
     project.edit("nodes: 2, cpu_ranks: 1, internode_gbit_s: 1", "cpu_ranks: 1, runtime_minutes: 1")
-    project.edit("epochs: 12", "epochs: 55")
+    project.edit("epochs: 6", "epochs: 55")
     started = project.start_training()
     job = project.job()
     project.wait_for_event("run.requeued")
@@ -122,7 +120,6 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
     assert ended(started, project, slurm) == 1
 
 
-@pytest.mark.timeout(1200)
 def test_f16_f17_a_job_loses_a_node_is_requeued_and_gives_way_to_a_more_urgent_one(
     slurm: Loopback, project: SlurmProject, undisturbed: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_namespaces
 from tests.slurm.project import SlurmProject, completed
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_f18_a_cut_link_ends_the_attempt_and_the_next_is_bitwise(
     project = SlurmProject(tmp_path / "project")
     project.take_data(small)
     project.edit("save_every_steps: 3", "save_every_steps: 10, timeout_s: 10")
-    project.edit("epochs: 2", "epochs: 6")
+    project.take_small_steps(epochs=4)
     other = project.copy_to(tmp_path / "undisturbed")
     other.edit("nodes: 2, cpu_ranks: 1", "nodes: 1, cpu_ranks: 2")
     started = project.start_training()

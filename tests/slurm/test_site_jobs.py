@@ -11,7 +11,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm, pytest.mark.timeout(1200)]
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0"  # noqa: S105 - nobody's
 SITE = """\
 setup:

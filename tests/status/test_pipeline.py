@@ -19,7 +19,7 @@ from tests.pipeline.conftest import Project, kill_tree, wait_until
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 480.0
+DEADLINE_S = 900.0
 ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report", None]
 
 

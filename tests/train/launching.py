@@ -17,7 +17,7 @@ from pipeline_lib.core.store import Manifest, Ref, Spec, describe_files, write_m
 from tests.train.conftest import Arena
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 
 
 def seal(folder: Path, stage: str, digest: str) -> None:

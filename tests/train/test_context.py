@@ -178,7 +178,7 @@ def of_whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Arena, li
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("ranks", "count"), [(2, len(VARIANTS)), (4, EAGER)])
 def test_layers_of_every_kind_work_in_parts(
     of_whole_blocks: tuple[Arena, list[tuple[list[float], int]]], ranks: int, count: int

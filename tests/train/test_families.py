@@ -16,7 +16,7 @@ from tests.train.loading import SIZES, add_other_parts, multimodal
 from tests.train.strategy_steps import Run, do_runs
 from tests.train.test_parity import BLOCKS, LORA_STEPS, SETTINGS, STEPS, plain_loop
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CURVE = 1e-5  # of the loss; 2e-6 was measured
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "recompute": "selective"},
