@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,9 @@ def add_to(commands: Any) -> None:
     for stage in STAGES:
         sub = commands.add_parser(stage, description=f"run the {stage} stage")
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
+        if stage in ("download", "tokenize", "shard"):
+            text = "JSON object of the settings that are in no digest; by default those that the spec has at the moment"
+            sub.add_argument("--where", type=json.loads, help=text)
         if stage == "tokenize":
             sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
         run_as_rule(sub, run_one_stage, stage=stage)
@@ -135,6 +139,8 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
     """Run a stage as its spec says, in the store that contains the spec."""
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
+    if getattr(arguments, "where", None) is not None:
+        spec = replace(spec, where=arguments.where)
     if spec.stage != arguments.stage:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
     if not store.is_sealed(spec.ref):
