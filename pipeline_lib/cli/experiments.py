@@ -182,12 +182,15 @@ def check(arguments: argparse.Namespace) -> None:
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import refuse_impossible
     from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
+    from pipeline_lib.slurm.cluster import warning_of_srun
 
     store, source = Store.from_env(os.environ), str(arguments.config)
 
     def say_more(configs: Sequence[Config]) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
-        warnings = (*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store))
+        warnings = [*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store)]
+        of_srun = (warning_of_srun(config.cluster, os.environ) for config in configs)
+        warnings += dict.fromkeys(filter(None, of_srun))
         for text in warnings:
             say(f"{source}: warning: {text}")
         for text in lengths:
