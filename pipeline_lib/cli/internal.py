@@ -154,12 +154,14 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         stage = launcher(arguments.plan.with_suffix(""), os.environ)
         note["attempt"] = next_attempt(store.run_dir(lock_digest))
     elif spec.stage == "tokenize":
-        from pipeline_lib.data.tokenize import run
+        from pipeline_lib.data.tokenize import refuse_losses, run
 
         stage = partial(run, workers=arguments.workers)
     else:
         stage = _function_of(spec.stage)
     run_stage(stage, spec, store, say, lock_digest, note, os.environ)
+    if spec.stage == "tokenize":
+        refuse_losses(spec, store)
     if spec.stage == "report":
         from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
         from pipeline_lib.tracking.feed import hand_over

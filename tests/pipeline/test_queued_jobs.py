@@ -54,3 +54,9 @@ def test_a_queued_job_keeps_the_settings_that_are_in_no_digest(
     job(project, generous, targets["shard"])
     folder = project.store.sealed(project.experiment().ref("shard"))
     assert len(list((folder / "train").glob("shard-*.safetensors"))) == 2
+
+    spec, where = project.store.spec_path(Path(targets["tokenize"]).stem), '{"max_dropped_fraction": 0.0}'
+    late = project.run("python", "-m", "pipeline_lib", "tokenize", "--spec", str(spec), "--where", where, check=False)
+    assert late.returncode == DataError.exit_code
+    assert "made by a run with other limits" in late.stdout
+    assert "tokenize.max_dropped_fraction" in late.stdout
