@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import refuse_other_version, run_digest
+from pipeline_lib.config.compile import UNHASHED_STAGES, refuse_other_version, run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.core.files import disk_full_named, take_out_of_future
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
     for stage in STAGES:
         sub = commands.add_parser(stage, description=f"run the {stage} stage")
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
-        if stage in ("download", "tokenize", "shard"):
+        if stage in UNHASHED_STAGES:
             text = "JSON object of the settings that are in no digest; by default those that the spec has at the moment"
             sub.add_argument("--where", type=json.loads, help=text)
         if stage == "tokenize":

@@ -48,6 +48,8 @@ USE_KEYS = frozenset(Weighted.model_fields)
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it is cut, but not
 # what it holds. They are not hashed; `plan/preflight.py` judges results that are sealed already.
 UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "shards"})
+# Stages whose specs may have something in `where`: `unhashed_settings`.
+UNHASHED_STAGES = ("download", "tokenize", "shard")
 SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline_lib.config.compile import (
     PRODUCTS,
+    UNHASHED_STAGES,
     Experiment,
     Learn,
     Refuse,
@@ -245,8 +246,8 @@ class Dag:
 
         The spec file has it too, but another config that shares the stage instance may rewrite that at any time.
         """
-        where = self._spec(digest).where
-        return ["--where", json.dumps(dict(where))] if where else []
+        spec = self._spec(digest)
+        return ["--where", json.dumps(dict(spec.where))] if spec.stage in UNHASHED_STAGES else []
 
     def title(self, digest: str) -> str:
         """Return one line about a stage instance, for the job list of a dry run."""

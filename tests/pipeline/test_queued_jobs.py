@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.dag import FROZEN_VARIABLE, Dag
+from pipeline_lib.config.schema import Shard
 from pipeline_lib.core.errors import DataError
 from tests.pipeline.conftest import Project
 
@@ -36,9 +37,10 @@ def job(project: Project, frozen: Path, target: str, check: bool = True) -> Any:
 def test_a_queued_job_keeps_the_settings_that_are_in_no_digest(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    project.edit(", shards: 2", "")
     generous, targets = submitted(project, monkeypatch)
     project.edit("max_dropped_fraction: 0.2", "max_dropped_fraction: 0.0")
-    project.edit("shards: 2", "shards: 3")
+    project.edit("block_tokens: 128", "block_tokens: 128, shards: 3")
     strict, same_targets = submitted(project, monkeypatch)
     assert generous != strict
     assert targets == same_targets
@@ -47,13 +49,13 @@ def test_a_queued_job_keeps_the_settings_that_are_in_no_digest(
     assert refused.returncode != 0
     assert f"exit code: {DataError.exit_code}" in refused.stdout
     assert "tokenize.max_dropped_fraction" in refused.stdout
-    project.edit("shards: 3", "shards: 4")
+    project.edit("shards: 3", "shards: 5")
     submitted(project, monkeypatch)
 
     job(project, generous, targets["tokenize"])
     job(project, generous, targets["shard"])
     folder = project.store.sealed(project.experiment().ref("shard"))
-    assert len(list((folder / "train").glob("shard-*.safetensors"))) == 2
+    assert len(list((folder / "train").glob("shard-*.safetensors"))) == Shard().shards
 
     spec, where = project.store.spec_path(Path(targets["tokenize"]).stem), '{"max_dropped_fraction": 0.0}'
     late = project.run("python", "-m", "pipeline_lib", "tokenize", "--spec", str(spec), "--where", where, check=False)
