@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,9 @@ HUGGING_FACE, MODELSCOPE = ("huggingface, name: nobody/nothing", "modelscope, na
 
 
 def checked(
-    folder: Path, source: str = "tiny", path: str = "rows.jsonl", **environ: str
+    folder: Path, source: str = "tiny", path: str = "rows.jsonl", encoding: str = "utf-8", **environ: str
 ) -> "subprocess.CompletedProcess[str]":
-    """`check` of a config in `folder`."""
+    """`check` of a config in `folder`, on a terminal with that `encoding`."""
     (folder / "rows.jsonl").write_text(ROWS)
     (folder / "my.yaml").write_text(CONFIG.format(source=source, path=path), encoding="utf-8")
 
@@ -39,8 +40,8 @@ def checked(
         cwd=folder,
         env={**os.environ, **NOWHERE, **environ},
         capture_output=True,
-        encoding="utf-8",
-        timeout=120,
+        encoding=encoding,
+        timeout=300,
     )
 
 
@@ -94,6 +95,43 @@ def test_names_of_files_that_the_locale_cannot_hold(tmp_path: Path) -> None:
     done = checked(tmp_path, path="数据.jsonl", **ascii_only)
     assert done.returncode == 2
     assert "takes file names for ascii: `export PYTHONUTF8=1`" in done.stderr
+
+
+CHINESE = "数据.jsonl"
+
+
+@pytest.fixture(scope="module")
+def in_gbk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a process in a Chinese locale of before UTF-8, which is made for it."""
+    folder = tmp_path_factory.mktemp("locales")
+    if shutil.which("localedef") is None:
+        pytest.skip("there is no localedef (Debian: libc-bin) to make the locale")
+    command = ["localedef", "-i", "zh_CN", "-f", "GBK", str(folder / "zh_CN.GBK")]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not (folder / "zh_CN.GBK").exists():
+        pytest.skip(f"localedef cannot make zh_CN.GBK (Debian: locales): {made.stderr.strip()}")
+    return {"LOCPATH": str(folder), "LC_ALL": "zh_CN.GBK", "LANGUAGE": "", "PYTHONUTF8": "0"}
+
+
+def test_a_chinese_file_name_of_another_encoding_than_the_locale_is_named_with_the_remedy(
+    tmp_path: Path, in_gbk: dict[str, str]
+) -> None:
+    (tmp_path / CHINESE).write_text(ROWS)  # the name is UTF-8, as other machines write it
+
+    done = checked(tmp_path, path=CHINESE, encoding="gbk", **in_gbk)
+    assert done.returncode == 2
+    assert f"no file matches '{CHINESE}'" in done.stderr  # in the terminal's encoding
+    assert "takes file names for gbk: `export PYTHONUTF8=1` makes it UTF-8" in done.stderr
+
+    mended = checked(tmp_path, path=CHINESE, **{**in_gbk, "PYTHONUTF8": "1"})
+    assert mended.returncode == 0, mended.stderr
+
+
+def test_a_chinese_file_name_in_the_encoding_of_the_locale_is_read(tmp_path: Path, in_gbk: dict[str, str]) -> None:
+    (tmp_path / os.fsdecode(CHINESE.encode("gbk"))).write_text(ROWS)
+
+    done = checked(tmp_path, path=CHINESE, encoding="gbk", **in_gbk)
+    assert done.returncode == 0, done.stderr
 
 
 def test_too_few_open_files_are_named_with_the_remedy(

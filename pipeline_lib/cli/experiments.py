@@ -155,13 +155,15 @@ def import_config(arguments: argparse.Namespace) -> None:
     from pipeline_lib.cli.importing import show
     from pipeline_lib.config.importing import import_files
     from pipeline_lib.core.files import is_there, write_text
+    from pipeline_lib.data.read_files import count_rows
 
     out: Path | None = arguments.out
     if out is not None and is_there(out):
         raise ConfigError(str(out), ["exists already, and is not replaced: choose another name, or remove it"])
     # LLaMA-Factory's own switch of the hub that a name without one means.
     uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "y", "true")
-    imported = import_files(arguments.files, "modelscope" if uses_modelscope else "huggingface", out)
+    hub = "modelscope" if uses_modelscope else "huggingface"
+    imported = import_files(arguments.files, hub, count_rows, out)
     show(imported.rows, sys.stderr if out is None else sys.stdout)
     if out is None:
         say(imported.text.rstrip("\n"))
@@ -180,12 +182,15 @@ def check(arguments: argparse.Namespace) -> None:
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import refuse_impossible
     from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
+    from pipeline_lib.slurm.cluster import warning_of_srun
 
     store, source = Store.from_env(os.environ), str(arguments.config)
 
     def say_more(configs: Sequence[Config]) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
-        warnings = (*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store))
+        warnings = [*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store)]
+        of_srun = (warning_of_srun(config.cluster, os.environ) for config in configs)
+        warnings += dict.fromkeys(filter(None, of_srun))
         for text in warnings:
             say(f"{source}: warning: {text}")
         for text in lengths:

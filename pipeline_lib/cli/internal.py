@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import refuse_other_version, run_digest
+from pipeline_lib.config.compile import UNHASHED_STAGES, refuse_other_version, run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.core.files import disk_full_named, take_out_of_future
@@ -31,6 +32,9 @@ def add_to(commands: Any) -> None:
     for stage in STAGES:
         sub = commands.add_parser(stage, description=f"run the {stage} stage")
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
+        if stage in UNHASHED_STAGES:
+            text = "JSON object of the settings that are in no digest; by default those that the spec has at the moment"
+            sub.add_argument("--where", type=json.loads, help=text)
         if stage == "tokenize":
             sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
         run_as_rule(sub, run_one_stage, stage=stage)
@@ -135,6 +139,8 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
     """Run a stage as its spec says, in the store that contains the spec."""
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
+    if getattr(arguments, "where", None) is not None:
+        spec = replace(spec, where=arguments.where)
     if spec.stage != arguments.stage:
         raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
     if not store.is_sealed(spec.ref):
@@ -148,12 +154,14 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         stage = launcher(arguments.plan.with_suffix(""), os.environ)
         note["attempt"] = next_attempt(store.run_dir(lock_digest))
     elif spec.stage == "tokenize":
-        from pipeline_lib.data.tokenize import run
+        from pipeline_lib.data.tokenize import refuse_losses, run
 
         stage = partial(run, workers=arguments.workers)
     else:
         stage = _function_of(spec.stage)
     run_stage(stage, spec, store, say, lock_digest, note, os.environ)
+    if spec.stage == "tokenize":
+        refuse_losses(spec, store)
     if spec.stage == "report":
         from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
         from pipeline_lib.tracking.feed import hand_over

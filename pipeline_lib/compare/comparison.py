@@ -630,6 +630,7 @@ class Comparison:
                 }
                 for place, (name, known, numbers) in enumerate(zip(self.names, self.found, self.measured, strict=True))
             ],
+            "held_out_by_source": rows(self.differences.sources),
             "config": rows(self.differences.changing),
             "placement": rows(self.differences.placing),
             "software": rows(self.differences.software),

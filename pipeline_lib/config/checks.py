@@ -174,14 +174,11 @@ def _ineffective(config: Config) -> Iterator[Problem]:
         yield ("model", "vocab_tokens"), "has no effect with model.tokenizer, which has a vocabulary; remove it"
     if train.reshard is True and train.strategy not in (AUTO, "fsdp", "hsdp"):
         yield ("train", RENAMED["reshard"]), f"has no effect with train.strategy: {train.strategy}; remove it"
-    if train.kept_attention_layers != AUTO and train.recompute in (AUTO, "full") and train.precision != "fp32":
-        if train.uses_deepspeed:
-            text = f"has no effect with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
-            yield ("train", "kept_attention_layers"), text
-        elif config.tokenize.max_tokens < LEAST_KEPT_TOKENS:
-            text = f"has no effect, because documents have up to {config.tokenize.max_tokens:,} tokens"
-            text += f" (tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; remove it"
-            yield ("train", "kept_attention_layers"), text
+    can_keep = train.recompute in (AUTO, "full") and train.precision != "fp32"  # `_strategy` tells the rest
+    if train.kept_attention_layers != AUTO and can_keep and config.tokenize.max_tokens < LEAST_KEPT_TOKENS:
+        text = f"has no effect, because documents have up to {config.tokenize.max_tokens:,} tokens"
+        text += f" (tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; remove it"
+        yield ("train", "kept_attention_layers"), text
     if train.lr_schedule == "constant" and train.min_lr_fraction != _DEFAULT.min_lr_fraction:
         yield ("train", "min_lr_fraction"), "has no effect, because train.lr_schedule is 'constant'; remove it"
     if train.guards.max_skips >= train.guards.window_steps:

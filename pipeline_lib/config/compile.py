@@ -48,6 +48,8 @@ USE_KEYS = frozenset(Weighted.model_fields)
 # Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it is cut, but not
 # what it holds. They are not hashed; `plan/preflight.py` judges results that are sealed already.
 UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "shards"})
+# Stages whose specs may have something in `where`: `unhashed_settings`.
+UNHASHED_STAGES = ("download", "tokenize", "shard")
 SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 
@@ -71,18 +73,14 @@ class Experiment:
 def compile_config(config: Config, content: Content) -> Experiment:
     """Compile `config` to an experiment, given the hashes of the local files that it names."""
     specs: dict[str, Spec] = {}
+    unhashed = unhashed_settings(config)
 
-    def add(
-        part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = (), unhashed: Section | None = None
-    ) -> None:
+    def add(part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = ()) -> None:
         inputs = {name: specs[name].ref for name in reads}
-        beside = {} if unhashed is None else settings_of(unhashed)
-        where = {key: value for key, value in beside.items() if key in UNHASHED_KEYS}
-        specs[part] = Spec(stage, VERSIONS[stage], settings, inputs, where)
+        specs[part] = Spec(stage, VERSIONS[stage], settings, inputs, unhashed.get(part, {}))
 
     def add_download(part: str, kind: str, source: Any, hashes: Mapping[str, str]) -> None:
-        settings = {"kind": kind, **_keyed_source(source, hashes)}
-        specs[part] = Spec("download", VERSIONS["download"], settings, where=_where(source))
+        add(part, "download", {"kind": kind, **_keyed_source(source, hashes)})
 
     add_download("model", "model", config.model, content.model)
     generation: tuple[str, ...] = ()  # only of a local model; published with the result, without effect on the training
@@ -92,8 +90,8 @@ def compile_config(config: Config, content: Content) -> Experiment:
     data_parts = tuple(f"data.{index}" for index in range(len(config.data.sources)))
     for part, source, hashes in zip(data_parts, config.data.sources, content.data, strict=True):
         add_download(part, "data", source, hashes)
-    add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts), unhashed=config.tokenize)
-    add("shard", "shard", _shard_settings(config), ("tokenize",), unhashed=config.shard)
+    add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
+    add("shard", "shard", _shard_settings(config), ("tokenize",))
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     specs["train"] = training_of(specs["plan"])
     add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
@@ -277,6 +275,22 @@ def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     if hashes:
         settings["content"] = dict(sorted(hashes.items()))
     return settings
+
+
+def unhashed_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """Return what the specs of `config` have in `where`, by part.
+
+    It is not in their digests, so that another config may write other values to the same spec files: a frozen
+    experiment takes its own from its config.
+    """
+    of_model = _where(config.model)
+    of_data = {f"data.{index}": _where(source) for index, source in enumerate(config.data.sources)}
+    of_stages = {name: _unhashed(section) for name, section in (("tokenize", config.tokenize), ("shard", config.shard))}
+    return {"model": of_model, "generation": of_model, **of_data, **of_stages}
+
+
+def _unhashed(section: Section) -> dict[str, Any]:
+    return {key: value for key, value in settings_of(section).items() if key in UNHASHED_KEYS}
 
 
 def _where(source: Any) -> dict[str, str]:

@@ -4,15 +4,26 @@ The main process compiles the YAML and freezes the result. Jobs that parse the S
 the frozen result, so later edits of the YAML do not change submitted work.
 """
 
+import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import PRODUCTS, Experiment, Learn, Refuse, Rehearsal, open_sweep, rehearsal_of
+from pipeline_lib.config.compile import (
+    PRODUCTS,
+    UNHASHED_STAGES,
+    Experiment,
+    Learn,
+    Refuse,
+    Rehearsal,
+    open_sweep,
+    rehearsal_of,
+    unhashed_settings,
+)
 from pipeline_lib.config.halving import (
     Decision,
     Halving,
@@ -230,6 +241,14 @@ class Dag:
         refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
         return [str(self.store.pointer(ref)) for ref in refs]
 
+    def unhashed_arguments(self, digest: str) -> list[str]:
+        """Return the arguments by which the rule of `digest` gives the stage what is in no digest: `--where JSON`.
+
+        The spec file has it too, but another config that shares the stage instance may rewrite that at any time.
+        """
+        spec = self._spec(digest)
+        return ["--where", json.dumps(dict(spec.where))] if spec.stage in UNHASHED_STAGES else []
+
     def title(self, digest: str) -> str:
         """Return one line about a stage instance, for the job list of a dry run."""
         spec, owners = self._spec(digest), self._owners(digest)
@@ -348,5 +367,8 @@ def _write_or_touch(path: Path, content: dict[str, Any]) -> None:
 
 def _thaw(frozen: Mapping[str, Any], store: Store) -> Experiment:
     config = Config.model_validate_json(canonical_json(frozen["config"]))
-    parts = {part: store.read_spec(store.spec_path(digest)) for part, digest in frozen["parts"].items()}
-    return Experiment(config, parts)
+    unhashed, specs = unhashed_settings(config), {}
+    for part, digest in frozen["parts"].items():
+        # Another config may have written the spec since: the same digest, and other values beside it.
+        specs[part] = replace(store.read_spec(store.spec_path(digest)), where=unhashed.get(part, {}))
+    return Experiment(config, specs)

@@ -2,15 +2,21 @@
 
 import glob
 import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.content import DATA_SUFFIXES
+from pipeline_lib.config.content import DATA_SUFFIXES, data_files
 from pipeline_lib.config.import_draft import Draft, Given, Part, Row, shown
+from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import did_you_mean
 
+CountRows = Callable[[Path, Collection[str]], int]  # of a data file, given the keys of rows that the config names
+Source = dict[str, Any]  # an item of data.train
+
 INFO_NAME = "dataset_info.json"
+DEFAULT_SHARE = 0.05  # held out, where the number of rows there is no share that is known
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 # By their name in `columns` and `tags`: our name of the key, by format.
@@ -50,17 +56,20 @@ def is_dataset_info(document: dict[str, Any]) -> bool:
     return bool(entries) and all(isinstance(one, dict) and any(key in one for key in _PLACES) for one in entries)
 
 
-def convert_datasets(draft: Draft, info: Info | None, hub: str) -> None:
-    """Convert `dataset`, and what is held out; `hub` is where a name without one lies."""
+def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: CountRows) -> None:
+    """Convert `dataset`, and what is held out; `hub` is where a name without one lies.
+
+    `count_rows` raises DataError or OSError for a file that it cannot read.
+    """
     names, held_out = draft.words("dataset"), draft.words("eval_dataset")
     if not names:
         return
-    _held_out(draft, held_out)
     where = draft.text("dataset_dir", "data")
     is_online = where == "ONLINE"
     if info is None and not is_online:
         why = f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or write data.train"
         draft.without("dataset eval_dataset dataset_dir", f"{why}; the config has no data yet")
+        _held_out(draft, held_out, [], count_rows)
         return
     if is_online:
         info = None
@@ -72,6 +81,7 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str) -> None:
         return
     every = {name: _source_of(draft, info, name, hub) for name in dict.fromkeys(names + held_out)}
     sources = [every[name] for name in names]
+    _held_out(draft, held_out, sources, count_rows)
     if held_out:
         draft.taken("eval_dataset", {"data.validation": [every[name] for name in held_out]})
     if info is not None and (others := [name for name in info.entries if name not in every]):
@@ -98,8 +108,8 @@ def holds_nothing_out(draft: Draft) -> bool:
     return draft.has("dataset") and not draft.number("val_size", 0) and not draft.has("eval_dataset")
 
 
-def _held_out(draft: Draft, held_out: list[str]) -> None:
-    """Convert how much of the data is held out; `held_out` are the names of data sets of their own for that."""
+def _held_out(draft: Draft, held_out: Sequence[str], sources: Sequence[Source], count_rows: CountRows) -> None:
+    """Convert how much of `sources` is held out; `held_out` are the names of data sets of their own for that."""
     size = draft.number("val_size", 0) or 0
     draft.taken("eval_on_each_dataset", why="the report shows the held-out loss of each source")
     if held_out:
@@ -109,12 +119,40 @@ def _held_out(draft: Draft, held_out: list[str]) -> None:
     if 0 <= size < 1:
         draft.taken("val_size", {"data.validation_fraction": size})
         return
-    share = 0.05
-    why = f"a number of rows there, a share here: {share:.0%}, our default"
+    try:
+        rows = _rows_of_all(sources, count_rows)
+    except (DataError, OSError) as error:
+        why = (
+            f"a number of rows there, a share here. How many rows the data have is not known here ({error}), so that"
+            f" {DEFAULT_SHARE:.0%} is written, our default: set it to {shown(size)} divided by the number of rows"
+        )
+        draft.changed("val_size", {"data.validation_fraction": DEFAULT_SHARE}, why)
+        return
+    if size >= rows:
+        draft.problems.append(f"val_size: {shown(size)} rows, and the data have {rows}; none would be left to train on")
+        return
+    share = float(f"{size / rows:.6g}")
+    why = f"a number of rows there, a share here: {shown(size)} of the {rows:,} rows that the files have now"
     draft.changed("val_size", {"data.validation_fraction": share}, why)
 
 
-def _source_of(draft: Draft, info: Info | None, name: str, hub: str) -> dict[str, Any]:
+def _rows_of_all(sources: Sequence[Source], count_rows: CountRows) -> int:
+    """Return the number of rows of `sources`. Raises DataError or OSError if they cannot be counted here."""
+    if not sources:
+        raise DataError("the data sets are not found")
+    rows = 0
+    for source in sources:
+        if source["source"] != "file":
+            raise DataError(f"{source['name']} is on {source['source']}")
+        files = data_files(source["path"])
+        if not files:
+            raise DataError(f"no file matches {source['path']!r}")
+        found = sum(count_rows(file, source.get("columns", {}).values()) for file in files)
+        rows += min(found, source.get("max_rows", found))
+    return rows
+
+
+def _source_of(draft: Draft, info: Info | None, name: str, hub: str) -> Source:
     """Return the source for the data set `name`: an entry of `info` or, without that, a name on `hub`."""
     if info is None:
         return {"source": hub, "name": name, **_rows(draft, None)}
@@ -127,7 +165,7 @@ def _rows(draft: Draft, samples: int | None) -> dict[str, Any]:
     return {"max_rows": min(limits)} if limits else {}
 
 
-def _source(draft: Draft, info: Info, name: str, hub: str) -> dict[str, Any]:
+def _source(draft: Draft, info: Info, name: str, hub: str) -> Source:
     """Return the item of `data.train` for the entry `name`, and account for the keys of the entry."""
     entry: dict[str, Any] = info.entries[name]
     for key, value in entry.items():

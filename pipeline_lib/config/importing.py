@@ -13,7 +13,7 @@ from typing import Any
 from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.deepspeed_json import REASONS
 from pipeline_lib.config.import_arguments import Origin, convert_arguments
-from pipeline_lib.config.import_datasets import INFO_NAME, Info, convert_datasets, is_dataset_info
+from pipeline_lib.config.import_datasets import INFO_NAME, CountRows, Info, convert_datasets, is_dataset_info
 from pipeline_lib.config.import_deepspeed import account_for_placement, add_deepspeed, is_deepspeed
 from pipeline_lib.config.import_draft import DEFAULTS, Draft, Given, Part, Row, shown, yaml_text
 from pipeline_lib.config.load import problems_of
@@ -64,9 +64,10 @@ class _File:
     content: dict[str, Any]
 
 
-def import_files(paths: Sequence[Path], hub: str, out: Path | None = None) -> Imported:
+def import_files(paths: Sequence[Path], hub: str, count_rows: CountRows, out: Path | None = None) -> Imported:
     """Return the config that `paths` describe together; `hub` is where a name without one lies.
 
+    `count_rows` counts the rows of the data files, where a number of them is held out.
     The experiment is named like the run; if no file names that, like the file `out` that the config is for.
 
     Also read are the dataset_info.json and the DeepSpeed JSON that a LLaMA-Factory YAML names, if they are here.
@@ -94,7 +95,7 @@ def import_files(paths: Sequence[Path], hub: str, out: Path | None = None) -> Im
     _name(draft, out or main.path)
     infos = [Info(str(file.path), file.path.parent, file.content) for file in files if file.kind == DATASETS]
     convert_arguments(draft, origin)
-    convert_datasets(draft, infos[0] if infos else None, hub)
+    convert_datasets(draft, infos[0] if infos else None, hub, count_rows)
     account_for_placement(draft)
     draft.account_for_the_rest(REASONS)
     _say_what_is_missing(draft)

@@ -25,7 +25,7 @@ class EventName(StrEnum):
     RUN_RESUMED = "run.resumed"  # the run continues from a checkpoint
     RUN_PROCESSOR_CHANGED = "run.processor_changed"  # that was saved on another kind of CPU or GPU
     RUN_ROLLED_BACK = "run.rolled_back"  # weights and moments went back to a checkpoint
-    RUN_REWOUND = "run.rewound"  # the checkpoints after a step are set aside, at a user's request
+    RUN_REWOUND = "run.rewound"  # the checkpoints after a step are set aside: a user or the guards ask for it
     RUN_END = "run.end"  # the last step is done
     RUN_INTERRUPTED = "run.interrupted"  # an attempt ended before the last step; the same command continues
     RUN_FAILED = "run.failed"  # an attempt ended with an error that the same command would meet again

@@ -13,7 +13,7 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import MANIFEST_NAME, verify
 
 CHECKPOINTS, ERRORS, HEARTBEATS = "checkpoints", "errors", "heartbeats"
-SET_ASIDE = "set-aside"  # whole checkpoints that the command `rewind` moved out of CHECKPOINTS
+SET_ASIDE = "set-aside"  # whole checkpoints after the one that their run was rewound to
 STATE_NAME = "state.json"  # of a checkpoint: its scalars
 EVENTS_NAME, METRICS_NAME = "events.jsonl", "metrics.jsonl"
 # Sealed by the training stage together with these two.
@@ -69,6 +69,14 @@ def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
             continue
         return path
     return None
+
+
+def steps_after(folder: Path, step: int) -> list[Path]:
+    """Return the sealed checkpoints after `step`, the newest first.
+
+    Set aside in this order, they leave at any moment a run that was interrupted earlier. Raises as `sealed_steps`.
+    """
+    return [path for saved, path in reversed(sealed_steps(folder)) if saved > step]
 
 
 def set_aside(checkpoint: Path) -> Path:

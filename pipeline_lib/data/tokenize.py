@@ -25,7 +25,8 @@ from pipeline_lib.config.section import read_settings
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json, read_json, sha256_file, sha256_text, write_json
-from pipeline_lib.core.stage import Job, Sealed
+from pipeline_lib.core.stage import Job, Sealed, open_sealed
+from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import Progress, did_you_mean
 from pipeline_lib.data.batches import (
     Batch,
@@ -50,6 +51,7 @@ from pipeline_lib.data.ledger import (
     LEDGER_NAME,
     Encoded,
     FileLedger,
+    Losses,
     SourceLedger,
     TooLong,
     ledger_json,
@@ -469,11 +471,27 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     }
 
 
+def refuse_losses(spec: Spec, store: Store) -> None:
+    """Raise DataError if the sealed stage left out more than the limits of `spec` allow, which no digest has.
+
+    A run of another config, with other limits, may have made it meanwhile.
+    """
+    sealed = open_sealed(spec.ref, store)
+    losses = Losses.model_validate(read_json(sealed.file(LEDGER_NAME)))
+    if problems := list(losses.beyond(_settings_of(spec))):
+        raise DataError("\n".join([f"{sealed.path}: made by a run with other limits:", *problems]))
+
+
+def _settings_of(spec: Spec) -> Tokenize:
+    others = ("sources", VALIDATION_SOURCES)
+    given = {key: value for key, value in spec.settings.items() if key not in others}
+    return read_settings(Tokenize, {**given, **spec.where})
+
+
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
     """Write all of `job.out` but quarantine.jsonl. Raises DataError, Interrupted, WrongIds if the `fast` ids differ."""
-    given = dict(job.spec.settings)
-    sources = open_sources(job, given.pop("sources", None), given.pop(VALIDATION_SOURCES, 0))
-    settings = read_settings(Tokenize, {**given, **job.spec.where})
+    given, settings = job.spec.settings, _settings_of(job.spec)
+    sources = open_sources(job, given.get("sources"), given.get(VALIDATION_SOURCES, 0))
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
     with losses_explained(model), Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool:

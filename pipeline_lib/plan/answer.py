@@ -9,7 +9,7 @@ from typing import Any
 from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Tracking
 from pipeline_lib.config.section import settings_of
-from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train
+from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, in_file
 from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
@@ -47,7 +47,7 @@ from pipeline_lib.plan.words import (
     why_chosen,
     why_not_others,
 )
-from pipeline_lib.plan.workload import Workload, in_words, settled
+from pipeline_lib.plan.workload import Workload, in_words, recompute_of, settled
 
 # plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
 
@@ -258,14 +258,23 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
 
 
 def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str, Any]:
-    """Return the texts of the plan about samples and steps, without those that have nothing to say."""
+    """Return the texts of the plan about samples, steps and idle keys, without those that have nothing to say."""
     steps = Steps.of(batch) or question.estimated
+    warnings = list(step_warnings(train, batch, steps, question.cluster.ranks)) if steps else []
     found = {
         "repetition": question.repetition,
         "steps": question.estimated.in_words() if question.estimated else "",
-        "warnings": list(step_warnings(train, batch, steps, question.cluster.ranks)) if steps else [],
+        "warnings": [*warnings, *_idle_keys(question.train, train)],
     }
     return {name: text for name, text in found.items() if text}
+
+
+def _idle_keys(given: Train, chosen: Train) -> Iterator[str]:
+    """Yield the keys of `given` that do nothing beside what `auto` has become in `chosen`."""
+    kept, recompute = given.kept_attention_layers, recompute_of(chosen)
+    if kept != AUTO and recompute != "full":
+        why = f"has no effect, because {in_file('recompute')}: auto is {recompute} here"
+        yield f"train.kept_attention_layers: {kept} {why}; remove it, or set that to full"
 
 
 def run_of(question: Question) -> Run:

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import count
-from pipeline_lib.slurm.job import has_no_answer, seconds_of
+from pipeline_lib.slurm.job import can_start_tasks, has_no_answer, seconds_of
 from pipeline_lib.slurm.site import OF_THE_JOB, VARIABLES, Site
 
 # The request of one job.
@@ -249,6 +250,8 @@ _PROBE_S = 30.0
 _COUNT_S = 120.0  # importing torch from a slow disk, and finding a driver
 _COUNT = "import torch; print(torch.cuda.device_count())"
 _AS_A_JOB = "as a SLURM job: snakemake --profile slurm"
+_SRUN = "cluster.launcher: srun works only in a SLURM job"
+_WITHOUT_SRUN = "or set it to auto, which starts the ranks without srun where there is no job"
 # The key of the site file that sbatch complains about, by a word of its message.
 _BLAMED = (
     *(("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition")),
@@ -293,8 +296,16 @@ def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = F
             " site file or as PIPELINE_HOSTS=NAME,NAME (docs/two-machines.md); or set it to 1"
         )
     if launcher == "srun" and not is_job:
-        return "cluster.launcher: srun works only in a SLURM job, and this is not one; submit a job, or use spawn"
+        return f"{_SRUN}, and this is not one: train {_AS_A_JOB}; {_WITHOUT_SRUN}"
     return None
+
+
+def warning_of_srun(cluster: Cluster, environ: Mapping[str, str]) -> str | None:
+    """Return a warning if `cluster` wants srun and no job can be submitted from this machine; else None."""
+    has_slurm = shutil.which("sbatch", path=environ.get("PATH")) is not None
+    if cluster.launcher != "srun" or has_slurm or can_start_tasks(environ):
+        return None
+    return f"{_SRUN}, and there is no sbatch on PATH: on a login node train {_AS_A_JOB}; {_WITHOUT_SRUN}"
 
 
 @cache

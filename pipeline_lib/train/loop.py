@@ -15,7 +15,15 @@ from torch import Tensor
 from pipeline_lib.config.train import EPOCH, Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
-from pipeline_lib.core.run_folder import first_valid, sealed_steps, step_name
+from pipeline_lib.core.run_folder import (
+    SET_ASIDE,
+    first_valid,
+    newest_valid,
+    sealed_steps,
+    set_aside,
+    step_name,
+    steps_after,
+)
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
@@ -211,7 +219,7 @@ class Loop:
     def roll_back(self, result: StepResult) -> None:
         """Undo the updates since the last step that is saved for this; its later batches stay used.
 
-        Only the number of the first refused step decides which step that is. Raises Diverged if it is not there.
+        Only the number of the first refused step decides which step that is. Raises Interrupted if it is not there.
         """
         first = min(self.window.recently_skipped(self.step), default=self.step)
         to_step = self.train.guards.step_before(first)
@@ -221,15 +229,42 @@ class Loop:
             self.stepper.strategy.begin_anew()
             self.updates, before = 0, Window(self.train.guards)
         else:
-            saved = self.saver.folder / step_name(to_step)
-            path = self.choose(lambda: first_valid([saved] if saved.exists() else [], self.reject))
-            if path is None:
-                raise self.gave_up(result, f"and {saved}, to which the guards go back, is missing or damaged")
+            path = self.choose(lambda: newest_valid(self.saver.folder, to_step, self.reject))
+            if path is None or path.name != step_name(to_step):
+                raise self.rewound(to_step, path)
             scalars = self.load(path)
             self.updates, before = int(scalars["updates"]), Window.from_json(self.train.guards, scalars["window"])
         self.rows.undo_after(to_step)
         self.window.accepted, self.window.sizes = before.accepted, before.sizes  # refused steps stay refused
         self.events.emit(EventName.RUN_ROLLED_BACK, step=self.step, to_step=to_step)
+
+    def rewound(self, to_step: int, before: Path | None) -> Interrupted:
+        """Set the checkpoints after `before`, or all of them, aside; return the error that ends this attempt.
+
+        The checkpoint of `to_step` is missing. The next attempt computes the steps from `before` on again and saves
+        `to_step` on the way, so its result is that of a run that had it. To go on from `before` at once would make the
+        result depend on what happened to be saved.
+        """
+        folder, is_first = self.saver.folder, self.stepper.world.is_first
+        from_step = 0 if before is None else int(checkpoint.read_state(before)["step"])
+
+        def set_newer_aside() -> None:
+            if not is_first:
+                return
+            self.saver.lock.require()
+            newer = steps_after(folder, from_step)
+            self.events.emit(EventName.RUN_REWOUND, step=from_step, set_aside=[path.name for path in newer])
+            for path in newer:
+                set_aside(path)
+
+        checkpoint.together(self.saver.group, folder, set_newer_aside)
+        start = "the start" if before is None else before.name
+        return Interrupted(
+            f"the guards go back from step {self.step} to step {to_step}, and {folder / step_name(to_step)} is missing"
+            " or damaged (earlier versions saved multiples of train.save_every_steps alone). The run has to continue"
+            f" from {start}, and saves step {to_step} on the way; later checkpoints are in {folder.parent / SET_ASIDE}"
+            f" now; {CONTINUES}"
+        )
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
         """Return the error of a run whose steps cannot be trusted."""

@@ -13,7 +13,7 @@ from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, P
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.lock import describe, holder, locked
-from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, STATE_NAME, sealed_steps, set_aside
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, STATE_NAME, sealed_steps, set_aside, steps_after
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store, verify
 from pipeline_lib.train.guards import Window
@@ -45,13 +45,13 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
         _require_whole(saved, step)
         for warning in _warnings(saved, step, read_train(training.settings)):
             say(f"warning: {warning}")
-        newer = [path for saved_step, path in reversed(saved.items()) if saved_step > step]
+        newer = steps_after(run / CHECKPOINTS, step)
         if not newer:
             say(f"{run}: step {step} is the newest checkpoint, so nothing was moved; snakemake continues from it")
             return
         # First, since a kill could separate the two.
         EventLog(run / EVENTS_NAME).emit(EventName.RUN_REWOUND, step=step, set_aside=[path.name for path in newer])
-        for path in newer:  # the newest first: at any moment the run is one that was interrupted earlier
+        for path in newer:
             say(f"{path.name} is now {set_aside(path)}")
     say(
         f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` brings a checkpoint "
@@ -90,9 +90,10 @@ def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[st
     window = Window.from_json(train.guards, state["window"]) if "window" in state else Window(train.guards)
     back = window.step_before(step)
     if back > 0 and back not in saved and not window.has_rolled_back:
+        earlier = max((one for one in saved if one < back), default=0)
         yield (
             f"step {back}, to which the guards would go back from there, has no checkpoint any more: if they skip too "
-            "many steps, the run fails instead of going back"
+            f"many steps, the run computes the steps after {earlier} again"
         )
     best = state.get("validations", {}).get("best_step")
     if train.keep_best and best and best not in saved:

@@ -63,7 +63,8 @@ def experiment(name: str, **changes: Mapping[str, Any]) -> Experiment:
     }
     for section, keys in changes.items():
         config[section] = {**config.get(section, {}), **keys}
-    return compile_config(Config.model_validate_json(json.dumps(config)), Content(model={}, data=({},)))
+    parsed = Config.model_validate_json(json.dumps(config))
+    return compile_config(parsed, Content(model={}, data=({},) * len(parsed.data.sources)))
 
 
 def evaluated(scores: list[dict[str, Any]], files: Files) -> None:

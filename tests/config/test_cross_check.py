@@ -58,7 +58,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "has no effect with train.activation_checkpointing: none; set that to full, or remove this key",
     ),
     ({"kept_attention_layers": 0}, {}, "train.kept_attention_layers", "has no effect, * up to 1,024 tokens * 16,384 *"),
-    ({"kept_attention_layers": 0, "strategy": "zero2"}, {}, "train.kept_attention_layers", "* be ddp, fsdp or hsdp"),
     ({"strategy": "zero1", "reshard": True}, {}, "train.reshard_after_forward", "has no effect * zero1; remove it"),
     ({"lr_schedule": "constant", "min_lr_fraction": 0.1}, {}, "train.min_lr_fraction", "* 'constant'; remove it"),
     (
@@ -202,6 +201,16 @@ def test_a_vocabulary_beside_a_tokenizer_is_refused() -> None:
 @pytest.mark.parametrize(("train", "cluster"), ALLOWED.values(), ids=ALLOWED)
 def test_what_is_possible_is_not(train: dict[str, Any], cluster: dict[str, Any]) -> None:
     assert problems(train, cluster) == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_the_attention_of_long_documents_is_kept_with_every_strategy(strategy: str) -> None:
+    train = {"strategy": strategy, "kept_attention_layers": 0, "global_batch_tokens": 65_536}
+    for max_tokens, is_refused in ((16_384, False), (16_383, True)):
+        config = {**BASE, "tokenize": {"max_tokens": max_tokens}, "shard": {"block_tokens": 16_384}, "train": train}
+        found = [dotted(keys) for keys, _ in cross_check(Config.model_validate_json(json.dumps(config)))]
+        assert ("train.kept_attention_layers" in found) == is_refused
+        assert len(found) == is_refused
 
 
 def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What Snakemake is told, and what it is told again on a cluster node after the YAML was edited."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_two_experiments_freeze_apart(dag: Dag, tmp_path: Path) -> None:
     other = Dag.compile([str(tmp_path / "config.yaml")], {}, dag.store)
     assert other.freeze() != dag.freeze()
     assert Dag.thaw(dag.freeze(), dag.store) == dag
+
+
+def test_a_frozen_experiment_keeps_its_own_settings_that_are_in_no_digest(dag: Dag, tmp_path: Path) -> None:
+    """Also those that it leaves at their defaults, where another config of the same digests gives others."""
+    frozen, limits = dag.freeze(), "tokenize: {max_dropped_fraction: 0.5}\nshard: {shards: 3}\n"
+    (tmp_path / "config.yaml").write_text(CONFIG + limits)
+    other = Dag.compile([str(tmp_path / "config.yaml")], {}, dag.store)
+    digests = {part: spec.digest for part, spec in dag.experiment.specs.items()}
+    assert digests == {part: spec.digest for part, spec in other.experiment.specs.items()}
+    other.freeze()
+    given = {"data.0": {}, "tokenize": {"max_dropped_fraction": 0.5}, "shard": {"shards": 3}}
+    for part, where in given.items():
+        assert dag.store.read_spec(dag.store.spec_path(digests[part])).where == where
+        assert other.unhashed_arguments(digests[part]) == ["--where", json.dumps(where)]
+        for one in (dag, Dag.thaw(frozen, dag.store)):
+            assert one.unhashed_arguments(digests[part]) == ["--where", "{}"]
+    assert dag.unhashed_arguments(digests["merge"]) == []
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"config": {}, "parts": {}}'])

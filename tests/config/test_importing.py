@@ -19,6 +19,7 @@ from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.read_files import count_rows
 from tests.processes import running
 from tests.stages import ROOT, run_stages
 
@@ -113,7 +114,7 @@ def write(name: str, content: Any) -> Path:
 
 
 def imported(*paths: Path) -> Imported:
-    return import_files(paths, "huggingface")
+    return import_files(paths, "huggingface", count_rows)
 
 
 def config_of(result: Imported) -> dict[str, Any]:
@@ -433,6 +434,66 @@ def test_what_is_held_out_there_is_held_out_here(lines: str, held_out: dict[str,
 
     assert {key: value for key, value in config["data"].items() if key != "train"} == held_out
     assert ("validate_every_steps" in config["train"]) == is_validated
+
+
+ALPACA_ROW = {"instruction": "Say hello.", "output": "Hello."}
+
+
+@pytest.mark.parametrize(
+    ("lines", "rows", "share"),
+    [
+        ("val_size: 100", 400, 0.25),
+        ("val_size: 100", 3000, 0.1),  # of the 1000 rows that max_samples takes
+        ("val_size: 7", 333, 0.021021),
+        ("val_size: 1", 400, 0.0025),
+    ],
+)
+def test_a_number_of_rows_held_out_becomes_their_share_of_the_rows(lines: str, rows: int, share: float) -> None:
+    write("data/mine.json", [ALPACA_ROW] * rows)
+    result = from_yaml(f"{LORA}{lines}\neval_strategy: epoch\n")
+
+    assert config_of(result)["data"]["validation_fraction"] == share
+    row = row_of(result, "val_size")
+    assert row.part == Part.CHANGED
+    assert f"{lines.partition(': ')[2]} of the {min(rows, 1000):,} rows" in row.why
+    assert "rows that the files have now" in result.text
+
+
+def test_the_rows_of_several_files_and_sets_count_together() -> None:
+    write("data/one/a.jsonl", "".join(json.dumps(ALPACA_ROW) + "\n" for _ in range(30)))
+    write("data/one/b.jsonl", "".join(json.dumps(ALPACA_ROW) + "\n" for _ in range(20)))
+    write("data/two.json", [ALPACA_ROW] * 50)
+    entries = {"one": {"file_name": "one"}, "two": {"file_name": "two.json", "num_samples": 10}}
+    result = from_yaml(f"{LORA.replace('dataset: mine', 'dataset: one, two')}val_size: 15\n", entries)
+
+    assert config_of(result)["data"]["validation_fraction"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        (ALPACA, "no file matches 'data/mine.json'"),
+        ({"mine": {"hf_hub_url": "a/b"}}, "a/b is on huggingface"),
+        (None, "the data sets are not found"),
+    ],
+    ids=["missing", "hub", "unnamed"],
+)
+def test_where_the_rows_are_not_known_the_share_that_is_taken_is_named_with_the_reason(
+    entries: dict[str, Any] | None, reason: str
+) -> None:
+    result = from_yaml(f"{LORA}val_size: 100\n", entries)
+
+    assert config_of(result)["data"]["validation_fraction"] == 0.05
+    row = row_of(result, "val_size")
+    assert row.part == Part.CHANGED
+    assert reason in row.why
+    assert "5% is written, our default: set it to 100 divided by the number of rows" in row.why
+
+
+def test_more_rows_held_out_than_there_are_is_a_problem() -> None:
+    write("data/mine.json", [ALPACA_ROW] * 100)
+    with pytest.raises(ConfigError, match="val_size: 100 rows, and the data have 100; none would be left"):
+        from_yaml(f"{LORA}val_size: 100\n")
 
 
 def test_a_share_and_a_data_set_of_its_own_are_not_both_held_out() -> None:

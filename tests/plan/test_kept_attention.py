@@ -225,6 +225,24 @@ def test_a_given_number_forces_no_full_checkpointing(strategy: str) -> None:
         assert "attention" not in describe(found)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "is_idle"), [("auto", True), ("full", False)], ids=["auto is none", "full is given"]
+)
+def test_a_number_that_does_nothing_is_named(recompute: str, is_idle: bool) -> None:
+    cluster = {**ONE_GPU, "gpu": "h200", "memory_gb": 2000}
+    train: dict[str, Any] = {"method": "lora", "strategy": "ddp", "recompute": recompute}
+    found = answer(asked("Qwen3-8B", cluster, 32_768, 1, **train, kept_attention_layers=5)).content
+    warnings = [text for text in found["words"].get("warnings", []) if "kept_attention_layers" in text]
+    assert (found["chosen"]["recompute"] != "full") == is_idle
+    assert len(warnings) == is_idle
+    if is_idle:
+        checkpointing = f"train.activation_checkpointing: auto is {found['chosen']['recompute']} here"
+        assert warnings[0].startswith(f"train.kept_attention_layers: 5 has no effect, because {checkpointing}")
+        assert warnings[0] in " ".join(render(found, False).split())
+    free = answer(asked("Qwen3-8B", cluster, 32_768, 1, **train)).content
+    assert not any("kept_attention_layers" in text for text in free["words"].get("warnings", []))
+
+
 def test_a_short_run_is_compiled_if_only_that_fits() -> None:
     """Without compilation, which a run of one step does not save, not even no results at all have room."""
     setting = replace(setting_of("Qwen3-4B", LONGEST, "h100", 2, 256), steps=1)

@@ -1,5 +1,9 @@
 """Trainings that cannot be started, by what a machine shows: tests/pipeline/test_bad_input.py has a real one."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from pipeline_lib.config.schema import Cluster
@@ -7,6 +11,8 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.slurm import cluster
 from pipeline_lib.slurm.cluster import refuse_here
 from pipeline_lib.slurm.job import can_start_tasks
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2, None], ids=["none", "one", "enough", "no answer"])
@@ -25,11 +31,48 @@ def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tasks_start_within_a_job_only() -> None:
-    with pytest.raises(ConfigError, match="launcher: srun works only in a SLURM job"):
+    remedy = "launcher: srun works only in a SLURM job, .*: snakemake --profile slurm; or set it to auto"
+    with pytest.raises(ConfigError, match=remedy):
         refuse_here(Cluster(launcher="srun"), is_job=False)
     with pytest.raises(ConfigError, match="nodes: 2 nodes train as a SLURM job"):
         refuse_here(Cluster(nodes=2, internode_gbit_s=1), is_job=False)
     refuse_here(Cluster(nodes=2, internode_gbit_s=1, launcher="srun"), is_job=True)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "programs", "is_job", "is_warned"),
+    [
+        ("srun", (), False, True),
+        ("srun", ("srun",), False, True),  # as in a container: nothing submits a job
+        ("srun", ("sbatch",), False, False),
+        ("srun", ("srun",), True, False),
+        ("srun", (), True, True),
+        ("auto", (), False, False),
+        ("spawn", (), False, False),
+    ],
+)
+def test_check_warns_of_srun_where_no_job_can_be_submitted(
+    tmp_path: Path, launcher: str, programs: tuple[str, ...], is_job: bool, is_warned: bool
+) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text(
+        "experiment: demo\nmodel: {source: tiny}\ndata: {train: [{source: pydoc, max_rows: 50}]}\n"
+        f"tokenize: {{max_tokens: 128}}\nshard: {{block_tokens: 128}}\ncluster: {{launcher: {launcher}}}\n"
+    )
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in programs:
+        (bin_folder / name).symlink_to("/bin/true")
+    environ = {"PATH": str(bin_folder), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environ |= {"SLURM_JOB_ID": "7"} if is_job else {}
+
+    command = [sys.executable, "-m", "pipeline_lib", "check", str(config)]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    warned = [line for line in done.stdout.splitlines() if "warning: cluster.launcher: srun works only" in line]
+    assert len(warned) == is_warned
+    assert all("snakemake --profile slurm; or set it to auto" in line for line in warned)
 
 
 def test_a_job_without_srun_is_none() -> None:

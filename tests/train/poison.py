@@ -61,9 +61,9 @@ def train_poisoned(environ: Mapping[str, str], job: RankJob, poison: Poison) -> 
     _replace(environ["RANK"] == "1", poison, now, strategies)
     try:
         train_rank(job, environ, lambda _: None, (observe,))
-    except (Killed, Interrupted):
+    except Killed:
         pass
-    except TrainingError as error:
+    except (Interrupted, TrainingError) as error:
         course.error, course.exit_code = str(error), error.exit_code
     return course
 

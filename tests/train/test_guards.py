@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config.train import Guards
-from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.errors import Interrupted, TrainingError
 from pipeline_lib.train.guards import MAX_OVERFLOWS, Verdict, Window, judge
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena, make_arena
@@ -268,11 +268,33 @@ def test_the_step_to_go_back_to_outlives_newer_ones_while_a_refused_step_counts(
     assert [(event["step"], event["to_step"]) for event in courses[0].named("run.rolled_back")] == [(11, 4)]
 
 
-def test_without_the_checkpoint_to_go_back_to_the_run_gives_up(arena: Arena, tmp_path: Path) -> None:
-    settings = {**BY_THE_DIGEST, "save_every_steps": 7}
-    poisoned(arena, tmp_path / "killed", Poison(TWICE_BAD, ("step.begin", 8)), **settings)
-    job = arena.job(2, tmp_path / "out", **settings)
-    shutil.rmtree(job.run_dir / "checkpoints" / "step-00000005")
-    courses = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), **settings)
-    assert courses[0].exit_code == 70
-    assert "step-00000005, to which the guards go back, is missing or damaged" in courses[0].error
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
+@pytest.mark.parametrize(
+    ("save_every_steps", "back_to"), [(7, []), (4, [4])], ids=["from the start", "from a checkpoint before"]
+)
+def test_without_the_checkpoint_to_go_back_to_the_steps_before_are_computed_again(
+    arena: Arena, back_to_five: Path, tmp_path: Path, save_every_steps: int, back_to: list[int], is_damaged: bool
+) -> None:
+    """As in a run of a version that saved multiples of `save_every_steps` alone."""
+    settings = {**BY_THE_DIGEST, "save_every_steps": save_every_steps, "keep_last": 9}
+    poisoned(arena, tmp_path / "killed", Poison(TWICE_BAD, ("step.begin", 9)), **settings)
+    run_dir = arena.job(2, tmp_path / "out", **settings).run_dir
+    needed = run_dir / "checkpoints" / "step-00000005"
+    if is_damaged:
+        (needed / "state.json").write_text("{}")
+    else:
+        shutil.rmtree(needed)
+
+    for course in poisoned(arena, tmp_path / "back", Poison(TWICE_BAD), **settings):
+        assert course.exit_code == Interrupted.exit_code == 75
+        assert f"{needed} is missing or damaged" in course.error
+        assert ("step-00000004" if back_to else "the start") in course.error
+    newest = 8 if save_every_steps == 4 else 7
+    assert [path.name for path in (run_dir / "set-aside").iterdir()] == [f"step-0000000{newest}"]
+
+    again = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), **settings)[0]
+    assert [event["step"] for event in again.named("run.resumed")] == back_to
+    assert [event["to_step"] for event in again.named("run.rolled_back")] == [5]
+    assert_same_result(tmp_path / "out", back_to_five)
+    found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "out", back_to_five))
+    assert found == expected

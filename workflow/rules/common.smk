@@ -279,6 +279,10 @@ def stage_spec(wildcards):
     return STORE.spec_path(wildcards.digest)
 
 
+def stage_where(wildcards):
+    return EXPERIMENT.unhashed_arguments(wildcards.digest)
+
+
 def is_here():
     """Whether stages run in this machine's cores, and not as jobs."""
     return workflow.local_exec and workflow.is_main_process

@@ -16,10 +16,11 @@ rule download_stage:
     params:
         title=stage_title,
         spec=stage_spec,
+        where=stage_where,
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib download --spec {params.spec:q} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib download --spec {params.spec:q} {params.where:q} 2>&1 | log_to {log:q}"
 
 
 rule tokenize_stage:
@@ -37,10 +38,11 @@ rule tokenize_stage:
     params:
         title=stage_title,
         spec=stage_spec,
+        where=stage_where,
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib tokenize --spec {params.spec:q} --workers {threads} --after {input:q}"
+        "python -m pipeline_lib tokenize --spec {params.spec:q} {params.where:q} --workers {threads} --after {input:q}"
         " 2>&1 | log_to {log:q}"
 
 
@@ -59,8 +61,10 @@ rule shard_stage:
     params:
         title=stage_title,
         spec=stage_spec,
+        where=stage_where,
         stage="shard",
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib {params.stage} --spec {params.spec:q} --after {input:q} 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib {params.stage} --spec {params.spec:q} {params.where:q} --after {input:q}"
+        " 2>&1 | log_to {log:q}"
