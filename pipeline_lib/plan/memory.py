@@ -64,16 +64,15 @@ _SNAPSHOT = 1.2  # copies are written from a buffer
 # The host memory of ranks on CPUs, as `benchmarks.host_memory` measured it (benchmarks/RESULTS.md). It holds with the
 # allocator's limits that launch/environment.py sets: otherwise up to a third more is lost between blocks of the heap.
 #
-# An interpreter with torch and transformers holds 315 MB before the model is built, and buffers of oneDNN and gloo.
-# DeepSpeed takes 85 MB more by being imported, and peft 70 MB; runs with adapters also hold 120 to 135 MB more around a
-# save than in their steps, which was measured with 55M parameters and is not explained.
-_CPU_RANK_BYTES, _DEEPSPEED_BYTES, _ADAPTERS_BYTES = 360_000_000, 85_000_000, 190_000_000
+# An interpreter with torch and transformers and buffers of oneDNN and gloo; what DeepSpeed and peft take more by being
+# imported, without what they would import in vain (core/processes.py).
+_CPU_RANK_BYTES, _DEEPSPEED_BYTES, _ADAPTERS_BYTES = 240_000_000, 85_000_000, 70_000_000
 # Of what a forward pass uses at its end, what is there already while copies are being written: fitted to two runs.
 _WHILE_WRITING = 0.5
 _STAGE_BYTES = 175_000_000  # the stage's own process, which imports no torch: 172 MB
 # Of a job: Snakemake's job step, the Snakemake that this starts (125 MB each, by a dry run), and shells and srun.
 SNAKEMAKE_BYTES = 260_000_000
-# What is asked for beyond the peak: for errors of this prediction, up to 6 % where it was measured (ddp, fsdp and zero2
+# What is asked for beyond the peak: for errors of this prediction, up to 7 % where it was measured (ddp, fsdp and zero2
 # on one node, fp32) and unknown elsewhere; and for the code of libraries, 130 MB of a process,
 # which is file cache that has to be read again where it has no room.
 _CPU_MARGIN, _LIBRARIES_BYTES = 0.3, 200_000_000
