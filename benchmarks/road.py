@@ -86,13 +86,21 @@ def write_config(root: Path, given: argparse.Namespace) -> Path:
         "data": {"train": [{"source": "file", "path": str(data)}], "validation_fraction": 0.02},
         "tokenize": {"max_tokens": given.block_tokens},
         "shard": {"block_tokens": given.block_tokens},
-        "cluster": {"gpus_per_node": torch.cuda.device_count()},
+        "cluster": cluster_here(),
         "train": train,
         "evaluate": {"generations": 6, "max_new_tokens": 96},
     }
     path = root / "road.yaml"
     write_json(path, config)  # which is YAML too
     return path
+
+
+def cluster_here() -> dict[str, Any]:
+    """Return the cluster section for this machine."""
+    count = torch.cuda.device_count()
+    if not count:
+        return {"gpus_per_node": 0}
+    return {"gpus_per_node": count, "gpu": torch.cuda.get_device_name(0).removeprefix("NVIDIA ").lower()}
 
 
 def number_or_text(value: str) -> Any:

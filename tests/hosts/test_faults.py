@@ -28,7 +28,7 @@ def quiet(small: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
     project = Project(tmp_path_factory.mktemp("quiet") / "project")
     project.take_data(small)
     lengthen(project)
-    project.edit("train: {", "cluster: {nodes: 1, cpu_ranks: 2}\ntrain: {")
+    project.set_cluster("{nodes: 1, cpu_ranks: 2}")
     project.snakemake(project.target("train"))
     return HostsProject.trained_weights(project)  # type: ignore[arg-type]
 

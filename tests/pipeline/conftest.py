@@ -39,6 +39,7 @@ model: {source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}
 data: {train: [{source: pydoc, max_rows: 400}], validation_fraction: 0.1}
 tokenize: {max_tokens: 128, max_dropped_fraction: 0.2}
 shard: {block_tokens: 128, shards: 2}
+cluster: {cpu_ranks: 1}
 train: {precision: fp32, global_batch_tokens: 2048, micro_batch_blocks: 2, epochs: 2, lr: 4.0e-3, save_every_steps: 3}
 evaluate: {generations: 2, max_new_tokens: 8}
 """
@@ -118,6 +119,10 @@ class Project:
         text = self.config.read_text()
         assert old in text
         self.config.write_text(text.replace(old, new))
+
+    def set_cluster(self, section: str) -> None:
+        """Train on another cluster than one rank, which starts in half the time of two."""
+        self.edit("cluster: {cpu_ranks: 1}", f"cluster: {section}")
 
     def take_small_steps(self, epochs: int) -> None:
         """Train for so many epochs of 60 steps, each of a quarter of the work: faults come between steps."""

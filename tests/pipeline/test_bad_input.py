@@ -84,7 +84,8 @@ def test_a_bad_config_is_told_before_anything_runs(
 def test_what_cannot_be_trained_is_told_before_anything_is_submitted(project: Project, cluster: str, said: str) -> None:
     """Also by a dry run: here of a model of 12 billion parameters, of which nothing is built."""
     project.edit("hidden_size: 32, layers: 2", "hidden_size: 8192, layers: 16, heads: 64")
-    project.edit("train: {precision: fp32", f"cluster: {cluster}\ntrain: {{precision: bf16")
+    project.set_cluster(cluster)
+    project.edit("train: {precision: fp32", "train: {precision: bf16")
     fails_with(project, said, target="-n", code=2)
     checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
     assert checked.returncode == 2
@@ -96,7 +97,8 @@ def test_what_cannot_be_trained_is_told_before_anything_is_submitted(project: Pr
 @pytest.mark.slow
 def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_for(project: Project) -> None:
     project.edit("hidden_size: 32, layers: 2", "hidden_size: 8192, layers: 16, heads: 64")
-    project.edit("train: {precision: fp32", "cluster: {gpus_per_node: 1, gpu: a10}\ntrain: {precision: bf16")
+    project.set_cluster("{gpus_per_node: 1, gpu: a10}")
+    project.edit("train: {precision: fp32", "train: {precision: bf16")
     output = fails_with(project, "train.strategy: ddp needs ", target="-n", code=2)
     assert "Error in" not in output
     assert ": plan (1 cuda rank)" in project.snakemake("-n", "plan").stdout
@@ -105,7 +107,7 @@ def test_what_is_too_large_to_train_can_have_its_data_made_and_its_plan_asked_fo
 @pytest.mark.slow
 def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(project: Project) -> None:
     """The refusal comes while Snakemake makes its plan: before a job, and without its frames around the message."""
-    project.edit("train: {", "cluster: {nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}\ntrain: {")
+    project.set_cluster("{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}")
     assert ": no problems; " in project.run("python", "-m", "pipeline_lib", "check").stdout
     assert "train_stage" in project.snakemake("-n").stdout
     output = fails_with(project, "cluster.nodes: 2 nodes train as a SLURM job", code=2)
@@ -122,7 +124,7 @@ def test_several_nodes_can_be_planned_here_and_trained_on_only_as_a_slurm_job(pr
 @pytest.mark.slow
 def test_a_dry_run_says_how_many_steps_a_training_has_and_warns_of_few_and_of_little_memory(project: Project) -> None:
     project.edit("epochs: 2", "max_steps: 12")
-    project.edit("train: {", "cluster: {cpu_ranks: 1, memory_gb: 1}\ntrain: {")
+    project.set_cluster("{cpu_ranks: 1, memory_gb: 1}")
     output = project.snakemake("-n").stdout
     assert re.search(r"warning: train.strategy: \w+ needs [\d.]+ GB of host memory on each node", output), output
     assert ": 12 optimizer steps" in output
@@ -133,7 +135,8 @@ def test_a_dry_run_says_how_many_steps_a_training_has_and_warns_of_few_and_of_li
 def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
     """Keys that do not go together, a file that is not there, and a GPU that nobody knows."""
     project.edit("{source: pydoc, max_rows: 400}", "{source: file, path: nowhere.jsonl}")
-    project.edit("train: {", "cluster: {gpus_per_node: 1, gpu: h1000}\ntrain: {shard_ranks: 2, ")
+    project.set_cluster("{gpus_per_node: 1, gpu: h1000}")
+    project.edit("train: {", "train: {shard_ranks: 2, ")
     expected = ["3 problems", "train.shard_ranks: works only", "data.train[0].path: no file", "cluster.gpu: 'h1000'"]
     output = fails_with(project, *expected, "line ", target="-n", code=2)
     checked = project.run("python", "-m", "pipeline_lib", "check", check=False)
@@ -143,7 +146,7 @@ def test_all_that_is_wrong_is_told_at_once(project: Project) -> None:
 @pytest.mark.slow
 def test_what_several_find_wrong_with_a_key_is_told_once(project: Project) -> None:
     project.edit("source: tiny, vocab_tokens: 512, ", "source: tiny, tokenizer: nowhere, ")
-    project.edit("train: {", "cluster: {nodes: 2, gpus_per_node: 1, gpu: h100}\ntrain: {")
+    project.set_cluster("{nodes: 2, gpus_per_node: 1, gpu: h100}")
     expected = ["line 2: model.tokenizer: 'nowhere' holds no", "line 6: cluster.internode_gbit_s: missing"]
     fails_with(project, "2 problems", *expected, target="-n", code=2)
 
@@ -268,7 +271,7 @@ def test_damage_in_the_store_is_named_and_not_trained_on(small: Project, tmp_pat
 def test_gpus_that_are_not_there_are_told_of_before_anything_is_made(project: Project) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
-    project.edit("train: {", "cluster: {gpus_per_node: 2}\ntrain: {")
+    project.set_cluster("{gpus_per_node: 2}")
     for trains_nothing in ("-n", "--summary", "--dag"):
         assert "train_stage" in project.snakemake(trains_nothing).stdout
     output = fails_with(project, "cluster.gpus_per_node: 2 GPUs configured, and this machine has 0", code=2)

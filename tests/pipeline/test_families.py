@@ -36,6 +36,7 @@ def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(project: Project,
     project.edit("{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}", "{source: local, path: base}")
     project.edit("train: {precision", LORA)
     project.edit("lr: 4.0e-3", "lr: 2.0e-2")
+    project.set_cluster("{cpu_ranks: 2}")
     output = project.snakemake().stdout
     assert "fsdp on 2 cpu ranks" in output
     metrics = json.loads((project.sealed("evaluate") / "metrics.json").read_text())

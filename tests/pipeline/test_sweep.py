@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 SHARED = ["download", "download", "shard", "tokenize"]
 OWN = ["evaluate", "merge", "plan", "report", "train"]
 TOO_HIGH = "1.0e+30"  # no step of it is finite
-ONE_RANK = ("train: {", "cluster: {cpu_ranks: 1}\ntrain: {validate_every_steps: 3, guards: {max_skips: 1}, ")
+CAREFUL = ("train: {", "train: {validate_every_steps: 3, guards: {max_skips: 1}, ")
 SWEEP = f"sweep: {{train.lr: [1.0e-3, 4.0e-3, {TOO_HIGH}]}}\n"
 HALVED = SWEEP.replace("]}", "], halving: {first_step: 6, keep: 0.5}}")
 BEST = "small-lr=0.004"
@@ -28,7 +28,7 @@ def halved(small: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pr
     """A sweep of three learning rates of which the last fails, with halving, and what was said."""
     project = Project(tmp_path_factory.mktemp("swept"))
     project.take_data(small)
-    project.edit(*ONE_RANK)
+    project.edit(*CAREFUL)
     project.config.write_text(project.config.read_text() + HALVED)
     return project, project.snakemake().stdout
 
@@ -88,7 +88,7 @@ def test_a_survivor_has_the_weights_of_the_experiment_run_alone(
     halved: tuple[Project, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept, alone = halved[0], Project(tmp_path)
-    alone.edit(*ONE_RANK)
+    alone.edit(*CAREFUL)
     alone.edit("experiment: small", f"experiment: {BEST}")
     alone.take_data(swept)
     ref = alone.experiment().ref("train")
@@ -168,7 +168,7 @@ def test_stages_on_the_gpus_of_one_machine_run_one_at_a_time(project: Project) -
     """Each takes the first GPUs, so that a sweep's would share them."""
     project.config.write_text(f"{project.config.read_text()}sweep: {{train.seed: [1, 2]}}\n")
     side_by_side = project.run("python", "-c", THREADS).stdout
-    project.edit("train: {", "cluster: {gpus_per_node: 1, gpu: h100}\ntrain: {")
+    project.set_cluster("{gpus_per_node: 1, gpu: h100}")
     alone = project.run("python", "-c", THREADS).stdout
     for stage, threads in (("train", 2), ("evaluate", 2)):
         assert f"'{stage}_stage': {threads}" in side_by_side

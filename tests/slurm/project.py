@@ -29,7 +29,7 @@ class SlurmProject(Project):
     def __init__(self, root: Path, cluster: str = "{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}") -> None:
         """Copy the project to `root`, with the small config on that cluster."""
         super().__init__(root)
-        self.edit("train: {", f"cluster: {cluster}\ntrain: {{")
+        self.set_cluster(cluster)
 
     @property
     def train(self) -> Spec:
