@@ -23,10 +23,10 @@ from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
-from pipeline_lib.model.build import load_plain
+from pipeline_lib.model.build import load_base, load_plain
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.gpu import free_gpus
-from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
+from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, is_loaded_once, plan_answers
 from pipeline_lib.report.results import modes_in
 
 # The devices for a whole model that answers.
@@ -47,6 +47,27 @@ def answers_here(folder: Path, settings: Evaluate) -> Answers:
     return plan_answers(read_geometry(folder), settings, len(free), min(free, default=0), host_free_bytes())
 
 
+def is_loaded_once_here(folder: Path, place: Answers, block_tokens: int) -> bool:
+    """Return whether the model in `folder` that answers at `place` has room to compute the held-out loss there too."""
+    gpu_bytes = min(free_gpus(), default=0)
+    return is_loaded_once(read_geometry(folder), block_tokens, place, gpu_bytes, host_free_bytes())
+
+
+def load_to_score(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
+    """Load the whole model in `folder`, with `rope`, for the held-out loss, on the one device of `place`.
+
+    `prepare_to_generate` makes it one of `load_to_answer`. Raises DataError if transformers cannot load the model.
+    """
+    device = torch.device("cuda", 0) if place.gpus else torch.device("cpu")
+    model = load_base(folder, _dtype_at(place), rope, device_map=device)
+    model.train(False)
+    return model
+
+
+def _dtype_at(place: Answers) -> torch.dtype:
+    return torch.bfloat16 if place.gpus else torch.float32
+
+
 def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
     """Load the whole model in `folder`, with `rope`, as `place` says: in bf16 on its GPUs, else in fp32 on the CPUs.
 
@@ -58,7 +79,7 @@ def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> Pr
     elif place.gpus:  # transformers spreads whole layers over these GPUs
         free = free_gpus()[: place.gpus]
         options = {"device_map": "auto", "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)}}
-    model = load_plain(folder, torch.bfloat16 if place.gpus else torch.float32, rope, **options)
+    model = load_plain(folder, _dtype_at(place), rope, **options)
     model.config.use_cache = True
     model.train(False)
     return model

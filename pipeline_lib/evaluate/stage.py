@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
@@ -36,18 +36,21 @@ from pipeline_lib.evaluate.answers import (
     answers_here,
     bounded,
     generate_all,
+    is_loaded_once_here,
     load_to_answer,
+    load_to_score,
     modes_of,
 )
 from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
-from pipeline_lib.model.batch import IGNORED, Batch, make_batch
+from pipeline_lib.model.batch import IGNORED, Batch, make_batch, token_losses
+from pipeline_lib.model.build import prepare_to_generate
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.activations import HALF_BYTES
-from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, scoring_bytes, waiting_tokens
+from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, Answers, scoring_bytes, waiting_tokens
 
 SCORES_NAME = "scores.jsonl"
 NOT_JUDGED = "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
@@ -80,19 +83,20 @@ def run(job: Job) -> dict[str, Any]:
     for name, folder in folders.items():
         if blocks:
             job.say(f"evaluate: {name} model on {len(blocks):,} held-out blocks")
-            found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say, ropes[name])
+        sets = [blocks, shuffled] if name == "tuned" else [blocks]
+        found, model = scored_and_loaded(folder, sets if blocks else [], place, job.say, ropes[name])
+        if blocks:
             losses[name] = found[0]
-            if name == "tuned" and shuffled:
-                losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
+        if name == "tuned" and shuffled:
+            losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
         answers[name] = []
-        if place.answers:
-            model = load_to_answer(folder, place, ropes[name])
+        if model is not None:
             if name == "base" and generation:
                 model.generation_config = GenerationConfig.from_dict(generation)
             asked = bounded(settings, place)
             answers[name] = generate_all(model, folders["base"], documents, asked, context, job.say)
-            del model
-            gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
+        del model
+        gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
     metrics: dict[str, Any] = {"eval": {"samples": 0}, "verdict": {"text": NOT_JUDGED}}
     rows: list[dict[str, Any]] = []
     if documents:
@@ -176,17 +180,53 @@ def _eval(losses: Mapping[str, Losses], unigram: float, samples: int) -> dict[st
     }
 
 
+def scored_and_loaded(
+    folder: Path, sets: Sequence[Sequence[Block]], place: Answers, say: Say, rope: Rope | None = None
+) -> tuple[list[Losses], PreTrainedModel | None]:
+    """Return the losses as `score` does, none without `sets`, and the model to answer at `place`, None if none does.
+
+    The model is loaded once for both if it has room there; the losses have the same bits.
+    """
+    if sets and is_loaded_once_here(folder, place, _longest(sets)):
+        model = load_to_score(folder, place, rope)
+        losses = score_whole(model, sets)
+        prepare_to_generate(model)
+        return losses, model
+    losses = score(folder, sets, say, rope) if sets else []
+    return losses, load_to_answer(folder, place, rope) if place.answers else None
+
+
+def score_whole(model: PreTrainedModel, sets: Sequence[Sequence[Block]]) -> list[Losses]:
+    """Return what `score` does, of a model of `load_base`."""
+    return [_losses_of(groups, [_losses_in(model, group) for group in groups]) for groups in _grouped(sets)]
+
+
+@torch.no_grad()
+def _losses_in(model: PreTrainedModel, group: Sequence[Block]) -> Tensor:
+    """Return the losses [B, T] of the tokens of `group`, on the CPU."""
+    return token_losses(model, make_batch(group).to(model.device)).cpu()
+
+
+def _grouped(sets: Sequence[Sequence[Block]]) -> list[list[list[Block]]]:
+    return [list(_groups(blocks)) for blocks in sets]
+
+
+def _longest(sets: Sequence[Sequence[Block]]) -> int:
+    """Return the number of tokens of the longest block."""
+    return max(len(blocks[0].tokens) for blocks in sets if blocks)
+
+
 def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None) -> list[Losses]:
     """Return the losses of the model in `folder`, with `rope`, for each document of each set of blocks, in order.
 
     The model is read layer by layer, once for all sets, or more often if the host has no memory for the hidden states
     of all tokens. Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
     """
-    device = device_to_score(folder, max(len(blocks[0].tokens) for blocks in sets if blocks))
+    device = device_to_score(folder, _longest(sets))
     if device.type == "cpu" and torch.cuda.is_available():
         say("evaluate: the GPU has no room for two layers of the model: on the CPUs, which takes hours")
     model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device, rope)
-    groups = [list(_groups(blocks)) for blocks in sets]
+    groups = _grouped(sets)
     batches = [make_batch(group) for group in chain.from_iterable(groups)]
     passes = _passes(batches, waiting_tokens(read_geometry(folder), model.dtype.itemsize, host_free_bytes()))
     if len(passes) > 1:

@@ -3,6 +3,7 @@
 import math
 import shutil
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +25,25 @@ from pipeline_lib.data import shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document, Samples
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer
-from pipeline_lib.evaluate.stage import NOT_JUDGED, judge, run, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer, load_to_score
+from pipeline_lib.evaluate.stage import (
+    NOT_JUDGED,
+    judge,
+    run,
+    score,
+    score_rows,
+    scored_and_loaded,
+    shuffle_prompts,
+    unigram_loss,
+)
 from pipeline_lib.evaluate.statistics import Losses
 from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
-from pipeline_lib.plan.evaluation import Answers
+from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.streaming import StreamedModel
+from pipeline_lib.plan.evaluation import CPU_BYTES, Answers, Place, is_loaded_once
 from tests.data.test_shard import write_samples
+from tests.families import FAMILIES, write_family
 from tests.locks import hold
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
 
@@ -165,20 +178,72 @@ def test_the_base_model_answers_as_its_own_generation_config_says(
     assert asked[1] != asked[0]
 
 
-def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_one_model_is_held_at_a_time_and_loaded_once_where_it_has_room(
+    job: Job, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
     """The plan, the job's memory and the choice of the device count one."""
     held: list[weakref.ref[object]] = []
+    streamed: list[Path] = []
 
-    def load(folder: Path, place: Answers, rope: Rope | None) -> object:
-        assert [reference for reference in held if reference() is not None] == []
-        model = load_to_answer(folder, place, rope)
-        held.append(weakref.ref(model))
-        return model
+    def holding(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(*arguments: Any) -> Any:
+            assert [reference for reference in held if reference() is not None] == []
+            model = load(*arguments)
+            held.append(weakref.ref(model))
+            return model
 
-    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_answer", load)
+        return loaded
+
+    def stream(folder: Path, *arguments: Any) -> StreamedModel:
+        streamed.append(folder)
+        return StreamedModel(folder, *arguments)
+
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_answer", holding(load_to_answer))
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_score", holding(load_to_score))
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.StreamedModel", stream)
+    if not has_room:  # for the model with what the loss computes; it has for the model alone
+        free_bytes = CPU_BYTES * read_geometry(job.inputs["model"].path).parameters
+        monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: free_bytes)
     run(job)
     assert len(held) == 2
+    assert len(streamed) == (0 if has_room else 2)
     assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")][0] == "?"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path / "model", family, "instruct-2507")
+    write_blocks(tmp_path / "blocks", make_documents(4, seed=3), BLOCK_TOKENS, 1)
+    blocks = [BlockReader(tmp_path / "blocks")[block] for block in range(4)]
+    place = Answers("cpu", 0, 1, 8, 1, 8)
+    (parts,) = score(folder, [blocks], print)
+    (whole,), model = scored_and_loaded(folder, [blocks], place, print)
+    assert whole.nats.tolist() == parts.nats.tolist()
+    assert whole.tokens.tolist() == parts.tokens.tolist()
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        found, expected = (one(tokens, use_cache=True).logits for one in (model, load_to_answer(folder, place)))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "gpu_gib", "host_gib", "is_once"),
+    [
+        ("gpu", 24, 4, True),  # 1.2 GB of weights in bf16
+        ("gpu", 2, 64, False),  # what is computed at a time takes 2.7 GB
+        ("cpu", 0, 8, True),  # 3 GB of weights, 2.8 GB computed at a time
+        ("cpu", 0, 4, False),
+        ("cpu", 24, 64, False),  # the loss is computed on the GPU, layer by layer
+        ("none", 24, 64, False),
+    ],
+)
+def test_a_model_is_loaded_once_where_both_have_room(
+    tmp_path: Path, place: Place, gpu_gib: int, host_gib: int, is_once: bool
+) -> None:
+    write_json(tmp_path / "config.json", model_config("0.6B", None))
+    answers = Answers(place, int(place == "gpu"), 1, 8, 1, 8)
+    assert is_loaded_once(read_geometry(tmp_path), 4096, answers, gpu_gib * 2**30, host_gib * 2**30) == is_once
 
 
 @pytest.mark.parametrize(
