@@ -29,8 +29,8 @@ Refuse = Callable[[Config], None]
 Learn = Callable[[Config], None]
 
 VERSIONS = {
-    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 17},
-    **{"train": 4, "merge": 4, "evaluate": 3, "report": 2},
+    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 18},
+    **{"train": 4, "merge": 4, "evaluate": 4, "report": 2},
 }
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
 CONSTANT_RATE_VERSION = 3

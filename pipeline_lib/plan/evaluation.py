@@ -51,13 +51,17 @@ def scoring_bytes(geometry: Geometry, block_tokens: int, number_bytes: int) -> i
 def computing_bytes(geometry: Geometry, block_tokens: int, number_bytes: int) -> int:
     """Return the device memory for what a layer or the held-out loss computes at a time."""
     tokens = max(BATCH_TOKENS, block_tokens)
+    of_loss = _LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * geometry.vocab)
+    return max(_layer_bytes(geometry, tokens, number_bytes), of_loss)
+
+
+def _layer_bytes(geometry: Geometry, tokens: int, number_bytes: int) -> int:
+    """Return the device memory for what a layer computes of so many tokens, without gradients."""
     width = max(geometry.intermediate, geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden))
     channels = geometry.heads * geometry.head_dim
     if geometry.delta is not None:
         channels = max(2 * channels, geometry.delta.channels)
-    of_layer = number_bytes * tokens * (3 * width + 6 * geometry.hidden + 3 * channels)
-    of_loss = _LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * geometry.vocab)
-    return max(of_layer, of_loss)
+    return number_bytes * tokens * (3 * width + 6 * geometry.hidden + 3 * channels)
 
 
 def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None) -> int:
@@ -71,6 +75,7 @@ def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None
 
 # The answers, for which a whole model is held: on one GPU, on as many GPUs of a node as it takes, or on CPUs. There,
 # each token reads all weights from memory, so answers are few: the same ones on any host with room for the model.
+# Answers are generated in batches, of as many prompts as have room: a step reads the weights once for all of them.
 
 ANSWERING_BYTES = 4 * GIB  # of a GPU beside the weights: activations, keys and values
 CPU_BYTES = 5  # of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
@@ -144,6 +149,28 @@ def plan_answers(geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: i
     why = f"{no_gpus}, and CPUs read all weights for each token"
     answers = min(asked, max(1, most // new_tokens))
     return bounded("cpu", gpus=0, answers=answers, new_tokens=new_tokens, why=why)
+
+
+def answer_bytes(geometry: Geometry, prompt_tokens: int, new_tokens: int, number_bytes: int) -> int:
+    """Return the device memory of one answer in a batch, whose prompts are padded to `prompt_tokens`.
+
+    It keeps keys, values and states of all layers. Beside them there are what one layer computes of the prompt, the
+    mask of its attention, and the logits of one token.
+    """
+    kept = 2 * number_bytes * geometry.attention_layers * geometry.kv_heads * geometry.head_dim
+    kept *= prompt_tokens + new_tokens
+    if geometry.delta is not None:
+        states = geometry.delta.values * geometry.delta.key_dim + geometry.delta.channels * geometry.delta.width
+        kept += FP32_BYTES * len(geometry.delta_layers) * states
+    mask = (1 + number_bytes) * prompt_tokens**2
+    return kept + _layer_bytes(geometry, prompt_tokens, number_bytes) + mask + _LOGIT_BYTES * geometry.vocab
+
+
+def answers_at_once(
+    geometry: Geometry, prompt_tokens: int, new_tokens: int, number_bytes: int, room_bytes: int = ANSWERING_BYTES
+) -> int:
+    """Return how many answers are generated in one batch in `room_bytes` of device memory beside the model."""
+    return max(1, room_bytes // answer_bytes(geometry, prompt_tokens, new_tokens, number_bytes))
 
 
 def answers_of(geometry: Geometry, settings: Evaluate, cluster: Cluster, machine: Machine | None) -> Answers:
@@ -261,14 +288,19 @@ def evaluation_s(geometry: Geometry, workload: Workload, answers: Answers, machi
 
     On several GPUs each token of an answer passes through them one after the other.
     """
-    weights_bytes = (HALF_BYTES if machine.is_gpu else FP32_BYTES) * geometry.matmul_parameters
+    number_bytes = HALF_BYTES if machine.is_gpu else FP32_BYTES
+    weights_bytes = number_bytes * geometry.matmul_parameters
     prompts = MODELS * answers.answers * workload.document_tokens
+    most = answers_at_once(geometry, math.ceil(workload.document_tokens), answers.new_tokens, number_bytes)
+    batches = math.ceil(answers.answers / most)
+    rows = answers.answers / max(1, batches)
 
     def computing_s(speeds: Speeds) -> float:
-        """Return the seconds at these speeds; each token of an answer reads all weights that it is multiplied by."""
-        token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
+        """Return the seconds at these speeds; each step of a batch reads all weights that it is multiplied by."""
+        step_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
+        step_s = max(step_s, pass_s(geometry, rows, speeds))
         passed = pass_s(geometry, sum(scored_tokens(workload)) + prompts, speeds)
-        return passed + MODELS * answers.answers * answers.new_tokens * token_s
+        return passed + MODELS * batches * answers.new_tokens * step_s
 
     return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
 

@@ -149,7 +149,7 @@ def job(tmp_path: Path, tiny: Path) -> Job:
         name: Sealed(tmp_path / name, Manifest(stage="any", digest="0", spec={}, files={}))
         for name in ("model", "merge", "shard")
     }
-    spec = Spec("evaluate", 3, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
+    spec = Spec("evaluate", 4, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
     (tmp_path / "out").mkdir()
     return Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None, hold(tmp_path / "lock"))
 
@@ -219,6 +219,7 @@ def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(
     place = Answers("cpu", 0, 1, 8, 1, 8)
     (parts,) = score(folder, [blocks], print)
     (whole,), model = scored_and_loaded(folder, [blocks], place, print)
+    assert model is not None
     assert whole.nats.tolist() == parts.nats.tolist()
     assert whole.tokens.tolist() == parts.tokens.tolist()
     tokens = torch.arange(3, 20)[None]
@@ -338,7 +339,7 @@ def with_sources(job: Job, tmp_path: Path, **settings: Any) -> Job:
     manifest = Manifest(stage="shard", digest="0", spec=spec.to_json(), files={})
     inputs = {**job.inputs, "tokenize": tokenize, "shard": Sealed(tmp_path / "shard", manifest)}
     refs = {"shard": Ref("shard", "0")}
-    return replace(job, spec=Spec("evaluate", 3, {"generations": 0}, refs), inputs=inputs)
+    return replace(job, spec=Spec("evaluate", 4, {"generations": 0}, refs), inputs=inputs)
 
 
 @pytest.mark.parametrize(
