@@ -261,7 +261,7 @@ def generate(
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     # The padding is masked. It repeats a token of the prompt, so that a penalty on what occurs applies to no other.
-    rows = [[*prompt[:1] * missing, *prompt] for missing, prompt in zip(padding, prompts, strict=True)]
+    rows = [list(prompt[:1]) * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)]
     mask = [[0] * missing + [1] * (longest - missing) for missing in padding]
     try:
         with torch.no_grad():
