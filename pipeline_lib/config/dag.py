@@ -234,11 +234,13 @@ class Dag:
         """Return the pointers of everything that the stage instance `digest` reads or has to wait for.
 
         A training to a rung waits only for its inputs, even if the rehearsal's second training has the same digest. The
-        evaluation of the base model waits for the plan, as the training does.
+        evaluation of the base model waits for the plan as the training does, so that both are ready then, and that goes
+        first.
         """
         refs = [ref for _, ref in sorted(self._spec(digest).inputs.items())]
         refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
-        if is_of_base(self._spec(digest)):  # so that the training is ready too, and goes first
+        spec = self._spec(digest)
+        if is_of_base(spec) and not self.store.pointer(spec.ref).exists():  # else a new plan would start it again
             refs.append(self._owners(digest)[0].ref("plan"))
         return [str(self.store.pointer(ref)) for ref in refs]
 
