@@ -133,7 +133,7 @@ def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> lis
 Read = TypeVar("Read", bound=Lenient)
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
 # Parts whose name differs from that of their stage.
-_STAGES = {"model": "download", "generation": "download", "data": "download"}
+_STAGES = {"model": "download", "generation": "download", "data": "download", "baseline": "evaluate"}
 
 
 @dataclass(frozen=True, kw_only=True)

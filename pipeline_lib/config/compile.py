@@ -29,13 +29,16 @@ Refuse = Callable[[Config], None]
 Learn = Callable[[Config], None]
 
 VERSIONS = {
-    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 17},
-    **{"train": 4, "merge": 4, "evaluate": 3, "report": 2},
+    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 18},
+    **{"train": 4, "merge": 4, "evaluate": 4, "report": 2},
 }
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
 CONSTANT_RATE_VERSION = 3
 # Since version 5 dropout is drawn by block, and not by rank.
 DROPOUT_VERSION = 5
+
+# The part that is the evaluation of the base model, an instance of the stage `evaluate`.
+BASELINE = "baseline"
 
 # The end results of an experiment; results/NAME links to them.
 PRODUCTS = ("report", "merge")
@@ -97,10 +100,18 @@ def compile_config(config: Config, content: Content) -> Experiment:
     add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
     # The documents of which source were held out is in the tokenize stage's arrays, and of interest for several only.
     by_source = ("tokenize",) if len(config.data.held_out_sources) > 1 else ()
-    add("evaluate", "evaluate", _evaluate_settings(config), ("model", *generation, "merge", "shard", *by_source))
-    report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", "evaluate")
+    # The base's evaluation depends on no training: experiments with the same model, data and settings share it.
+    add(BASELINE, "evaluate", _evaluate_settings(config), ("model", *generation, "tokenize", "shard"))
+    reads = ("model", *generation, "merge", "shard", BASELINE, *by_source)
+    add("evaluate", "evaluate", _evaluate_settings(config), reads)
+    report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", BASELINE, "evaluate")
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)
+
+
+def is_of_base(spec: Spec) -> bool:
+    """Return whether `spec` is the evaluation of a base model by itself."""
+    return spec.stage == "evaluate" and "merge" not in spec.inputs
 
 
 def _plan_settings(config: Config, content: Content) -> dict[str, Any]:

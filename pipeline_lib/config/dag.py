@@ -20,6 +20,7 @@ from pipeline_lib.config.compile import (
     Learn,
     Refuse,
     Rehearsal,
+    is_of_base,
     open_sweep,
     rehearsal_of,
     unhashed_settings,
@@ -235,10 +236,15 @@ class Dag:
     def pointers_read_by(self, digest: str, *, is_to_rung: bool = False) -> list[str]:
         """Return the pointers of everything that the stage instance `digest` reads or has to wait for.
 
-        A training to a rung waits only for its inputs, even if the rehearsal's second training has the same digest.
+        A training to a rung waits only for its inputs, even if the rehearsal's second training has the same digest. The
+        evaluation of the base model waits for the plan as the training does, so that both are ready then, and that goes
+        first.
         """
         refs = [ref for _, ref in sorted(self._spec(digest).inputs.items())]
         refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
+        spec = self._spec(digest)
+        if is_of_base(spec) and not self.store.pointer(spec.ref).exists():  # else a new plan would start it again
+            refs.append(self._owners(digest)[0].ref("plan"))
         return [str(self.store.pointer(ref)) for ref in refs]
 
     def unhashed_arguments(self, digest: str) -> list[str]:
@@ -256,9 +262,9 @@ class Dag:
         where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
         sources = count(len(config.data.sources), "sources")
-        judged = "base against tuned on held-out answers"
+        judged = "base model on held-out answers" if is_of_base(spec) else "base against tuned on held-out answers"
         if not config.data.held_out_sources:
-            judged = "answers of base and tuned"
+            judged = "answers of the base model" if is_of_base(spec) else "answers of base and tuned"
         details = {
             "download": ", ".join(parts),
             "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",

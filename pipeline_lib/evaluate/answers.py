@@ -23,10 +23,18 @@ from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
-from pipeline_lib.model.build import load_plain
+from pipeline_lib.model.build import load_base, load_plain
 from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import free_gpus
-from pipeline_lib.plan.evaluation import ANSWERING_BYTES, Answers, gpus_to_hold, plan_answers
+from pipeline_lib.plan.evaluation import (
+    ANSWERING_BYTES,
+    Answers,
+    answers_at_once,
+    gpus_to_hold,
+    is_loaded_once,
+    plan_answers,
+)
 from pipeline_lib.report.results import modes_in
 
 # The devices for a whole model that answers.
@@ -47,6 +55,27 @@ def answers_here(folder: Path, settings: Evaluate) -> Answers:
     return plan_answers(read_geometry(folder), settings, len(free), min(free, default=0), host_free_bytes())
 
 
+def is_loaded_once_here(folder: Path, place: Answers, block_tokens: int) -> bool:
+    """Return whether the model in `folder` that answers at `place` has room to compute the held-out loss there too."""
+    gpu_bytes = min(free_gpus(), default=0)
+    return is_loaded_once(read_geometry(folder), block_tokens, place, gpu_bytes, host_free_bytes())
+
+
+def load_to_score(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
+    """Load the whole model in `folder`, with `rope`, for the held-out loss, on the one device of `place`.
+
+    `prepare_to_generate` makes it one of `load_to_answer`. Raises DataError if transformers cannot load the model.
+    """
+    device = torch.device("cuda", 0) if place.gpus else torch.device("cpu")
+    model = load_base(folder, _dtype_at(place), rope, device_map=device)
+    model.train(False)
+    return model
+
+
+def _dtype_at(place: Answers) -> torch.dtype:
+    return torch.bfloat16 if place.gpus else torch.float32
+
+
 def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
     """Load the whole model in `folder`, with `rope`, as `place` says: in bf16 on its GPUs, else in fp32 on the CPUs.
 
@@ -58,7 +87,7 @@ def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> Pr
     elif place.gpus:  # transformers spreads whole layers over these GPUs
         free = free_gpus()[: place.gpus]
         options = {"device_map": "auto", "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)}}
-    model = load_plain(folder, torch.bfloat16 if place.gpus else torch.float32, rope, **options)
+    model = load_plain(folder, _dtype_at(place), rope, **options)
     model.config.use_cache = True
     model.train(False)
     return model
@@ -133,20 +162,22 @@ def generate_all(
     The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat template.
     """
     tokenizer = load_tokenizer(folder)
-    answers = []
+    prompts: list[list[int]] = []
+    rows: list[dict[str, Any]] = []
     for asked, text in zip(settings.prompts, rendered(folder, settings.prompts, context, say), strict=True):
-        prompt = tokenizer.encode(text, add_special_tokens=False).ids
-        answers.append({"prompt": asked, "reference": None, "answer": answer_to(model, tokenizer, prompt, settings)})
+        prompts.append(tokenizer.encode(text, add_special_tokens=False).ids)
+        rows.append({"prompt": asked, "reference": None})
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
         prompt, reference = question(document, tokenizer), first_answer(document)
-        answers.append(
+        prompts.append(prompt)
+        rows.append(
             {
                 "prompt": last_question(tokenizer.decode(prompt, skip_special_tokens=False)),
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
-                "answer": answer_to(model, tokenizer, prompt, settings),
             }
         )
-    return answers
+    answers = answers_to(model, tokenizer, prompts, settings.max_new_tokens, read_geometry(folder))
+    return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
 
 def rendered(folder: Path, prompts: Sequence[str], context: Context, say: Say) -> Sequence[str]:
@@ -176,28 +207,67 @@ def render(folder: Path, conversations: Sequence[Sequence[Message]], context: Co
 GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-def answer_to(model: PreTrainedModel, tokenizer: Tokenizer, prompt: list[int], settings: Evaluate) -> str:
-    """Return the text that the model generates greedily after the tokens of `prompt`.
+# Keys of a generation config whose effect on an answer does not depend on padding or on the other prompts of a batch.
+# Others may: an n-gram that must not be repeated, or a least length, counts the padding too.
+_BATCHED_KEYS = frozenset(
+    {
+        *("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "max_length", "max_new_tokens"),
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),  # a greedy answer has none of these
+        *("num_beams", "num_return_sequences"),  # `generate` sets these itself
+        *("use_cache", "transformers_version", "_from_model_config"),
+    }
+)
 
-    Raises DataError if the model's generation config cannot be used.
+
+def answers_to(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    geometry: Geometry,
+) -> list[str]:
+    """Return the texts that the model, of `geometry`, generates greedily after the tokens of each of `prompts`.
+
+    Prompts are asked in batches of similar lengths, or one by one if the model's generation config has a key whose
+    effect may depend on the batch. Raises DataError if the generation config cannot be used.
     """
-    tokens = generate(model, prompt, settings.max_new_tokens, **GREEDY)
-    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+    config: Any = model.generation_config
+    room_bytes = ANSWERING_BYTES
+    if model.device.type == "cpu":
+        room_bytes = min(room_bytes, host_free_bytes() // 2)
+    if not config.to_diff_dict().keys() <= _BATCHED_KEYS:
+        room_bytes = 0
+    waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
+    texts = [""] * len(prompts)
+    while waiting:
+        longest = len(prompts[waiting[0]])
+        count = answers_at_once(geometry, longest, max_new_tokens, model.dtype.itemsize, room_bytes)
+        batch, waiting = waiting[:count], waiting[count:]
+        answers = generate(model, [prompts[number] for number in batch], max_new_tokens, **GREEDY)
+        for number, tokens in zip(batch, answers, strict=True):
+            texts[number] = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+    return texts
 
 
-def generate(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
-    """Return the tokens of one answer after those of `prompt`; `options` are those of transformers' `generate`.
+def generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Return the tokens of an answer to each of `prompts`, with the token that ends it.
 
-    Raises DataError if the model's generation config cannot be used.
+    `options` are those of transformers' `generate`. Raises DataError if the model's generation config cannot be used.
     """
     # Of a model that is spread over GPUs and the host's memory, the parts in the latter have the device `meta`.
     device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    tokens = torch.tensor([prompt], device=device)
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    # The padding is masked. It repeats a token of the prompt, so that a penalty on what occurs applies to no other.
+    rows = [list(prompt[:1]) * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * missing + [1] * (longest - missing) for missing in padding]
     try:
         with torch.no_grad():
             output = model.generate(  # type: ignore[operator]
-                tokens,
-                attention_mask=torch.ones_like(tokens),
+                torch.tensor(rows, device=device),
+                attention_mask=torch.tensor(mask, device=device),
                 max_new_tokens=max_new_tokens,
                 num_beams=1,
                 num_return_sequences=1,
@@ -205,8 +275,15 @@ def generate(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int,
             )
     except (ValueError, TypeError) as error:
         raise DataError(f"the model cannot answer as its generation_config.json asks: {error}") from error
-    found: list[int] = output[0, len(prompt) :].tolist()
-    return found
+    config: Any = model.generation_config
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [_ended(tokens, stops) for tokens in output[:, longest:].tolist()]
+
+
+def _ended(tokens: list[int], stops: Sequence[int | None]) -> list[int]:
+    """Return `tokens` up to the first of `stops`: what follows it fills a batch whose other answers are longer."""
+    end = next((number for number, token in enumerate(tokens, start=1) if token in stops), len(tokens))
+    return tokens[:end]
 
 
 # A load test: open a model folder as users do, with transformers alone, and generate an answer to a prompt of the data.
@@ -242,5 +319,5 @@ def load_and_answer(folder: Path, shard: Path) -> Loaded:
     reader = held_out if len(held_out) else BlockReader(shard / "train")
     document = next(documents_of(reader[0]))
     prompt = document.tokens[: prompt_length(document) or 1].tolist()
-    answer = answer_to(model, load_tokenizer(folder), prompt, asked)
+    (answer,) = answers_to(model, load_tokenizer(folder), [prompt], NEW_TOKENS, read_geometry(folder))
     return Loaded(time.monotonic() - start_s, len(prompt), answer)

@@ -285,7 +285,7 @@ class Chat:
         most = min(self.limits.max_new_tokens or self.context.max_tokens, room)
         streamer = AnswerStreamer(self.tokenizer, self.write)
         try:
-            tokens = generate(model, self._asked, most, streamer=streamer, **self.limits.sampling)
+            (tokens,) = generate(model, [self._asked], most, streamer=streamer, **self.limits.sampling)
         except KeyboardInterrupt:
             streamer.end()
             self.tell("(stopped)")

@@ -1,5 +1,7 @@
 """The evaluate stage: scores of the base and the tuned model on held-out data, and their answers side by side.
 
+The base's are an instance of the stage by themselves, which the tuned model's reads.
+
 Two baselines show whether the tuned model learned anything: a unigram model of the training answers, and the tuned
 model itself with each answer behind another document's prompt.
 """
@@ -9,25 +11,30 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
+from pipeline_lib.config.content import WEIGHTS_SUFFIXES
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
-from pipeline_lib.core.files import read_json, write_json, write_jsonl
+from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
+from pipeline_lib.data.chat_template import Mode
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
 from pipeline_lib.data.ledger import LEDGER_NAME
 from pipeline_lib.data.packing import Split
@@ -36,85 +43,212 @@ from pipeline_lib.evaluate.answers import (
     answers_here,
     bounded,
     generate_all,
+    is_loaded_once_here,
     load_to_answer,
+    load_to_score,
     modes_of,
 )
 from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
-from pipeline_lib.model.batch import IGNORED, Batch, make_batch
+from pipeline_lib.model.batch import IGNORED, Batch, make_batch, token_losses
+from pipeline_lib.model.build import prepare_to_generate
 from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.files import generation_config_of
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.activations import HALF_BYTES
-from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, scoring_bytes, waiting_tokens
+from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, Answers, scoring_bytes, waiting_tokens
+from pipeline_lib.report.results import modes_in
 
 SCORES_NAME = "scores.jsonl"
+GENERATIONS_NAME = "generations.jsonl"
 NOT_JUDGED = "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Score both models on the validation blocks, generate their answers, write the results, and return the metrics.
+class Conditions(BaseModel):
+    """How a model was evaluated: the precision of its losses, the number of prompts, and the length of answers."""
 
-    If nothing is held out, the models only answer the prompts of the settings.
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    precision: Literal["bf16", "fp32"] | None  # None if nothing was held out
+    prompts: int
+    generations: int
+    max_new_tokens: int
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Evaluate the base model or, if the job reads a merge, the tuned model beside it; return the metrics.
+
+    A model is scored on the validation blocks, and answers prompts. If nothing is held out, it only answers the prompts
+    of the settings. The base's evaluation depends on no training, and is an instance of its own that a sweep shares.
     """
-    values = dict(job.spec.settings)
-    folders = {"base": job.inputs["model"].folder(), "tuned": job.inputs["merge"].folder()}
-    context = Context.of(values.pop("context", {}), modes_of(folders["tuned"]))
-    ropes = {"base": rope_in(values), "tuned": None}  # the tuned model's config.json has it
-    settings = read_settings(Evaluate, without_rope(values))
-    shard = job.inputs["shard"].folder()
-    held_out, training = BlockReader(shard / "validation"), BlockReader(shard / "train")
-    documents = [document for block in range(len(held_out)) for document in documents_of(held_out[block])]
-    sources = sources_of(job, documents)
-    blocks = [held_out[block] for block in range(len(held_out))]
-    shuffled, kept = shuffle_prompts(documents[:MAX_SHUFFLED], held_out.block_tokens)
-    losses: dict[str, Losses] = {}
-    answers: dict[str, list[dict[str, Any]]] = {}
-    if not documents:
-        settings = settings.model_copy(update={"generations": 0})
-    place = answers_here(folders["tuned"], settings)
+    return _run_tuned(job) if "merge" in job.inputs else _run_base(job)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What both models are evaluated on; `texts` is the folder of the tokenizer and the chat template."""
+
+    settings: Evaluate
+    context: Context
+    blocks: list[Block]
+    documents: list[Document]
+    texts: Path
+
+    @staticmethod
+    def of(job: Job, modes: Sequence[Mode]) -> "Exam":
+        """Return that of the job, whose training has those thinking modes."""
+        values = without_rope(job.spec.settings)
+        context = Context.of(values.pop("context", {}), modes)
+        settings = read_settings(Evaluate, values)
+        held_out = BlockReader(job.inputs["shard"].folder() / "validation")
+        blocks = [held_out[block] for block in range(len(held_out))]
+        documents = [document for block in blocks for document in documents_of(block)]
+        if not documents:
+            settings = settings.model_copy(update={"generations": 0})
+        model = job.inputs["model"]
+        names = [name for name in model.manifest.files if not name.endswith(WEIGHTS_SUFFIXES)]
+        texts = model.folder(*names) if names else model.path
+        return Exam(settings, context, blocks, documents, texts)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a model came to: its losses for each set of blocks, and its answers.
+
+    `conditions` are those under which other models have to be evaluated to be compared with it.
+    """
+
+    losses: list[Losses]
+    answers: list[dict[str, Any]]
+    place: Answers
+    conditions: Conditions
+
+
+def evaluated(
+    folder: Path,
+    sets: Sequence[Sequence[Block]],
+    exam: Exam,
+    say: Say,
+    rope: Rope | None = None,
+    generation: Mapping[str, Any] = MappingProxyType({}),
+) -> Evaluated:
+    """Evaluate the model in `folder`, with `rope` and the `generation` config if its files lack them.
+
+    Raises as `score` does, and DataError if the model cannot be loaded or its generation config cannot be used.
+    """
+    place = answers_here(folder, exam.settings)
     if place.is_bounded:
-        job.say(f"evaluate: {place}")
-    generation = generation_config_of(job.inputs)
-    for name, folder in folders.items():
-        if blocks:
-            job.say(f"evaluate: {name} model on {len(blocks):,} held-out blocks")
-            found = score(folder, [blocks, shuffled] if name == "tuned" else [blocks], job.say, ropes[name])
-            losses[name] = found[0]
-            if name == "tuned" and shuffled:
-                losses["own"], losses["shuffled"] = found[0].of_documents(kept), found[1]
-        answers[name] = []
-        if place.answers:
-            model = load_to_answer(folder, place, ropes[name])
-            if name == "base" and generation:
-                model.generation_config = GenerationConfig.from_dict(generation)
-            asked = bounded(settings, place)
-            answers[name] = generate_all(model, folders["base"], documents, asked, context, job.say)
-            del model
-            gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
+        say(f"evaluate: {place}")
+    asked = bounded(exam.settings, place)
+    precision = precision_here(folder, sets) if sets else None
+    losses, model = scored_and_loaded(folder, sets, place, say, rope)
+    answers = []
+    if model is not None:
+        if generation:
+            model.generation_config = GenerationConfig.from_dict(dict(generation))
+        answers = generate_all(model, exam.texts, exam.documents, asked, exam.context, say)
+    del model
+    gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
+    conditions = Conditions(
+        precision=precision,
+        prompts=len(asked.prompts),
+        generations=asked.generations,
+        max_new_tokens=asked.max_new_tokens,
+    )
+    return Evaluated(losses, answers, place, conditions)
+
+
+def _run_base(job: Job) -> dict[str, Any]:
+    """Evaluate the base model by itself."""
+    exam = Exam.of(job, modes_in(job.inputs["tokenize"].manifest))
+    found = _evaluated_base(job, exam)
+    rows = []
+    if found.losses:
+        job.say(_loss_line("base", _scores(found.losses[0])))
+        losses = found.losses[0]
+        pairs = zip(losses.nats.tolist(), losses.tokens.tolist(), strict=True)
+        rows = [{"nats": nats, "tokens": tokens} for nats, tokens in pairs]
+    metrics: dict[str, Any] = {"conditions": found.conditions.model_dump(mode="json")}
+    if found.place.is_bounded:
+        metrics["answers"] = str(found.place)
+    write_json(job.out / "metrics.json", metrics)
+    write_jsonl(job.out / SCORES_NAME, rows)
+    write_jsonl(job.out / GENERATIONS_NAME, found.answers)
+    return metrics
+
+
+def _evaluated_base(job: Job, exam: Exam) -> Evaluated:
+    """Evaluate the base model of the job, with its own generation config."""
+    sets = [exam.blocks] if exam.blocks else []
+    if sets:
+        job.say(f"evaluate: base model on {len(exam.blocks):,} held-out blocks")
+    folder, rope = job.inputs["model"].folder(), rope_in(job.spec.settings)
+    return evaluated(folder, sets, exam, job.say, rope, generation_config_of(job.inputs))
+
+
+def _sealed_base(job: Job, tuned: Evaluated) -> Evaluated | None:
+    """Return the sealed evaluation of the base model; None if its conditions were not those of `tuned`."""
+    sealed = job.inputs["baseline"]
+    conditions = Conditions.model_validate(read_json(sealed.file("metrics.json"))["conditions"])
+    if conditions != tuned.conditions:
+        return None
+    rows = read_jsonl(sealed.file(SCORES_NAME))
+    nats = np.array([row["nats"] for row in rows], np.float64)
+    losses = Losses(nats, np.array([row["tokens"] for row in rows], np.int64))
+    answers = read_jsonl(sealed.file(GENERATIONS_NAME))
+    return Evaluated([losses] if rows else [], answers, tuned.place, conditions)
+
+
+def _run_tuned(job: Job) -> dict[str, Any]:
+    """Evaluate the tuned model, and compare it with the base model."""
+    folder = job.inputs["merge"].folder()
+    exam = Exam.of(job, modes_of(folder))
+    sources = sources_of(job, exam.documents)
+    sets: list[list[Block]] = []
+    shuffled, kept = list[Block](), list[int]()
+    if exam.blocks:
+        shuffled, kept = shuffle_prompts(exam.documents[:MAX_SHUFFLED], _longest([exam.blocks]))
+        sets = [exam.blocks, shuffled]
+        job.say(f"evaluate: tuned model on {len(exam.blocks):,} held-out blocks")
+    tuned = evaluated(folder, sets, exam, job.say)
+    base = _sealed_base(job, tuned)
+    if base is None:
+        job.say("evaluate: the base model was evaluated in another precision or with other prompts, so again here")
+        base = _evaluated_base(job, exam)
     metrics: dict[str, Any] = {"eval": {"samples": 0}, "verdict": {"text": NOT_JUDGED}}
     rows: list[dict[str, Any]] = []
-    if documents:
-        unigram = unigram_loss(training, held_out)
-        metrics = {"eval": _eval(losses, unigram, len(documents)), "verdict": judge(losses, unigram)}
-        rows = score_rows(documents, losses["base"], losses["tuned"])
-    if sources:
-        metrics["eval"]["by_source"] = scores_by_source(sources, losses["base"], losses["tuned"])
-    if place.is_bounded:
-        metrics["answers"] = str(place)
+    if exam.documents:
+        losses = {"base": base.losses[0], "tuned": tuned.losses[0]}
+        if shuffled:
+            losses |= {"own": tuned.losses[0].of_documents(kept), "shuffled": tuned.losses[1]}
+        shard = job.inputs["shard"].path
+        unigram = unigram_loss(BlockReader(shard / "train"), BlockReader(shard / "validation"))
+        metrics = {"eval": _eval(losses, unigram, len(exam.documents)), "verdict": judge(losses, unigram)}
+        rows = score_rows(exam.documents, losses["base"], losses["tuned"])
+        if sources:
+            metrics["eval"]["by_source"] = scores_by_source(sources, losses["base"], losses["tuned"])
+    if tuned.place.is_bounded:
+        metrics["answers"] = str(tuned.place)
     write_json(job.out / "metrics.json", metrics)
     write_jsonl(job.out / SCORES_NAME, rows)
     side_by_side = [
-        {"prompt": base["prompt"], "reference": base["reference"], "base": base["answer"], "tuned": tuned["answer"]}
-        for base, tuned in zip(answers["base"], answers["tuned"], strict=True)
+        {
+            "prompt": of_base["prompt"],
+            "reference": of_base["reference"],
+            "base": of_base["answer"],
+            "tuned": of_tuned["answer"],
+        }
+        for of_base, of_tuned in zip(base.answers, tuned.answers, strict=True)
     ]
-    write_jsonl(job.out / "generations.jsonl", side_by_side)
-    for name in folders if documents else ():
-        scores = metrics["eval"][name]
-        job.say(f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}")
+    write_jsonl(job.out / GENERATIONS_NAME, side_by_side)
+    for name in ("base", "tuned") if exam.documents else ():
+        job.say(_loss_line(name, metrics["eval"][name]))
     job.say(f"evaluate: {metrics['verdict']['text']}")
     return metrics
+
+
+def _loss_line(name: str, scores: Mapping[str, Any]) -> str:
+    return f"evaluate: {name:5} loss {scores['loss']:.4f}  perplexity {scores['perplexity']:.2f}"
 
 
 def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
@@ -176,17 +310,58 @@ def _eval(losses: Mapping[str, Losses], unigram: float, samples: int) -> dict[st
     }
 
 
+def precision_here(folder: Path, sets: Sequence[Sequence[Block]]) -> Literal["bf16", "fp32"]:
+    """Return the precision in which this machine computes the losses of the model in `folder`."""
+    return "bf16" if device_to_score(folder, _longest(sets)).type == "cuda" else "fp32"
+
+
+def scored_and_loaded(
+    folder: Path, sets: Sequence[Sequence[Block]], place: Answers, say: Say, rope: Rope | None = None
+) -> tuple[list[Losses], PreTrainedModel | None]:
+    """Return the losses as `score` does, none without `sets`, and the model to answer at `place`, None if none does.
+
+    The model is loaded once for both if it has room there; the losses have the same bits.
+    """
+    if sets and is_loaded_once_here(folder, place, _longest(sets)):
+        model = load_to_score(folder, place, rope)
+        losses = score_whole(model, sets)
+        prepare_to_generate(model)
+        return losses, model
+    losses = score(folder, sets, say, rope) if sets else []
+    return losses, load_to_answer(folder, place, rope) if place.answers else None
+
+
+def score_whole(model: PreTrainedModel, sets: Sequence[Sequence[Block]]) -> list[Losses]:
+    """Return what `score` does, of a model of `load_base`."""
+    return [_losses_of(groups, [_losses_in(model, group) for group in groups]) for groups in _grouped(sets)]
+
+
+@torch.no_grad()
+def _losses_in(model: PreTrainedModel, group: Sequence[Block]) -> Tensor:
+    """Return the losses [B, T] of the tokens of `group`, on the CPU."""
+    return token_losses(model, make_batch(group).to(model.device)).cpu()
+
+
+def _grouped(sets: Sequence[Sequence[Block]]) -> list[list[list[Block]]]:
+    return [list(_groups(blocks)) for blocks in sets]
+
+
+def _longest(sets: Sequence[Sequence[Block]]) -> int:
+    """Return the number of tokens of the longest block."""
+    return max(len(blocks[0].tokens) for blocks in sets if blocks)
+
+
 def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None) -> list[Losses]:
     """Return the losses of the model in `folder`, with `rope`, for each document of each set of blocks, in order.
 
     The model is read layer by layer, once for all sets, or more often if the host has no memory for the hidden states
     of all tokens. Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
     """
-    device = device_to_score(folder, max(len(blocks[0].tokens) for blocks in sets if blocks))
+    device = device_to_score(folder, _longest(sets))
     if device.type == "cpu" and torch.cuda.is_available():
         say("evaluate: the GPU has no room for two layers of the model: on the CPUs, which takes hours")
     model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device, rope)
-    groups = [list(_groups(blocks)) for blocks in sets]
+    groups = _grouped(sets)
     batches = [make_batch(group) for group in chain.from_iterable(groups)]
     passes = _passes(batches, waiting_tokens(read_geometry(folder), model.dtype.itemsize, host_free_bytes()))
     if len(passes) > 1:

@@ -19,7 +19,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_ma
 # Links: what a result was made from, back to the sources, as the manifests record it.
 
 CODE = "code"  # the key of the git commit in `versions`
-NEWEST_FIRST = ("report", "evaluate", "merge", "train", "shard", "tokenize", "data", "generation", "model")
+NEWEST_FIRST = ("report", "evaluate", "baseline", "merge", "train", "shard", "tokenize", "data", "generation", "model")
 
 
 @dataclass(frozen=True)

@@ -180,17 +180,24 @@ def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def load_base(folder: Path, dtype: torch.dtype, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the whole model in the Hugging Face folder on the CPU, in `dtype`. Never runs code from the folder.
+def load_base(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any) -> PreTrainedModel:
+    """Load the whole model in the Hugging Face folder in `dtype`. Never runs code from the folder.
 
     The model can attend within documents and return losses, as model/batch.py calls it. It uses torch's attention
-    kernel, since speed matters little here and cuDNN's may not support the shape. Raises DataError if transformers
-    cannot load the model, or if weights are missing.
+    kernel, since speed matters little here and cuDNN's may not support the shape. It is on the CPU unless `options` of
+    `from_pretrained` say otherwise. Raises DataError if transformers cannot load the model, or if weights are missing.
     """
     attention.register()
     experts.register()
-    model = load_plain(folder, dtype, rope, attn_implementation=PACKED_FLASH, experts_implementation=GROUPED)
-    return _prepare(model, folder)
+    options |= {"attn_implementation": PACKED_FLASH, "experts_implementation": GROUPED}
+    return _prepare(load_plain(folder, dtype, rope, **options), folder)
+
+
+def prepare_to_generate(model: PreTrainedModel) -> None:
+    """Give a model of `load_base` the attention, experts and cache of a model of `load_plain`."""
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation(model.get_correct_experts_implementation(None))
+    model.config.use_cache = True
 
 
 def load_plain(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What the evaluation of a model needs and takes: the held-out loss in one pass, layer by layer, and the answers.
+"""What the evaluation of a model needs and takes: the held-out loss in one pass, and the answers.
 
 evaluate/ decides where it runs by the same functions, with the memory that it finds free.
 """
@@ -20,9 +20,9 @@ from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, RESERVE_BYTES
 from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from pipeline_lib.plan.workload import Workload
 
-# The held-out loss. model/streaming.py holds two parts of the model at a time, and the hidden states of all tokens of a
-# pass in host memory. The base and the tuned model score the held-out blocks; the tuned model also scores documents
-# with shuffled prompts (evaluate/stage.py).
+# The held-out loss part by part. model/streaming.py holds two parts of the model at a time, and the hidden states of
+# all tokens of a pass in host memory. The base and the tuned model score the held-out blocks; the tuned model also
+# scores documents with shuffled prompts (evaluate/stage.py).
 
 MODELS = 2
 MAX_SHUFFLED = 1000  # documents
@@ -43,15 +43,25 @@ def largest_part_parameters(geometry: Geometry) -> int:
 
 
 def scoring_bytes(geometry: Geometry, block_tokens: int, number_bytes: int) -> int:
-    """Return the device memory for the held-out loss: two parts, and what a layer or the loss computes at a time."""
+    """Return the device memory for the held-out loss part by part: two parts, and what is computed at a time."""
+    parts = 2 * number_bytes * largest_part_parameters(geometry)
+    return parts + computing_bytes(geometry, block_tokens, number_bytes)
+
+
+def computing_bytes(geometry: Geometry, block_tokens: int, number_bytes: int) -> int:
+    """Return the device memory for what a layer or the held-out loss computes at a time."""
     tokens = max(BATCH_TOKENS, block_tokens)
+    of_loss = _LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * geometry.vocab)
+    return max(_layer_bytes(geometry, tokens, number_bytes), of_loss)
+
+
+def _layer_bytes(geometry: Geometry, tokens: int, number_bytes: int) -> int:
+    """Return the device memory for what a layer computes of so many tokens, without gradients."""
     width = max(geometry.intermediate, geometry.experts_per_token * (geometry.expert_intermediate + geometry.hidden))
     channels = geometry.heads * geometry.head_dim
     if geometry.delta is not None:
         channels = max(2 * channels, geometry.delta.channels)
-    of_layer = number_bytes * tokens * (3 * width + 6 * geometry.hidden + 3 * channels)
-    of_loss = _LOGIT_BYTES * min(LOGITS_AT_ONCE, tokens * geometry.vocab)
-    return 2 * number_bytes * largest_part_parameters(geometry) + max(of_layer, of_loss)
+    return number_bytes * tokens * (3 * width + 6 * geometry.hidden + 3 * channels)
 
 
 def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None) -> int:
@@ -65,6 +75,7 @@ def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None
 
 # The answers, for which a whole model is held: on one GPU, on as many GPUs of a node as it takes, or on CPUs. There,
 # each token reads all weights from memory, so answers are few: the same ones on any host with room for the model.
+# Answers are generated in batches, of as many prompts as have room: a step reads the weights once for all of them.
 
 ANSWERING_BYTES = 4 * GIB  # of a GPU beside the weights: activations, keys and values
 CPU_BYTES = 5  # of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
@@ -140,14 +151,69 @@ def plan_answers(geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: i
     return bounded("cpu", gpus=0, answers=answers, new_tokens=new_tokens, why=why)
 
 
+def answer_bytes(geometry: Geometry, prompt_tokens: int, new_tokens: int, number_bytes: int) -> int:
+    """Return the device memory of one answer in a batch, whose prompts are padded to `prompt_tokens`.
+
+    It keeps keys, values and states of all layers. Beside them there are what one layer computes of the prompt, the
+    mask of its attention, and the logits of one token.
+    """
+    kept = 2 * number_bytes * geometry.attention_layers * geometry.kv_heads * geometry.head_dim
+    kept *= prompt_tokens + new_tokens
+    if geometry.delta is not None:
+        states = geometry.delta.values * geometry.delta.key_dim + geometry.delta.channels * geometry.delta.width
+        kept += FP32_BYTES * len(geometry.delta_layers) * states
+    mask = (1 + number_bytes) * prompt_tokens**2
+    return kept + _layer_bytes(geometry, prompt_tokens, number_bytes) + mask + _LOGIT_BYTES * geometry.vocab
+
+
+def answers_at_once(
+    geometry: Geometry, prompt_tokens: int, new_tokens: int, number_bytes: int, room_bytes: int = ANSWERING_BYTES
+) -> int:
+    """Return how many answers are generated in one batch in `room_bytes` of device memory beside the model."""
+    return max(1, room_bytes // answer_bytes(geometry, prompt_tokens, new_tokens, number_bytes))
+
+
 def answers_of(geometry: Geometry, settings: Evaluate, cluster: Cluster, machine: Machine | None) -> Answers:
     """Return how the evaluation on that cluster will answer; a GPU of unknown memory is expected to hold the model."""
     host_bytes = machine.host_memory_bytes if machine else None
-    if cluster.gpus_per_node and (machine is None or machine.gpu_memory_bytes is None):
-        enough = HALF_BYTES * geometry.parameters + ANSWERING_BYTES
-        return plan_answers(geometry, settings, cluster.gpus_per_node, enough, host_bytes)
-    gpu_bytes = machine.gpu_memory_bytes or 0 if machine else 0
+    gpu_bytes = _gpu_bytes(geometry, cluster, machine)
     return plan_answers(geometry, settings, cluster.gpus_per_node, gpu_bytes, host_bytes)
+
+
+def _gpu_bytes(geometry: Geometry, cluster: Cluster, machine: Machine | None) -> int:
+    """Return the memory of a GPU, 0 without GPUs; an unknown one has as much as the model and its answers take."""
+    if not cluster.gpus_per_node:
+        return 0
+    if machine is None or machine.gpu_memory_bytes is None:
+        return HALF_BYTES * geometry.parameters + ANSWERING_BYTES
+    return machine.gpu_memory_bytes
+
+
+# A model that answers on the device that computes the held-out loss is loaded once for both, if that has the room.
+
+
+def is_loaded_once(
+    geometry: Geometry, block_tokens: int, answers: Answers, gpu_bytes: int, host_bytes: int | None
+) -> bool:
+    """Return whether the model that answers computes the held-out loss of such blocks too.
+
+    `gpu_bytes` of the first GPU are free, 0 without one, and `host_bytes` of the host, None if not known.
+    """
+    if answers.gpus == 1:
+        return HALF_BYTES * geometry.parameters + computing_bytes(geometry, block_tokens, HALF_BYTES) <= gpu_bytes
+    if answers.place != "cpu" or scoring_bytes(geometry, block_tokens, HALF_BYTES) <= gpu_bytes:
+        return False
+    needed = CPU_BYTES * geometry.parameters + computing_bytes(geometry, block_tokens, FP32_BYTES)
+    return needed <= (_ASSUMED_HOST_BYTES if host_bytes is None else host_bytes)
+
+
+def will_load_once(
+    geometry: Geometry, block_tokens: int, answers: Answers, cluster: Cluster, machine: Machine | None
+) -> bool:
+    """Return what `is_loaded_once` will say on that cluster, as far as is known."""
+    gpu_bytes = _gpu_bytes(geometry, cluster, machine) - RESERVE_BYTES
+    host_bytes = machine.host_memory_bytes if machine else None
+    return is_loaded_once(geometry, block_tokens, answers, gpu_bytes, host_bytes)
 
 
 # Memory and time of the whole evaluation.
@@ -180,11 +246,12 @@ def scored_tokens(workload: Workload) -> tuple[float, float]:
 
 
 def evaluation_host_bytes(
-    geometry: Geometry, workload: Workload, answers: Answers, is_gpu: bool, has_bytes: int | None
+    geometry: Geometry, workload: Workload, answers: Answers, is_gpu: bool, is_once: bool, has_bytes: int | None
 ) -> int:
     """Return the host memory of the evaluation's process: for hidden states, or for the whole model that answers.
 
-    `has_bytes` is the host's memory, None if not known.
+    A model that is loaded once for both (`is_once`) passes whole, and no hidden states wait. `has_bytes` is the host's
+    memory, None if not known.
     """
     number = HALF_BYTES if is_gpu else FP32_BYTES
     tokens = min(max(scored_tokens(workload)), waiting_tokens(geometry, number, has_bytes))
@@ -196,16 +263,24 @@ def evaluation_host_bytes(
     whole = {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place] * geometry.parameters
     if answers.place == "gpu" and has_bytes is not None:  # pages of mapped files, which the system may drop
         whole = min(whole, has_bytes - own)
+    if is_once:
+        computing = 0 if is_gpu else computing_bytes(geometry, workload.block_tokens, FP32_BYTES)
+        return math.ceil(own + whole + computing)
     return math.ceil(own + max(scoring, whole))
 
 
-def evaluation_gpu_bytes(geometry: Geometry, workload: Workload, answers: Answers) -> int:
-    """Return the memory of the first GPU: for the held-out loss, or for its share of the model that answers."""
+def evaluation_gpu_bytes(geometry: Geometry, workload: Workload, answers: Answers, is_once: bool) -> int:
+    """Return the memory of the first GPU: for the held-out loss, or for its share of the model that answers.
+
+    With `is_once` the model that answers computes the loss too.
+    """
+    weights = HALF_BYTES * geometry.parameters
     scoring = scoring_bytes(geometry, workload.block_tokens, HALF_BYTES) + RESERVE_BYTES
     if answers.place != "gpu":
         return scoring
-    answering = math.ceil(HALF_BYTES * geometry.parameters / answers.gpus) + ANSWERING_BYTES
-    return max(scoring, answering)
+    if is_once:
+        scoring = weights + computing_bytes(geometry, workload.block_tokens, HALF_BYTES) + RESERVE_BYTES
+    return max(scoring, math.ceil(weights / answers.gpus) + ANSWERING_BYTES)
 
 
 def evaluation_s(geometry: Geometry, workload: Workload, answers: Answers, machine: Machine) -> Figure:
@@ -213,14 +288,21 @@ def evaluation_s(geometry: Geometry, workload: Workload, answers: Answers, machi
 
     On several GPUs each token of an answer passes through them one after the other.
     """
-    weights_bytes = (HALF_BYTES if machine.is_gpu else FP32_BYTES) * geometry.matmul_parameters
+    number_bytes = HALF_BYTES if machine.is_gpu else FP32_BYTES
+    weights_bytes = number_bytes * geometry.matmul_parameters
     prompts = MODELS * answers.answers * workload.document_tokens
+    most = 1  # fp32 products of two to eight rows take CPUs as long as the rows one by one (measured)
+    if machine.is_gpu:
+        most = answers_at_once(geometry, math.ceil(workload.document_tokens), answers.new_tokens, number_bytes)
+    batches = math.ceil(answers.answers / most)
+    rows = answers.answers / max(1, batches)
 
     def computing_s(speeds: Speeds) -> float:
-        """Return the seconds at these speeds; each token of an answer reads all weights that it is multiplied by."""
-        token_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
+        """Return the seconds at these speeds; each step of a batch reads all weights that it is multiplied by."""
+        step_s = max(weights_bytes / speeds.memory_bytes_s, geometry.layers * _LAUNCHES * speeds.launch_s)
+        step_s = max(step_s, pass_s(geometry, rows, speeds))
         passed = pass_s(geometry, sum(scored_tokens(workload)) + prompts, speeds)
-        return passed + MODELS * answers.answers * answers.new_tokens * token_s
+        return passed + MODELS * batches * answers.new_tokens * step_s
 
     return Figure.of({end: computing_s(machine.speeds(end)) for end in End})
 

@@ -23,6 +23,7 @@ from pipeline_lib.plan.evaluation import (
     pass_s,
     scoring_bytes,
     scoring_gpus,
+    will_load_once,
 )
 from pipeline_lib.plan.machine import End, Figure, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, checkpoint_bytes
@@ -202,23 +203,27 @@ def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Nee
 def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
     """Return what the evaluation takes of two models of `read_bytes` bytes together.
 
-    Each is read for the held-out loss while it computes, and once more for the answers. `most_cpus` is the number of
-    CPUs of the largest node without GPUs, if known.
+    Each is loaded once if it has room beside what the held-out loss computes. Else it is read for that while it
+    computes, and once more for the answers. `most_cpus` is the number of CPUs of the largest node without GPUs, if
+    known.
     """
     geometry, workload, answers = run.geometry, run.workload, run.answers
     if geometry is None or answers is None:
         return replace(loading_need(run, read_bytes, most_cpus), stage="evaluate")
     gpus, computing = run.gpus, run.evaluation_s(most_cpus)
     has_bytes = run.machine.host_memory_bytes if run.machine else None
-    work_s = verifying_s(read_bytes) + (2 if answers.answers else 1) * read_bytes / FILE_BYTES_S
+    is_once = will_load_once(geometry, workload.block_tokens, answers, run.cluster, run.machine)
+    is_read_again = answers.answers > 0 and not is_once
+    work_s = verifying_s(read_bytes) + (2 if is_read_again else 1) * read_bytes / FILE_BYTES_S
+    how = "through the whole model" if is_once else "layer by layer"
     return Need(
         "evaluate",
         run.cpus(most_cpus),
-        evaluation_host_bytes(geometry, workload, answers, gpus > 0, has_bytes),
+        evaluation_host_bytes(geometry, workload, answers, gpus > 0, is_once, has_bytes),
         work_s + (computing.high if computing else 0),
         gpus,
-        evaluation_gpu_bytes(geometry, workload, answers) if gpus else 0,
-        note=f"batches of {max(BATCH_TOKENS, workload.block_tokens):,} tokens, layer by layer; {answers}",
+        evaluation_gpu_bytes(geometry, workload, answers, is_once) if gpus else 0,
+        note=f"batches of {max(BATCH_TOKENS, workload.block_tokens):,} tokens, {how}; {answers}",
     )
 
 

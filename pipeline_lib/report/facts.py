@@ -304,7 +304,7 @@ def _known(reduce: Callable[[list[float]], float], values: Any) -> float | None:
 # The facts of an experiment, read from the sealed directories of its stages.
 
 Read = TypeVar("Read", bound=Lenient)
-ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "evaluate")
+ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "baseline", "evaluate")
 
 
 @dataclass(frozen=True)

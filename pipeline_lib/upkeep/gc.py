@@ -180,9 +180,12 @@ def _in_runs(
     return runs, leftovers, needs.runs | staying
 
 
-def _last_first(one: Made) -> tuple[int, str]:
-    """Return a sort key that puts results before what they are made from."""
-    return (_ORDER.index(one.ref.stage) if one.ref.stage in _ORDER else -1, one.ref.digest)
+def _last_first(one: Made) -> tuple[int, bool, str]:
+    """Return a sort key that puts results before what they are made from, also of the same stage."""
+    inputs = one.manifest.inputs.values() if one.manifest else ()
+    reads_own_stage = any(entry.stage == one.ref.stage for entry in inputs)
+    place = _ORDER.index(one.ref.stage) if one.ref.stage in _ORDER else -1
+    return place, not reads_own_stage, one.ref.digest
 
 
 def _without_directory(inventory: Inventory) -> Iterator[Path]:

@@ -31,6 +31,17 @@ def test_a_frozen_experiment_thaws_the_same_after_the_yaml_was_edited(dag: Dag, 
         assert thawed.pointers_read_by(spec.digest) == dag.pointers_read_by(spec.digest)
 
 
+def test_the_base_is_evaluated_once_for_a_sweep_after_the_plan_and_not_again_for_another_plan(sweep: Dag) -> None:
+    (base,) = {one.ref("baseline") for one in sweep.experiments}
+    assert len({one.ref("evaluate") for one in sweep.experiments}) > 1
+    assert "base model" in sweep.title(base.digest) and "shared with" in sweep.title(base.digest)
+    inputs = [str(sweep.store.pointer(sweep.experiment.ref(part))) for part in ("model", "shard", "tokenize")]
+    assert sweep.pointers_read_by(base.digest) == [*inputs, sweep.pointer("plan")]
+    sweep.store.pointer(base).parent.mkdir(parents=True)
+    sweep.store.pointer(base).touch()
+    assert sweep.pointers_read_by(base.digest) == inputs
+
+
 def test_two_experiments_freeze_apart(dag: Dag, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG.replace("1.0e-4", "2.0e-4"))
     other = Dag.compile([str(tmp_path / "config.yaml")], {}, dag.store)

@@ -3,6 +3,7 @@
 import math
 import shutil
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,20 +18,32 @@ from benchmarks.sizes import model_config
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.core.errors import DataError, IntegrityError
-from pipeline_lib.core.files import read_jsonl, write_json
+from pipeline_lib.core.files import read_json, read_jsonl, write_json
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data import shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document, Samples
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer
-from pipeline_lib.evaluate.stage import NOT_JUDGED, judge, run, score, score_rows, shuffle_prompts, unigram_loss
+from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer, load_to_score
+from pipeline_lib.evaluate.stage import (
+    NOT_JUDGED,
+    judge,
+    run,
+    score,
+    score_rows,
+    scored_and_loaded,
+    shuffle_prompts,
+    unigram_loss,
+)
 from pipeline_lib.evaluate.statistics import Losses
 from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
-from pipeline_lib.plan.evaluation import Answers
+from pipeline_lib.model.families import read_geometry
+from pipeline_lib.model.streaming import StreamedModel
+from pipeline_lib.plan.evaluation import CPU_BYTES, Answers, Place, is_loaded_once
 from tests.data.test_shard import write_samples
+from tests.families import FAMILIES, write_family
 from tests.locks import hold
 from tests.train.conftest import BLOCK_TOKENS, make_documents, write_model
 
@@ -126,29 +139,47 @@ def test_few_documents_prove_no_gain_however_large() -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny: Path) -> Job:
-    """Of two small models, to score and ask."""
+def base_job(tmp_path: Path, tiny: Path) -> Job:
+    """Of the base of two small models, to score and ask."""
     for name in ("model", "merge"):
         shutil.copytree(tiny, tmp_path / name)
     for name in ("train", "validation"):
         write_blocks(tmp_path / "shard" / name, make_documents(4, seed=3), BLOCK_TOKENS, 1)
-    inputs = {
-        name: Sealed(tmp_path / name, Manifest(stage="any", digest="0", spec={}, files={}))
-        for name in ("model", "merge", "shard")
-    }
-    spec = Spec("evaluate", 3, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
+    inputs = {name: sealed_at(tmp_path / name) for name in ("model", "shard", "tokenize")}
+    spec = Spec("evaluate", 4, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
+    (tmp_path / "baseline").mkdir()
+    store, lock = Store(tmp_path / "store"), hold(tmp_path / "lock")
+    return Job(spec, store, inputs, tmp_path / "baseline", lambda _: None, lock)
+
+
+@pytest.fixture
+def job(base_job: Job, tmp_path: Path) -> Job:
+    """Of the tuned model, beside the base whose evaluation is not made yet."""
     (tmp_path / "out").mkdir()
-    return Job(spec, Store(tmp_path / "store"), inputs, tmp_path / "out", lambda _: None, hold(tmp_path / "lock"))
+    inputs = {name: base_job.inputs[name] for name in ("model", "shard")}
+    inputs |= {name: sealed_at(tmp_path / name) for name in ("merge", "baseline")}
+    return replace(base_job, inputs=inputs, out=tmp_path / "out")
+
+
+def sealed_at(path: Path) -> Sealed:
+    return Sealed(path, Manifest(stage="any", digest="0", spec={}, files={}))
+
+
+def run_both(base_job: Job, job: Job, **settings: Any) -> dict[str, Any]:
+    """Evaluate the base and then the tuned model, with `settings`; what the latter returns."""
+    jobs = [replace(one, spec=replace(one.spec, settings={**one.spec.settings, **settings})) for one in (base_job, job)]
+    run(jobs[0])
+    return run(jobs[1])
 
 
 def test_the_base_model_answers_as_its_own_generation_config_says(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base_job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of a local model is sealed by itself, beside the model."""
-    path = job.inputs["model"].path / "generation_config.json"
+    path = base_job.inputs["model"].path / "generation_config.json"
     path.write_text('{"eos_token_id": "x"}')
     with pytest.raises(DataError, match=rf"{path}: eos_token_id: 'x' is not a token id"):
-        run(job)
+        run(base_job)
     write_json(tmp_path / "generation" / path.name, {"eos_token_id": 3, "repetition_penalty": 1.5})
     path.unlink()
     asked: list[tuple[object, object]] = []
@@ -160,25 +191,77 @@ def test_the_base_model_answers_as_its_own_generation_config_says(
 
     monkeypatch.setattr("pipeline_lib.evaluate.stage.generate_all", ask)
     manifest = Manifest(stage="download", digest="0", spec={}, files={})
-    run(replace(job, inputs={**job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
-    assert asked[0] == (3, 1.5)
-    assert asked[1] != asked[0]
+    run(replace(base_job, inputs={**base_job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
+    assert asked == [(3, 1.5)]
 
 
-def test_one_model_is_held_at_a_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_one_model_is_held_at_a_time_and_loaded_once_where_it_has_room(
+    base_job: Job, job: Job, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
     """The plan, the job's memory and the choice of the device count one."""
     held: list[weakref.ref[object]] = []
+    streamed: list[Path] = []
 
-    def load(folder: Path, place: Answers, rope: Rope | None) -> object:
-        assert [reference for reference in held if reference() is not None] == []
-        model = load_to_answer(folder, place, rope)
-        held.append(weakref.ref(model))
-        return model
+    def holding(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(*arguments: Any) -> Any:
+            assert [reference for reference in held if reference() is not None] == []
+            model = load(*arguments)
+            held.append(weakref.ref(model))
+            return model
 
-    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_answer", load)
-    run(job)
+        return loaded
+
+    def stream(folder: Path, *arguments: Any) -> StreamedModel:
+        streamed.append(folder)
+        return StreamedModel(folder, *arguments)
+
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_answer", holding(load_to_answer))
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_score", holding(load_to_score))
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.StreamedModel", stream)
+    if not has_room:  # for the model with what the loss computes; it has for the model alone
+        free_bytes = CPU_BYTES * read_geometry(job.inputs["model"].path).parameters
+        monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: free_bytes)
+    run_both(base_job, job)
     assert len(held) == 2
+    assert len(streamed) == (0 if has_room else 2)
     assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")][0] == "?"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path / "model", family, "instruct-2507")
+    write_blocks(tmp_path / "blocks", make_documents(4, seed=3), BLOCK_TOKENS, 1)
+    blocks = [BlockReader(tmp_path / "blocks")[block] for block in range(4)]
+    place = Answers("cpu", 0, 1, 8, 1, 8)
+    (parts,) = score(folder, [blocks], print)
+    (whole,), model = scored_and_loaded(folder, [blocks], place, print)
+    assert model is not None
+    assert whole.nats.tolist() == parts.nats.tolist()
+    assert whole.tokens.tolist() == parts.tokens.tolist()
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        found, expected = (one(tokens, use_cache=True).logits for one in (model, load_to_answer(folder, place)))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("place", "gpu_gib", "host_gib", "is_once"),
+    [
+        ("gpu", 24, 4, True),  # 1.2 GB of weights in bf16
+        ("gpu", 2, 64, False),  # what is computed at a time takes 2.7 GB
+        ("cpu", 0, 8, True),  # 3 GB of weights, 2.8 GB computed at a time
+        ("cpu", 0, 4, False),
+        ("cpu", 24, 64, False),  # the loss is computed on the GPU, layer by layer
+        ("none", 24, 64, False),
+    ],
+)
+def test_a_model_is_loaded_once_where_both_have_room(
+    tmp_path: Path, place: Place, gpu_gib: int, host_gib: int, is_once: bool
+) -> None:
+    write_json(tmp_path / "config.json", model_config("0.6B", None))
+    answers = Answers(place, int(place == "gpu"), 1, 8, 1, 8)
+    assert is_loaded_once(read_geometry(tmp_path), 4096, answers, gpu_gib * 2**30, host_gib * 2**30) == is_once
 
 
 @pytest.mark.parametrize(
@@ -215,14 +298,14 @@ def test_with_little_host_memory_the_model_is_read_more_often_and_that_is_said(
 
 
 def test_answers_that_have_no_room_are_left_out_and_the_results_say_so(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    base_job: Job, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: 1000)
-    metrics = run(replace(job, say=said.append))
+    metrics = run_both(base_job, replace(job, say=said.append))
     why = "no answers: there is no GPU, and on CPUs it would take "
     assert metrics["answers"].startswith(why)
-    assert said[0].startswith(f"evaluate: {why}")
+    assert said[1].startswith(f"evaluate: {why}")
     assert read_jsonl(job.out / "generations.jsonl") == []
     assert math.isfinite(metrics["eval"]["tuned"]["loss"])
 
@@ -273,16 +356,17 @@ def with_sources(job: Job, tmp_path: Path, **settings: Any) -> Job:
     manifest = Manifest(stage="shard", digest="0", spec=spec.to_json(), files={})
     inputs = {**job.inputs, "tokenize": tokenize, "shard": Sealed(tmp_path / "shard", manifest)}
     refs = {"shard": Ref("shard", "0")}
-    return replace(job, spec=Spec("evaluate", 3, {"generations": 0}, refs), inputs=inputs)
+    return replace(job, spec=Spec("evaluate", 4, {"generations": 0}, refs), inputs=inputs)
 
 
 @pytest.mark.parametrize(
     "settings", [{"validation_fraction": 0.4, "weights": [1.0, 3.0]}, {"validation_fraction": 0.5}]
 )
 def test_the_loss_of_each_source_is_that_of_its_own_documents(
-    job: Job, tmp_path: Path, settings: dict[str, Any]
+    base_job: Job, job: Job, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    metrics = run(with_sources(job, tmp_path, **settings))
+    of_sources = with_sources(job, tmp_path, **settings)
+    metrics = run_both(base_job, of_sources, generations=0, prompts=[])
 
     by_source = metrics["eval"]["by_source"]
     assert [one["source"] for one in by_source] == ["rows.jsonl", "rows.jsonl (2)"]
@@ -307,13 +391,40 @@ def test_documents_that_are_not_those_of_the_tokens_have_no_source(job: Job, tmp
         run(changed)
 
 
-def test_if_nothing_is_held_out_the_models_answer_the_users_prompts_alone(job: Job, tmp_path: Path) -> None:
+def test_if_nothing_is_held_out_the_models_answer_the_users_prompts_alone(
+    base_job: Job, job: Job, tmp_path: Path
+) -> None:
     shutil.rmtree(tmp_path / "shard" / "validation")
     write_blocks(tmp_path / "shard" / "validation", [], BLOCK_TOKENS, 1)
 
-    metrics = run(replace(job, spec=replace(job.spec, settings={**job.spec.settings, "generations": 5})))
+    metrics = run_both(base_job, job, generations=5)
 
     assert metrics["eval"] == {"samples": 0}
     assert metrics["verdict"] == {"text": NOT_JUDGED}
     assert [row["prompt"] for row in read_jsonl(job.out / "generations.jsonl")] == ["?"]
     assert read_jsonl(job.out / "scores.jsonl") == []
+
+
+def test_the_sealed_evaluation_of_the_base_gives_the_bits_of_one_made_beside_the_tuned_model(
+    base_job: Job, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again where it is not to be compared: in another precision, or with other prompts."""
+    loaded: list[Path] = []
+
+    def load(folder: Path, *arguments: Any) -> PreTrainedModel:
+        loaded.append(folder)
+        return load_to_score(folder, *arguments)
+
+    names = ("metrics.json", "scores.jsonl", "generations.jsonl")
+    run_both(base_job, job)
+    expected = [(job.out / name).read_bytes() for name in names]
+    sealed = read_json(base_job.out / "metrics.json")
+    monkeypatch.setattr("pipeline_lib.evaluate.stage.load_to_score", load)
+    model, merge = job.inputs["model"].path, job.inputs["merge"].path
+    changes: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"max_new_tokens": 7}]
+    for change in changes:
+        write_json(base_job.out / "metrics.json", {"conditions": {**sealed["conditions"], **change}})
+        run(job)
+        assert [(job.out / name).read_bytes() for name in names] == expected
+        assert loaded == ([merge, model] if change else [merge])
+        loaded.clear()

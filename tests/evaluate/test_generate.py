@@ -8,16 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from pipeline_lib.config.schema import Evaluate, Tokenize
+from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.data.chat_template import trained_modes
 from pipeline_lib.data.conversations import Conversation, Message
 from pipeline_lib.data.documents import Document, prompt_length, question
 from pipeline_lib.data.encode import Encoder, Sample, load_tokenizer
-from pipeline_lib.evaluate.answers import Context, answer_to, rendered
+from pipeline_lib.evaluate.answers import GREEDY, Context, answers_to, generate, load_to_answer, rendered
 from pipeline_lib.export.merge import stop_at_end_of_turn
+from pipeline_lib.model.families import read_geometry
+from pipeline_lib.plan.evaluation import Answers, answer_bytes
 from tests.data.chats import FAMILIES, change_template
+from tests.families import FAMILIES as FAMILIES_OF_MODELS
+from tests.families import write_family
 
 ASKED: Message = {"role": "user", "content": "17*3?"}
 EMPTY_BLOCK = "assistant\n<think>\n\n</think>\n\n"
@@ -100,4 +105,60 @@ def test_a_template_that_fails_leaves_prompts_as_they_are(tiny: Path, tmp_path: 
 def test_one_answer_is_taken_however_many_a_model_gives_by_itself(tiny: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny)
     model.generation_config = GenerationConfig.from_dict({"do_sample": True, "num_return_sequences": 2})
-    assert isinstance(answer_to(model, load_tokenizer(tiny), [3, 4, 5], Evaluate(max_new_tokens=1)), str)
+    (answer,) = answers_to(model, load_tokenizer(tiny), [[3, 4, 5]], 1, read_geometry(tiny))
+    assert isinstance(answer, str)
+
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 9, 10, 9, 300], [11], list(range(20, 110)), [4, 4, 4, 9]]
+NEW_TOKENS = 12
+
+
+def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which the number of prompts of each batch will be added that the model is asked."""
+    rows: list[int] = []
+    generate = model.generate
+
+    def count(tokens: Tensor, **options: Any) -> Tensor:
+        rows.append(len(tokens))
+        found: Tensor = generate(tokens, **options)
+        return found
+
+    monkeypatch.setattr(model, "generate", count)
+    return rows
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES_OF_MODELS)
+def test_answers_of_a_batch_are_those_of_each_prompt_by_itself(
+    tmp_path: Path, family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32. One of them ends early. What forbids n-grams would see those of the padding, and is asked one by one."""
+    folder = write_family(tmp_path / "model", family, "instruct-2507")
+    model: Any = load_to_answer(folder, Answers("cpu", 0, 5, NEW_TOKENS, 5, NEW_TOKENS))
+    model.generation_config = GenerationConfig.from_dict(settings)
+    (free,) = generate(model, [PROMPTS[1]], NEW_TOKENS, **GREEDY)
+    model.generation_config.eos_token_id = [free[NEW_TOKENS // 2]]
+    alone = [generate(model, [prompt], NEW_TOKENS, **GREEDY)[0] for prompt in PROMPTS]
+    assert len(alone[1]) <= NEW_TOKENS // 2 + 1
+    assert max(map(len, alone)) == NEW_TOKENS
+    assert len(set(map(tuple, alone))) == len(PROMPTS)
+
+    if "no_repeat_ngram_size" not in settings:
+        assert generate(model, PROMPTS, NEW_TOKENS, **GREEDY) == alone
+    tokenizer, rows = load_tokenizer(folder), counted(model, monkeypatch)
+    texts = answers_to(model, tokenizer, PROMPTS, NEW_TOKENS, read_geometry(folder))
+    assert texts == [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in alone]
+    assert rows == ([1] * len(PROMPTS) if "no_repeat_ngram_size" in settings else [len(PROMPTS)])
+
+
+def test_a_batch_has_as_many_prompts_as_have_room(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest is asked by itself, and the others together."""
+    geometry = read_geometry(tiny)
+    model: Any = load_to_answer(tiny, Answers("cpu", 0, 5, NEW_TOKENS, 5, NEW_TOKENS))
+    room_bytes = answer_bytes(geometry, 90, NEW_TOKENS, 4)
+    assert 4 * answer_bytes(geometry, 9, NEW_TOKENS, 4) < room_bytes
+    expected = answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry)
+    monkeypatch.setattr("pipeline_lib.evaluate.answers.host_free_bytes", lambda: 2 * room_bytes)
+    rows = counted(model, monkeypatch)
+    assert answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry) == expected
+    assert rows == [1, 4]

@@ -19,7 +19,7 @@ def test_a_model_spread_over_gpus_answers_as_on_one(tmp_path: Path, monkeypatch:
     assert place.device_map == torch.device("cuda")
     model = load_to_chat(tmp_path / "model", place)
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cuda:0")}
-    expected = generate(model, PROMPT, 12, **GREEDY)
+    expected = generate(model, [PROMPT], 12, **GREEDY)
 
     # As if other programs had left so little: what is free decides for us, and for accelerate.
     def free(device: int | None = None) -> tuple[int, int]:
@@ -33,4 +33,4 @@ def test_a_model_spread_over_gpus_answers_as_on_one(tmp_path: Path, monkeypatch:
     indices = {parameter.device.index for parameter in spread.parameters() if parameter.device.type == "cuda"}
     assert indices == {0, 1}
     assert "meta" in devices  # in the host's memory, from where accelerate takes it layer by layer
-    assert generate(spread, PROMPT, 12, **GREEDY) == expected
+    assert generate(spread, [PROMPT], 12, **GREEDY) == expected

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.pipeline.conftest import Project, executed, sealed_times
 
 STAGES_AFTER_TRAINING = ["evaluate", "merge", "report"]
-ALL = ["download", "download", "evaluate", "merge", "plan", "report", "shard", "tokenize", "train"]
+ALL = ["download", "download", "evaluate", "evaluate", "merge", "plan", "report", "shard", "tokenize", "train"]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_a_stretched_model_is_trained_merged_and_evaluated(project: Project) -> 
     project.edit("layers: 2}", "layers: 2, rope: {type: yarn, factor: 2.0}}")
     stretched = project.experiment()
     changed = {part for part in stretched.specs if stretched.ref(part) != plain.ref(part)}
-    assert changed == {"plan", "train", "merge", "evaluate", "report"}
+    assert changed == {"plan", "train", "merge", "baseline", "evaluate", "report"}
 
     project.snakemake()
     metrics = json.loads((project.sealed("evaluate") / "metrics.json").read_text())

@@ -33,7 +33,13 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "plan": {"model": ("config.json",), "shard": ("*/index.json", "*/costs.npy")},
     "train": {"model": EVERYTHING, "shard": EVERYTHING},
     "merge": {"model": EVERYTHING, "train": EVERYTHING},
-    "evaluate": {"model": EVERYTHING, "merge": EVERYTHING, "shard": EVERYTHING},
+    "baseline": {"model": EVERYTHING, "shard": EVERYTHING},
+    "evaluate": {
+        "model": ("*.json", "*.jinja"),  # of the base only what texts need
+        "merge": EVERYTHING,
+        "shard": EVERYTHING,
+        "baseline": ("metrics.json", "scores.jsonl", "generations.jsonl"),
+    },
     "report": {
         "tokenize": ("ledger.json", "preview.json"),
         "shard": ("*/index.json",),
@@ -57,7 +63,7 @@ def function_of(part: str, experiment: Experiment, store: Store) -> StageFunctio
     if part == "train":
         return launcher(store.sealed(experiment.ref("plan")), dict(os.environ))
     modules = {"tokenize": tokenize, "shard": shard, "plan": plan}
-    modules |= {"merge": merge, "evaluate": evaluate, "report": report}
+    modules |= {"merge": merge, "baseline": evaluate, "evaluate": evaluate, "report": report}
     function: StageFunction = modules[part].run
     return function
 

@@ -27,7 +27,10 @@ from pipeline_lib.report.facts import Facts, read_facts
 from tests.report.fake_plans import hostile_plan, plan
 
 Files = dict[str, dict[str, Any]]
-DURATIONS_S = {"model": 4.1, "tokenize": 9.8, "shard": 2.2, "train": 64.5, "merge": 6.3, "evaluate": 21.7}
+DURATIONS_S = {
+    **{"model": 4.1, "tokenize": 9.8, "shard": 2.2, "train": 64.5, "merge": 6.3},
+    **{"baseline": 8.5, "evaluate": 13.2},
+}
 PEAK_RSS_BYTES = {"train": 640_000_000, "merge": 590_000_000, "evaluate": 710_000_000}
 STEPS, RESTART_AFTER = 118, 50
 SETTLING_S = (3.2, 0.9, 0.6)  # what the first steps of an attempt take

@@ -244,7 +244,7 @@ def test_the_runs_of_a_store_beside_it_stay(shop: Shop, capsys: Captured, monkey
     assert "not removed from runs/, of another store or an unknown stage: 4, " in said
     assert f"of another store or an unknown stage: {fetched}, 0 B" in listed
     assert re.search("of other stores in runs/ +4 ", taken)
-    assert "11 sealed directories are whole" in store(capsys, "verify")
+    assert "12 sealed directories are whole" in store(capsys, "verify")
 
     monkeypatch.setenv("PIPELINE_STORE", str(beside.store.root))
     store(capsys, "gc", "--keep-experiments", "x")

@@ -108,7 +108,7 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
     garbage = garbage_but(shop, "a")
     shop.add(b, age_s=0.0)
     Removal(garbage, Path("results")).run()
-    assert len(sealed(shop)) == 15
+    assert len(sealed(shop)) == 16
 
     garbage = find_garbage(Inventory.read(shop.store), Request(keep=("a",)), [], time.time() + 3600)
     removal = Removal(garbage, Path("results"))
@@ -117,7 +117,7 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
     removal.remove()
 
     assert frozen.exists()
-    assert len(sealed(shop)) == 15
+    assert len(sealed(shop)) == 16
     assert "an experiment that was started meanwhile needs it" in removal.left[0]
     assert all(shop.store.spec_path(spec.digest).exists() for spec in b.specs.values())
 
@@ -193,7 +193,7 @@ def test_killed_anywhere_it_leaves_nothing_half_deleted_and_goes_on(shop: Shop) 
 
     remove(shop.store.root, "run-0", Path("results"))
 
-    assert len(sealed(shop)) == 10
+    assert len(sealed(shop)) == 11
     assert len(list((shop.store.root / "experiments").iterdir())) == 1
     # What the last kills left is young; later it goes too.
     later = find_garbage(Inventory.read(shop.store), Request(), [], time.time() + 3600)
@@ -201,7 +201,7 @@ def test_killed_anywhere_it_leaves_nothing_half_deleted_and_goes_on(shop: Shop) 
     hidden = [path for path in shop.folder.rglob(".*") if path.name.startswith((".stage-", ".trash-"))]
     assert hidden == []
     assert len([path for path in (shop.folder / "runs").iterdir() if path.name != "locks"]) == 1
-    assert len(list((shop.store.root / "specs").iterdir())) == 10
+    assert len(list((shop.store.root / "specs").iterdir())) == 11
 
 
 def test_two_at_once_remove_everything_once(shop: Shop) -> None:
@@ -213,6 +213,6 @@ def test_two_at_once_remove_everything_once(shop: Shop) -> None:
     assert [code for code, _ in ends] == [0, 0], ends
     removed = sorted(said.rstrip().splitlines()[-1].split(",")[0] for _, said in ends)
     assert removed == ["removed 0 directories", "removed 42 directories"]
-    assert len(sealed(shop)) == 10
+    assert len(sealed(shop)) == 11
     code, said = finished(begin("verify"))
-    assert (code, said.splitlines()[-1].endswith("11 sealed directories are whole")) == (0, True), said
+    assert (code, said.splitlines()[-1].endswith("12 sealed directories are whole")) == (0, True), said

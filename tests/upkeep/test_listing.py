@@ -29,7 +29,7 @@ def test_a_line_for_each_experiment_with_what_is_its_own_and_shared(shop: Shop, 
     lines = cells(store(capsys, "ls"))
 
     assert lines[0] == ["experiment", "configs", "stages", "own", "shared", "checkpoints", "used"]
-    assert [line[:3] for line in lines[1:3]] == [["a", "1", "10/10"], ["b", "1", "5/10"]]
+    assert [line[:3] for line in lines[1:3]] == [["a", "1", "11/11"], ["b", "1", "6/11"]]
     assert lines[2][3] == "0 B"  # all that is there of it is a's too
     assert lines[2][-1] == "5 d ago"
     assert lines[3][0].startswith("used by no experiment: 1 directory and 0 leftovers")
@@ -86,7 +86,7 @@ def test_a_manifest_that_does_not_read_is_named_and_hides_nothing(shop: Shop, ca
     short, shown = store(capsys, "ls"), store(capsys, "ls", "--all")
 
     assert "1 directory damaged" in short
-    assert "b           1        10/10" in short
+    assert "b           1        11/11" in short
     assert f"damaged: {path}" in shown
     assert "together" in store(capsys, "du")
 

@@ -145,7 +145,7 @@ def one(shop: Shop) -> Experiment:
 )
 def test_damage_is_named_with_what_to_do(shop: Shop, capsys: Captured, damage: Damage, said: str) -> None:
     experiment = one(shop)
-    assert store(capsys, "verify") == f"{shop.store.root}: 11 sealed directories are whole\n"
+    assert store(capsys, "verify") == f"{shop.store.root}: 12 sealed directories are whole\n"
     path = damage(shop, experiment)
 
     with pytest.raises(IntegrityError) as raised:
@@ -247,7 +247,7 @@ def test_only_what_the_named_experiments_use_is_verified(shop: Shop, capsys: Cap
         shop.add(experiment)
     flip_the_model(shop, b)
 
-    assert "10 sealed directories are whole" in store(capsys, "verify", "a")
+    assert "11 sealed directories are whole" in store(capsys, "verify", "a")
     with pytest.raises(IntegrityError, match="1 problem"):
         store(capsys, "verify", "b")
     with pytest.raises(ConfigError, match="store verify: 1 problem"):

@@ -14,6 +14,7 @@ rule rung_stage:
     benchmark:
         "logs/benchmark/rung/{digest}.tsv"
     retries: 0
+    priority: 1
     threads: training_threads
     resources:
         **training_job("rung_stage"),

@@ -1,4 +1,5 @@
-# From trained weights to a model folder, its scores and the page that shows them.
+# From trained weights to a model folder, its scores and the page that shows them. The evaluation of the base model is a
+# job of evaluate_stage by itself, which reads no trained weights.
 
 
 use rule shard_stage as merge_stage with:
@@ -8,6 +9,7 @@ use rule shard_stage as merge_stage with:
         "logs/merge/{digest}.log",
     benchmark:
         "logs/benchmark/merge/{digest}.tsv"
+    priority: 1
     threads: threads_of_merge
     resources:
         **job_of("merge_stage", merge_request, has_weights=True),

@@ -30,6 +30,7 @@ rule train_stage:
     benchmark:
         "logs/benchmark/train/{digest}.tsv"
     retries: 0
+    priority: 1  # as the merge: they go before the evaluation of the base model, for which only the report waits
     threads: training_threads
     resources:
         **training_job("train_stage"),
