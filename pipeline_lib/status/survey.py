@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.compile import is_of_base, run_digest
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
@@ -156,7 +156,7 @@ class _Reader:
         try:
             if not experiment.parts:
                 raise unreadable(experiment)
-            ready = self.catalog.ready(experiment)
+            ready = sorted(self.catalog.ready(experiment), key=is_of_base)  # last: what comes next is the training
             for spec in ready:
                 if spec.digest not in self.stages:
                     self.stages[spec.digest] = self._stage(spec)

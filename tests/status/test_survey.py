@@ -47,7 +47,7 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
         summary={"steps": 40, "final_loss": 3.25, "tokens_per_s": 4000.0, "training_time_s": 20.0, "attempts": 2},
     )
     assert desk.status().stage == "merge"
-    desk.seal(demo, "merge", "evaluate", "report")
+    desk.seal(demo, "merge", "baseline", "evaluate", "report")
 
     found = desk.status()
 
@@ -59,7 +59,7 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
 
 def test_a_finished_experiment_needs_its_model_and_nothing_of_what_was_made_on_the_way(desk: Desk) -> None:
     demo = desk.ready_to_train()
-    desk.seal(demo, "train", "merge", "evaluate", "report")
+    desk.seal(demo, "train", "merge", "baseline", "evaluate", "report")
     sealed = desk.store.sealed(demo.ref("merge")) / "manifest.json"
     model = sealed.read_text()
     sealed.unlink()
@@ -472,7 +472,8 @@ def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Ho
     demo = desk.freeze()
     done = desk.freeze("done", lr="1.0e-3")
     desk.seal_before_train(demo)
-    desk.seal(done, "train", "merge", "evaluate", "report", summary={"steps": 40, "tokens": 10, "train_s": 1.0})
+    summary = {"steps": 40, "tokens": 10, "train_s": 1.0}
+    desk.seal(done, "train", "merge", "baseline", "evaluate", "report", summary=summary)
     desk.event(demo, "run.launched", attempt=1)
     desk.event(demo, "run.start", attempt=1, last_step=40)
     desk.train(demo, range(1, 10))
