@@ -182,7 +182,7 @@ class Stored(Header):
         values = torch.empty(min(len(target), _CONVERTED_AT_ONCE), dtype=self.dtype)
         for part in torch.split(target, _CONVERTED_AT_ONCE):
             self._read(file, begin, values[: len(part)])
-            part.copy_(values[: len(part)])
+            part.copy_(values[: len(part)].to(part.device))  # converted there: on the host it would be half as fast
             begin += part.numel() * self.dtype.itemsize
 
     def _read(self, file: FileIO, begin: int, values: Tensor) -> None:
