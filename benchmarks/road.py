@@ -1,8 +1,7 @@
 """`python -m benchmarks.road 8B lora --root DIR`: one training through `snakemake`, from the command to the report.
 
-The base has random weights and is made first, by a process of its own. What is printed: at which second of the run each
-stage was sealed and each line of its output came, and where the wall time went. DIR keeps the store for a second run:
-`--again` trains with another learning rate, when the base and the data are cached and the compile caches are warm.
+The base has random weights and is made first. What is printed: each line of output with its second, and when each stage
+was sealed. DIR keeps the store: with another `--lr` the base, the data and what was compiled are there already.
 """
 
 import argparse
@@ -144,10 +143,6 @@ def marks(work: Path) -> Iterator[tuple[float, str]]:
         for event in read_jsonl(events):
             if event["event"] != "checkpoint.saved":
                 yield event["at"], f"train: {event['event']}"
-        starts = [event["at"] for event in read_jsonl(events) if event["event"] == "run.start"]
-        metrics = events.with_name("metrics.jsonl")
-        if metrics.exists():
-            yield starts[-1] + read_jsonl(metrics)[0]["elapsed_s"], "train: first step"
 
 
 def main() -> None:
@@ -169,10 +164,11 @@ def main() -> None:
         print(f"base of {write_base(root / 'base', given.size, given.layers) / 1e9:.2f} GB", flush=True)
     config = write_config(root, given)
     since = time.time()
-    code, _ = travel(config, root)
+    code, lines = travel(config, root)
     ended = time.time()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = [(at, what) for at, what in marks(root / "work") if since <= at <= ended]
+    found += [(since + at, "train: first step") for at, line in lines if line.startswith("step 1/")]
     reached = [(since, "command"), *sorted(found), (ended, "end")]
     table = [[what, f"{at - since:.1f}", f"{at - before:.1f}"] for (before, _), (at, what) in pairwise(reached)]
     show(f"the road of {given.size} {given.method}, exit code {code}", ["reached", "at s", "took s"], table)

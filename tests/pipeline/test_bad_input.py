@@ -44,7 +44,7 @@ def fails_with(project: Project, *expected: str, target: str = "all", code: int 
                 "epochs: 2": "epochs: fast",
             },
             [
-                "line 6",
+                "line 7",
                 "train.lrr: unknown key",
                 "did you mean 'lr'?",
                 'model.source: "modelscop" is not one of tiny, local, huggingface, modelscope',
