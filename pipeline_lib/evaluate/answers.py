@@ -16,6 +16,7 @@ from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Manifest
+from pipeline_lib.core.units import count
 from pipeline_lib.data.batches import render_prompts
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.chat_template import Mode, has_template, last_question
@@ -176,6 +177,8 @@ def generate_all(
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
             }
         )
+    if prompts:
+        say(f"evaluate: answers to {count(len(prompts), 'prompts')}, of up to {settings.max_new_tokens} tokens")
     answers = answers_to(model, tokenizer, prompts, settings.max_new_tokens, read_geometry(folder))
     return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
