@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from pipeline_lib.launch.environment import RENDEZVOUS_FILE
 from pipeline_lib.train.rank import RankJob
-from tests.listeners import another_user_finds_a_store, assert_private, listeners
+from tests.listeners import assert_private, listeners, stores_that_another_user_finds
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import train
@@ -28,7 +28,7 @@ def test_a_training_on_one_machine_has_no_store_that_others_reach(arena: Arena) 
     found = listeners([psutil.Process(process.pid), *processes])
     assert found, "gloo's connections between the ranks"
     assert_private(found)
-    assert not any(another_user_finds_a_store(address, port) for address, port in found)
+    assert stores_that_another_user_finds(found) == set()
     meeting = Path(stage.rank(0).environ()[RENDEZVOUS_FILE])
     assert meeting.parent.stat().st_mode & 0o777 == 0o700
 
@@ -41,7 +41,8 @@ def test_a_training_on_one_machine_has_no_store_that_others_reach(arena: Arena) 
 def test_the_attack_finds_a_store_of_torch() -> None:
     """Otherwise its failures would prove nothing."""
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    assert another_user_finds_a_store("127.0.0.1", store.port)
+    place = ("127.0.0.1", store.port)
+    assert stores_that_another_user_finds([place]) == {place}
 
 
 def train_without_pickles(environ: Mapping[str, str], job: RankJob) -> Any:
