@@ -100,7 +100,13 @@ def test_a_killed_rank_agent_or_launcher_is_named_and_no_rank_survives(
 
     said = faults.suffer(lambda: kill([second_launcher(second)]))
     assert "spawn on m2 was killed by SIGKILL" in said
-    faults.finish(quiet)
+
+    second.limit(20)  # a slow host changes nothing
+    try:
+        faults.finish(quiet)
+    finally:
+        second.mend()
+    assert "2 cpu ranks by spawn, on m1 and m2" in faults.project.job_log()
 
 
 def second_launcher(machine: Machine) -> psutil.Process:
@@ -174,14 +180,3 @@ def test_without_the_first_host_the_others_end_their_ranks(faults: Faults, pair:
         assert not second.processes("pipeline_lib")
     finally:
         first.power_on(bridge)
-
-
-def test_a_slow_host_changes_nothing(project: HostsProject, pair: list[Machine], quiet: str) -> None:
-    lengthen(project)
-    pair[1].limit(20)
-    try:
-        output = project.finish_training()
-    finally:
-        pair[1].mend()
-    assert "2 cpu ranks by spawn, on m1 and m2" in output
-    assert project.trained_weights() == quiet
