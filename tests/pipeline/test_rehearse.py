@@ -43,7 +43,7 @@ def test_it_trains_twice_merges_loads_and_says_what_the_run_would_cost(rehearsed
     [steps] = re.findall(r"^  steps +(\d+)$", output, re.MULTILINE)
     plan = json.loads((project.sealed("plan") / "plan.json").read_text())
     assert int(steps) == plan["batch"]["steps"] > 2
-    assert re.search(r"^  CPU core-hours +[\d.]+ \([\d.]+ to [\d.]+\) on 2 CPU cores$", output, re.MULTILINE)
+    assert re.search(r"^  CPU core-hours +[\d.]+ \([\d.]+ to [\d.]+\) on 1 CPU core$", output, re.MULTILINE)
     assert re.search(r"^  disk for checkpoints +[\d.]+ MB for 4 of \d+ kB; .+ are free$", output, re.MULTILINE)
 
 

@@ -13,8 +13,8 @@ rule rung_stage:
         "logs/rung/{digest}.log",
     benchmark:
         "logs/benchmark/rung/{digest}.tsv"
-    retries: 0
     priority: 1
+    retries: 0
     threads: training_threads
     resources:
         **training_job("rung_stage"),

@@ -29,8 +29,8 @@ rule train_stage:
         "logs/train/{digest}.log",
     benchmark:
         "logs/benchmark/train/{digest}.tsv"
-    retries: 0
     priority: 1  # as the merge: they go before the evaluation of the base model, for which only the report waits
+    retries: 0
     threads: training_threads
     resources:
         **training_job("train_stage"),
