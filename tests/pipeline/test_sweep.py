@@ -167,8 +167,9 @@ with SnakemakeApi(OutputSettings()) as api:
 def test_stages_on_the_gpus_of_one_machine_run_one_at_a_time(project: Project) -> None:
     """Each takes the first GPUs, so that a sweep's would share them."""
     project.config.write_text(f"{project.config.read_text()}sweep: {{train.seed: [1, 2]}}\n")
+    project.set_cluster("{cpu_ranks: 2}")
     side_by_side = project.run("python", "-c", THREADS).stdout
-    project.set_cluster("{gpus_per_node: 1, gpu: h100}")
+    project.edit("cluster: {cpu_ranks: 2}", "cluster: {gpus_per_node: 1, gpu: h100}")
     alone = project.run("python", "-c", THREADS).stdout
     for stage, threads in (("train", 2), ("evaluate", 2)):
         assert f"'{stage}_stage': {threads}" in side_by_side

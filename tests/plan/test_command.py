@@ -388,10 +388,10 @@ def test_too_little_memory_on_cpus_is_warned_of(plan: Plan) -> None:
     done = plan("config/config.yaml", config=ON_CPUS)
     assert done.returncode == 0
     assert "TOO LARGE" in done.stdout
-    assert re.search(r"NEXT +1. cluster.memory_gb: 3, if the nodes have as much", done.stdout)
+    assert re.search(r"NEXT +1. cluster.memory_gb: 2, if the nodes have as much", done.stdout)
     checked = plan("config/config.yaml", config=ON_CPUS, command="check")
     assert checked.returncode == 0
-    assert "warning: train.strategy: ddp needs 2.22 GB of host memory on each node" in checked.stdout
-    enough = ON_CPUS.replace("memory_gb: 1", "memory_gb: 3")
+    assert "warning: train.strategy: ddp needs 1.60 GB of host memory on each node" in checked.stdout
+    enough = ON_CPUS.replace("memory_gb: 1", "memory_gb: 2")
     assert "warning" not in plan("config/config.yaml", config=enough, command="check").stdout
     assert "FITS" in plan("config/config.yaml", config=enough).stdout

@@ -96,7 +96,7 @@ def test_it_fits_the_terminal_and_survives_json(found: Answer, is_detailed: bool
             r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU \([\d.]+ GiB too much\); host [\d.]+ of 64 GB",
         ),
         ("no way fits", "too large", r"TOO LARGE +[\d.]+ of 22.0 GiB a GPU "),
-        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 1.79 GB \(not checked: set cluster.memory_gb\)"),
+        ("demo", "not checked", r"MEMORY +33.7 MiB a rank; host 1.48 GB \(not checked: set cluster.memory_gb\)"),
         (
             "a GPU that is not named",
             "not checked",
