@@ -14,7 +14,7 @@ from tests.pipeline.conftest import Project, executed
 
 pytestmark = pytest.mark.slow
 
-SHARED = ["download", "download", "shard", "tokenize"]
+SHARED = ["download", "download", "evaluate", "shard", "tokenize"]  # the evaluation is that of the base model
 OWN = ["evaluate", "merge", "plan", "report", "train"]
 TOO_HIGH = "1.0e+30"  # no step of it is finite
 CAREFUL = ("train: {", "train: {validate_every_steps: 3, guards: {max_skips: 1}, ")
