@@ -177,9 +177,8 @@ class Merges:
 
     def proven(self, name: str) -> dict[str, Any]:
         """Return the figures of the proof of the folder `name`. Raises TrainingError."""
-        return prove(
-            self.folder / name, self.folder / "base", self.folder / "trained", self.case.train, CPU, lambda _: None
-        )
+        base, trained = self.folder / "base", self.folder / "trained"
+        return prove(self.folder / name, base, trained, self.case.train, CPU, lambda _: None)
 
     def by_value(self, name: str) -> float:
         """Return by how much the tensors of the folder `name` differ at most."""

@@ -17,28 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.conversations import rows
 from benchmarks.measure import show
 from benchmarks.sizes import model_config
-from benchmarks.train.weights import drawn
+from benchmarks.train.weights import fill, put_whole_or_zero_3
 from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
 from pipeline_lib.data.demo import build_tiny
-from pipeline_lib.model.weights import base_parameters, whole_shape
+from pipeline_lib.model.weights import materialise
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE_BYTES = 4e9  # of a file of weights, as the published ones have
 TOKENS_OF_ROW = 500  # of the tokenizer that the base gets; more are made than are needed
-OUTPUT_NAME = "output.jsonl"
 STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report")
 
 
-def write_base(folder: Path, size: str, layers: int | None) -> int:
-    """Write a model of that size with random weights in bf16, and return its bytes."""
+def write_base(folder: Path, size: str, layers: int | None) -> None:
+    """Write a model of that size with random weights in bf16."""
     folder.mkdir(parents=True)
     build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
     (folder / "model.safetensors").unlink()
@@ -48,20 +44,9 @@ def write_base(folder: Path, size: str, layers: int | None) -> int:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    files: list[dict[str, Tensor]] = [{}]
-    for parameter, names in base_parameters(model):
-        tensor = drawn(names[0], tuple(whole_shape(parameter)), device).to("cpu", torch.bfloat16)
-        if sum(each.nbytes for each in files[-1].values()) + tensor.nbytes > FILE_BYTES:
-            files.append({})
-        files[-1][names[0]] = tensor
-    file_of = {}
-    for number, tensors in enumerate(files, start=1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        file_of.update(dict.fromkeys(tensors, name))
-    total = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
-    return total
+    materialise(model, device)
+    fill(model, device, put_whole_or_zero_3)
+    model.save_pretrained(folder, max_shard_size="4GB")  # as the published ones
 
 
 def write_config(root: Path, given: argparse.Namespace) -> Path:
@@ -112,16 +97,9 @@ def number_or_text(value: str) -> Any:
 
 def travel(config: Path, root: Path) -> tuple[int, list[tuple[float, str]]]:
     """Run `snakemake` on the config, and return its exit code and each line of output with its second."""
-    command = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--snakefile",
-        str(ROOT / "Snakefile"),
-        "--directory",
-        str(root / "work"),
-    ]
-    command += ["--workflow-profile", str(ROOT / "profiles" / "default"), "--configfile", str(config)]
+    where = {"snakefile": ROOT / "Snakefile", "directory": root / "work", "configfile": config}
+    where["workflow-profile"] = ROOT / "profiles" / "default"
+    command = [sys.executable, "-m", "snakemake", *(f"--{option}={path}" for option, path in where.items())]
     begun_s = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
@@ -161,7 +139,7 @@ def main() -> None:
     root = given.root.resolve()
     (root / "work").mkdir(parents=True, exist_ok=True)
     if not (root / "base").exists():
-        print(f"base of {write_base(root / 'base', given.size, given.layers) / 1e9:.2f} GB", flush=True)
+        write_base(root / "base", given.size, given.layers)
     config = write_config(root, given)
     since = time.time()
     code, lines = travel(config, root)

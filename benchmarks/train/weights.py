@@ -17,14 +17,13 @@ def fill(model: nn.Module, device: torch.device, put: Callable[[Tensor, Tensor],
     with torch.no_grad():
         for parameter, names in base_parameters(model):
             shape = tuple(getattr(parameter, "ds_shape", whole_shape(parameter)))
-            put(parameter, drawn(names[0], shape, device))
+            put(parameter, _values(names[0], shape, device))
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def drawn(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the fp32 values of the tensor of that name."""
+def _values(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

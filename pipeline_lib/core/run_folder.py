@@ -3,11 +3,12 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import IntegrityError, Interrupted, PipelineError
+from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import is_there
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import MANIFEST_NAME, verify
@@ -77,6 +78,13 @@ def steps_after(folder: Path, step: int) -> list[Path]:
     Set aside in this order, they leave at any moment a run that was interrupted earlier. Raises as `sealed_steps`.
     """
     return [path for saved, path in reversed(sealed_steps(folder)) if saved > step]
+
+
+def set_all_aside(newer: Sequence[Path], step: int, events: EventLog) -> dict[str, Path]:
+    """Set the checkpoints `newer` than `step` aside, in their order; return the new path of each, by its name."""
+    # The event comes first, since a kill could separate the two.
+    events.emit(EventName.RUN_REWOUND, step=step, set_aside=[path.name for path in newer])
+    return {path.name: set_aside(path) for path in newer}
 
 
 def set_aside(checkpoint: Path) -> Path:

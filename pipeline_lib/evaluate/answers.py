@@ -244,8 +244,8 @@ def answers_to(
     texts = [""] * len(prompts)
     while waiting:
         longest = len(prompts[waiting[0]])
-        count = answers_at_once(geometry, longest, max_new_tokens, model.dtype.itemsize, room_bytes)
-        batch, waiting = waiting[:count], waiting[count:]
+        at_once = answers_at_once(geometry, longest, max_new_tokens, model.dtype.itemsize, room_bytes)
+        batch, waiting = waiting[:at_once], waiting[at_once:]
         answers = generate(model, [prompts[number] for number in batch], max_new_tokens, **GREEDY)
         for number, tokens in zip(batch, answers, strict=True):
             texts[number] = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()

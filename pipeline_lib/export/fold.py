@@ -79,6 +79,10 @@ class Fold:
         """The parts beside the text model: how the names of their tensors begin."""
         return sorted({recipe.beside for recipe in self.recipes.values()} - {""})
 
+    def size_bytes(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of all merged tensors in `dtype`; if that is None, each in that of the base."""
+        return sum(recipe.entry(dtype).size_bytes for recipe in self.recipes.values())
+
     def value(self, name: str, dtype: torch.dtype, buffers: Buffers) -> Tensor:
         """Return the merged tensor `name`, rounded to `dtype` once; it may be in the memory of `buffers`."""
         recipe = self.recipes[name]

@@ -123,8 +123,7 @@ def run(job: Job) -> dict[str, Any]:
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]
-    entries = [recipe.entry(dtype) for recipe in fold.recipes.values()]
-    job.say(f"merge: writing {size(sum(entry.size_bytes for entry in entries))} of weights")
+    job.say(f"merge: writing {size(fold.size_bytes(dtype))} of weights")
     job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
     if train.method == "lora":
@@ -176,8 +175,8 @@ def export(
     files: dict[str, list[Entry]] = defaultdict(list)
     for recipe in sorted(fold.recipes.values(), key=lambda recipe: (recipe.trained or "", recipe.stored.name)):
         files[recipe.stored.path.name].append(recipe.entry(dtype))
-    sizes_bytes = sum(entry.size_bytes for entries in files.values() for entry in entries)
-    require_space(out, sizes_bytes, "the merged model")
+    size_bytes = fold.size_bytes(dtype)
+    require_space(out, size_bytes, "the merged model")
 
     def value_of(entry: Entry, buffers: Buffers) -> Tensor:
         return finite(fold.value(entry.name, entry.dtype, buffers), entry)
@@ -187,7 +186,7 @@ def export(
         hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
         weight_map = {entry.name: file_name for file_name, entries in files.items() for entry in entries}
-        index = {"metadata": {"total_size": sizes_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(out / INDEX_NAME, index)
     _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
     stored_config = without_quantization(stretched(read_object(base / "config.json"), rope))

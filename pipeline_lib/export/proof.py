@@ -59,9 +59,7 @@ _FLIPPED_TOLERANCE = 0.5  # at positions where a router chose other experts
 _NOISE_TOKENS = 1024
 _LEAST_POSITIONS = 8  # of the probe, that are compared on CPUs
 _COMPARED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}  # values; on CPUs what is computed of them stays in the cache
-_UNIT_COPIES = (
-    4  # in fp32, that a GPU holds of what it compares: the base's, the merged one, and what the comparison makes
-)
+_UNIT_COPIES = 4  # in fp32, of what a GPU compares: the base's, the merged one, and what the comparison makes
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 

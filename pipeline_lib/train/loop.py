@@ -20,7 +20,7 @@ from pipeline_lib.core.run_folder import (
     first_valid,
     newest_valid,
     sealed_steps,
-    set_aside,
+    set_all_aside,
     step_name,
     steps_after,
 )
@@ -252,10 +252,7 @@ class Loop:
             if not is_first:
                 return
             self.saver.lock.require()
-            newer = steps_after(folder, from_step)
-            self.events.emit(EventName.RUN_REWOUND, step=from_step, set_aside=[path.name for path in newer])
-            for path in newer:
-                set_aside(path)
+            set_all_aside(steps_after(folder, from_step), from_step, self.events)
 
         checkpoint.together(self.saver.group, folder, set_newer_aside)
         start = "the start" if before is None else before.name

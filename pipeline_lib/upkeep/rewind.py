@@ -10,10 +10,10 @@ from pathlib import Path
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
-from pipeline_lib.core.events import EventLog, EventName
+from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.lock import describe, holder, locked
-from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, STATE_NAME, sealed_steps, set_aside, steps_after
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, STATE_NAME, sealed_steps, set_all_aside, steps_after
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store, verify
 from pipeline_lib.train.guards import Window
@@ -49,10 +49,8 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
         if not newer:
             say(f"{run}: step {step} is the newest checkpoint, so nothing was moved; snakemake continues from it")
             return
-        # First, since a kill could separate the two.
-        EventLog(run / EVENTS_NAME).emit(EventName.RUN_REWOUND, step=step, set_aside=[path.name for path in newer])
-        for path in newer:
-            say(f"{path.name} is now {set_aside(path)}")
+        for name, aside in set_all_aside(newer, step, EventLog(run / EVENTS_NAME)).items():
+            say(f"{name} is now {aside}")
     say(
         f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` brings a checkpoint "
         "back, and `store gc` removes those in set-aside"

@@ -123,22 +123,25 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(slurm: Loopback, 
 def test_f16_f17_a_job_loses_nodes_and_gives_way_to_a_more_urgent_one(
     slurm: Loopback, project: SlurmProject, undisturbed: str, tmp_path: Path
 ) -> None:
-    """One job is queued again three times, and continues each time; the first node that it loses has the launcher."""
+    """One job is queued again four times, and continues each time; the first node that it loses has the launcher."""
     started = project.start_training()
     job = project.job()
     project.wait_for_step(SAVE_EVERY + 5)
     done_before = max(project.steps_done())
     lose_node(slurm, "n1")
     wait_for_attempt(2, started, project, slurm)
+    slurm.call("scontrol", "requeue", str(job))  # as an administrator does
+    wait_for_attempt(3, started, project, slurm)
     assert project.events("run.requeued") == []  # SLURM did it
     lose_node(slurm, "n2")
-    wait_for_attempt(3, started, project, slurm)
+    wait_for_attempt(4, started, project, slurm)
     urgent = slurm.submit("sleep 3", tmp_path / "urgent.log", "--partition=urgent", "--nodes=2", "--exclusive")
     assert slurm.wait(urgent, 120) == "COMPLETED"
-    assert slurm.restarts(job) == 3
+    assert slurm.restarts(job) == 4
     completed(started, project, slurm)
     assert project.trained_weights() == undisturbed
     resumed = [event["step"] for event in project.events("run.resumed")]
+    assert len(resumed) == 4
     assert done_before - resumed[0] <= SAVE_EVERY + 5  # what was being written is lost, too
     stopped = project.events("run.interrupted")[-1]  # it saved when it was told, whether a save was due or not
     assert f"after step {resumed[-1]}, which is saved" in stopped["reason"]

@@ -139,15 +139,15 @@ def test_a_damaged_checkpoint_is_found_before_anything_is_moved(shop: Shop, conf
 KILLED = """\
 import os, signal, sys
 from pipeline_lib.cli.main import main
-from pipeline_lib.upkeep import rewind
+from pipeline_lib.core import run_folder
 
-move = rewind.set_aside
+move = run_folder.set_aside
 
 def move_and_die(path):
     move(path)
     os.kill(os.getpid(), signal.SIGKILL)
 
-rewind.set_aside = move_and_die
+run_folder.set_aside = move_and_die
 sys.argv[1:] = ["rewind", "my.yaml", "--step", "3"]
 main()
 """
