@@ -51,8 +51,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((LONG.index(part) for part in LONG if item.nodeid.startswith(part)), len(LONG)))
 
 
-def pytest_configure() -> None:
+class Failures:
+    """Shows each failure when it comes: a CI that runs out of time prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Show them where pytest shows its results."""
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called after each phase of a test, also of one that a worker ran."""
+        if report.failed:
+            terminal = self._config.get_terminal_writer()
+            terminal.line(f"\nFAILED {report.nodeid} in its {report.when} of {report.duration:.0f} s")
+            report.toterminal(terminal)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Isolate a worker that may start a cluster, and give processes that tests interrupt their signals back."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Failures(config))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what it starts with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup leaves it: what tests start would ignore it too
