@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from benchmarks.wrong_merges import FILES, PLANS
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.spans import Spans
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.merge import export
@@ -178,7 +179,7 @@ class Merges:
     def proven(self, name: str) -> dict[str, Any]:
         """Return the figures of the proof of the folder `name`. Raises TrainingError."""
         base, trained = self.folder / "base", self.folder / "trained"
-        return prove(self.folder / name, base, trained, self.case.train, CPU, lambda _: None)
+        return prove(self.folder / name, base, trained, self.case.train, CPU, lambda _: None, Spans())
 
     def by_value(self, name: str) -> float:
         """Return by how much the tensors of the folder `name` differ at most."""

@@ -22,6 +22,7 @@ class EventName(StrEnum):
 
     RUN_LAUNCHED = "run.launched"  # an attempt began: the ranks are about to start
     RUN_START = "run.start"  # the first rank is ready to train
+    RUN_STEPS = "run.steps"  # it has made its first pass, and loaded its checkpoint: the steps begin
     RUN_RESUMED = "run.resumed"  # the run continues from a checkpoint
     RUN_PROCESSOR_CHANGED = "run.processor_changed"  # that was saved on another kind of CPU or GPU
     RUN_ROLLED_BACK = "run.rolled_back"  # weights and moments went back to a checkpoint

@@ -25,6 +25,7 @@ from pipeline_lib.core import files
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import sha256_file
 from pipeline_lib.core.lock import Lock, locked
+from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.store import (
     MANIFEST_NAME,
     NOTHING_VERIFIED,
@@ -83,7 +84,7 @@ class Job:
     """The arguments of a stage: its spec, its inputs, an empty directory to fill, `say` for messages, and its lock.
 
     A stage that hashes a file while it writes it puts the SHA-256 into `hashes`, by the path below `out`: then the file
-    is not read again to be sealed. It must not change afterwards.
+    is not read again to be sealed. It must not change afterwards. `spans` are recorded in the manifest's counts.
     """
 
     spec: Spec
@@ -94,6 +95,7 @@ class Job:
     lock: Lock
     slurm_job: str = ""
     hashes: dict[str, str] = field(default_factory=dict)
+    spans: Spans = field(default_factory=Spans)
 
     @cached_property
     def run_dir(self) -> Path:
@@ -237,7 +239,7 @@ def _make(
     with files.disk_full_named(final):
         job = Job(spec, store, inputs, files.stage_dir(final), say, lock, slurm_job)
         try:
-            counts = function(job)
+            counts = function(job) | job.spans.counts()
             duration_s = time.monotonic() - start_s
             manifest = _manifest_of(job, counts, machine_kind, started_at, duration_s)
             write_manifest(job.out, manifest)

@@ -32,6 +32,7 @@ from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError, IntegrityError, TrainingError
 from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
 from pipeline_lib.core.memory import host_free_bytes
+from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
 from pipeline_lib.data.chat_template import Mode
@@ -52,7 +53,7 @@ from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch, token_losses
 from pipeline_lib.model.build import prepare_to_generate
 from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.files import generation_config_of
+from pipeline_lib.model.files import generation_config_of, weights_bytes
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
@@ -129,6 +130,7 @@ def evaluated(
     sets: Sequence[Sequence[Block]],
     exam: Exam,
     say: Say,
+    spans: Spans,
     rope: Rope | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
@@ -141,9 +143,10 @@ def evaluated(
         say(f"evaluate: {place}")
     asked = bounded(exam.settings, place)
     precision = precision_here(folder, sets) if sets else None
-    losses, model = scored_and_loaded(folder, sets, place, say, rope)
+    losses, model = scored_and_loaded(folder, sets, place, say, spans, rope)
     answers = []
     if model is not None:
+        spans.begin("answer")
         if generation:
             model.generation_config = GenerationConfig.from_dict(dict(generation))
         answers = generate_all(model, exam.texts, exam.documents, asked, exam.context, say)
@@ -183,7 +186,7 @@ def _evaluated_base(job: Job, exam: Exam) -> Evaluated:
     if sets:
         job.say(f"evaluate: base model on {len(exam.blocks):,} held-out blocks")
     folder, rope = job.inputs["model"].folder(), rope_in(job.spec.settings)
-    return evaluated(folder, sets, exam, job.say, rope, generation_config_of(job.inputs))
+    return evaluated(folder, sets, exam, job.say, job.spans, rope, generation_config_of(job.inputs))
 
 
 def _sealed_base(job: Job, tuned: Evaluated) -> Evaluated | None:
@@ -210,7 +213,7 @@ def _run_tuned(job: Job) -> dict[str, Any]:
         shuffled, kept = shuffle_prompts(exam.documents[:MAX_SHUFFLED], _longest([exam.blocks]))
         sets = [exam.blocks, shuffled]
         job.say(f"evaluate: tuned model on {len(exam.blocks):,} held-out blocks")
-    tuned = evaluated(folder, sets, exam, job.say)
+    tuned = evaluated(folder, sets, exam, job.say, job.spans)
     base = _sealed_base(job, tuned)
     if base is None:
         job.say("evaluate: the base model was evaluated in another precision or with other prompts, so again here")
@@ -316,19 +319,27 @@ def precision_here(folder: Path, sets: Sequence[Sequence[Block]]) -> Literal["bf
 
 
 def scored_and_loaded(
-    folder: Path, sets: Sequence[Sequence[Block]], place: Answers, say: Say, rope: Rope | None = None
+    folder: Path, sets: Sequence[Sequence[Block]], place: Answers, say: Say, spans: Spans, rope: Rope | None = None
 ) -> tuple[list[Losses], PreTrainedModel | None]:
     """Return the losses as `score` does, none without `sets`, and the model to answer at `place`, None if none does.
 
     The model is loaded once for both if it has room there; the losses have the same bits.
     """
     if sets and is_loaded_once_here(folder, place, _longest(sets)):
+        spans.begin("load", weights_bytes(folder))
         model = load_to_score(folder, place, rope)
+        spans.begin("score")
         losses = score_whole(model, sets)
         prepare_to_generate(model)
         return losses, model
-    losses = score(folder, sets, say, rope) if sets else []
-    return losses, load_to_answer(folder, place, rope) if place.answers else None
+    losses = []
+    if sets:
+        spans.begin("score", weights_bytes(folder))
+        losses = score(folder, sets, say, rope)
+    if not place.answers:
+        return losses, None
+    spans.begin("load", weights_bytes(folder))
+    return losses, load_to_answer(folder, place, rope)
 
 
 def score_whole(model: PreTrainedModel, sets: Sequence[Sequence[Block]]) -> list[Losses]:

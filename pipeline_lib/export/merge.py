@@ -124,6 +124,7 @@ def run(job: Job) -> dict[str, Any]:
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]
     job.say(f"merge: writing {size(fold.size_bytes(dtype))} of weights")
+    job.spans.begin("write", fold.size_bytes(dtype))
     job.hashes.update(export(fold, base, generation, job.out, dtype, rope))
     loading = ""
     if train.method == "lora":
@@ -250,7 +251,7 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
     kept = job.run_dir / REFUSED
     shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
     try:
-        return prove(job.out, base, trained, train, device_for(base), job.say)
+        return prove(job.out, base, trained, train, device_for(base), job.say, job.spans)
     except TrainingError as error:
         shutil.move(job.out, kept)
         raise TrainingError(

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.threads import READERS, threads
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.families import family_in, read_geometry
-from pipeline_lib.model.files import Piece, read_object
+from pipeline_lib.model.files import Piece, read_object, weights_bytes
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
@@ -63,19 +64,24 @@ _UNIT_COPIES = 4  # in fp32, of what a GPU compares: the base's, the merged one,
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
-def prove(exported: Path, base: Path, trained: Path, train: Train, device: torch.device, say: Say) -> dict[str, Any]:
+def prove(
+    exported: Path, base: Path, trained: Path, train: Train, device: torch.device, say: Say, spans: Spans
+) -> dict[str, Any]:
     """Return the figures of the comparison of the folder `exported` with what `train` made of `base`, in `trained`.
 
     Raises TrainingError if the exported model is not the trained one.
     """
     reference = Reference(exported, base, trained, train)
     where = "on the GPU" if device.type == "cuda" else "on the CPUs"
+    read_bytes = weights_bytes(exported) + weights_bytes(base)
     try:
         say(f"merge: comparing each tensor with the trained one, {where}")
+        spans.begin("compare tensors", read_bytes)
         values = compare_tensors(reference, device)
     except DataError as error:  # the files do not hold the model of their config.json
         raise TrainingError(f"the exported model is not the trained one: {error}") from error
     say(f"merge: comparing logits with those that the training left, {where}")
+    spans.begin("compare logits", read_bytes)
     return {**compare_logits(reference, device), **values}
 
 

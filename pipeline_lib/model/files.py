@@ -90,6 +90,11 @@ def weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
     return [folder / name for name in sorted(set(index.values())) or [SINGLE_NAME]]
 
 
+def weights_bytes(folder: Path) -> int:
+    """Return the bytes of all weight files of the model in `folder`."""
+    return sum(path.stat().st_size for path in weight_files(folder, read_index(folder)))
+
+
 def read_headers(path: Path) -> list[Header]:
     """Return the headers of the tensors in the file at `path`. Raises DataError for a damaged or truncated file."""
     try:

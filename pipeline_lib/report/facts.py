@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from pipeline_lib.report.results import (
     Training,
     modes_in,
 )
+from pipeline_lib.report.wall_time import Span, wall_time
 from pipeline_lib.train.metrics import speed, training_time_s
 
 # Cost of a training: how long its attempts occupied their devices, and which fraction produced the model.
@@ -422,10 +424,15 @@ class Facts(Results):
         """By how much the tuned model beats others on the held-out documents, and whether the difference is noise."""
         return differences(self.evaluation.eval, self.document_scores)
 
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Where the time of all stages went, each stage instance counted once."""
+        return wall_time(self.manifests, self.record, self.steps)
+
     @property
     def total_s(self) -> float:
-        """Seconds of all stages, each stage instance counted once."""
-        return sum({manifest.digest: manifest.duration_s for manifest in self.manifests.values()}.values())
+        """Seconds of all stages."""
+        return sum(span.duration_s for span in self.spans)
 
 
 def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:

@@ -1,7 +1,9 @@
 """The content of an experiment's report page and its order."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 from pipeline_lib.core import units
@@ -9,7 +11,7 @@ from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.evaluate.statistics import estimate_of
 from pipeline_lib.plan.document import PlanDocument
-from pipeline_lib.report.charts import render_page
+from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
 from pipeline_lib.report.results import Score, Scores
@@ -27,6 +29,8 @@ LIMITS = {
     "ranks": 64,
 }
 _MAX_EXPONENT = 700.0
+SERIES = (GREY, TEAL, BLUE, PURPLE, GREEN, AMBER, RED)
+_FADING = 0.45  # of the spans of a stage, each after the one before
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
 
@@ -37,7 +41,6 @@ def render(facts: Facts, curves: Curves) -> str:
     percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
     percentiles_text = ", ".join(f"{name} {units.count(value)}" for name, value in percentiles)
     total = ledger.total
-    longest_s = max((manifest.duration_s for manifest in facts.manifests.values()), default=0.0) or 1.0
     values = {
         "facts": facts,
         "curves": curves,
@@ -52,10 +55,7 @@ def render(facts: Facts, curves: Curves) -> str:
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
         "repetition": repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens),
-        "stages": [
-            {"part": part, "manifest": manifest, "share": 100 * manifest.duration_s / longest_s}
-            for part, manifest in facts.manifests.items()
-        ],
+        "times": _time_rows(facts),
         "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
         "losses": _loss_rows(facts),
         "unread": _unread_rows(facts),
@@ -125,6 +125,26 @@ def _rank_rows(facts: Facts) -> list[dict[str, Any]]:
     utilization = use.utilization or (None,) * len(use.peak_memory_bytes)
     pairs = zip(utilization, use.peak_memory_bytes, strict=True)
     return [{"rank": rank, "utilization": used, "memory": memory} for rank, (used, memory) in enumerate(pairs)]
+
+
+def _time_rows(facts: Facts) -> list[dict[str, Any]]:
+    """Return a row for every span of the stages, with its colour, which those of one stage share in shades."""
+    colours = dict(zip(facts.manifests, cycle(SERIES), strict=False))
+    shades: Counter[str] = Counter()
+    rows = []
+    for span in facts.spans:
+        rows.append(
+            {
+                "span": span,
+                "is_first": not shades[span.part],
+                "share": span.duration_s / (facts.total_s or 1.0),
+                "colour": colours[span.part],
+                "opacity": 1 / (1 + _FADING * shades[span.part]),
+                "memory": facts.manifests[span.part].peak_rss_bytes,
+            }
+        )
+        shades[span.part] += 1
+    return rows
 
 
 def _versions_text(versions: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
 from pipeline_lib.core.text import redact, shortened
 from pipeline_lib.report.facts import read_facts, tally
 from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, settings_of_run
+from pipeline_lib.report.wall_time import Span
 from pipeline_lib.workflow.outcomes import outcomes
 
 # Publishing: the git-tracked record, links to results, and the summary table.
@@ -37,6 +38,7 @@ from pipeline_lib.workflow.outcomes import outcomes
 CURRENT = Path("results/current")
 RECORDING = Path("results/.recording")  # lock of the process that writes to CURRENT
 MODEL_NAME = "model"
+NOTABLE = 0.02  # of the time of all stages
 # Every path that `publish` and `record` write or remove and that git may track; git ignores the model itself.
 FOR_GIT = (
     *(CURRENT / name for name in ("config.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")),
@@ -152,10 +154,17 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     if compared := facts.compared:
         table.add_row("as predicted", tally(compared))
     table.add_section()
-    took_s = {part: read_manifest(store.sealed(spec.ref)).duration_s for part, spec in experiment.specs.items()}
-    for part, duration_s in took_s.items():
-        table.add_row(part, units.seconds(duration_s))
-    table.add_row("all stages", units.seconds(sum(took_s.values())))
+    all_s = 0.0
+    for part, spec in experiment.specs.items():
+        manifest = read_manifest(store.sealed(spec.ref))
+        spans = [span for span in facts.spans if span.part == part] or [Span(part, "", manifest.duration_s)]
+        took_s = sum(span.duration_s for span in spans)
+        all_s += took_s
+        table.add_row(part, units.seconds(took_s))
+        for span in spans:
+            if span.name and span.duration_s > NOTABLE * facts.total_s:
+                table.add_row(f"  {span.name}", units.seconds(span.duration_s))
+    table.add_row("all stages", units.seconds(all_s))
     return table
 
 

@@ -148,6 +148,7 @@ class Loop:
         self.processors = " and ".join(self.agree_on([self.processor]))
         if resume_from is not None:
             self.restore(resume_from)
+        self.events.emit(EventName.RUN_STEPS, step=self.step)
         start_s = time.monotonic()
         for step in range(self.step + 1, self.last_step + 1):
             if self.is_done:  # stopped early, before an interruption

@@ -27,7 +27,7 @@ from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model import batch
 from pipeline_lib.model.build import build_trainable, decoder_layers
 from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.files import read_index, weight_files
+from pipeline_lib.model.files import weights_bytes
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.document import PlanDocument, known
@@ -128,7 +128,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
             "trainable_parameters": sum(parameter.numel() for parameter in trainable(model).values()),
         }
         if world.is_first:
-            say(f"train: loading {size(_weights_bytes(folder))} of weights")
+            say(f"train: loading {size(weights_bytes(folder))} of weights")
         wrapped = strategy.spread(
             model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         )
@@ -178,10 +178,6 @@ def _compiled_where_possible(train: Train, world: World, say: Say) -> Train:
     if world.is_first:
         say(f"the loss takes up to 2.1 GB more, and layers are not compiled, which costs speed and memory: {reason}")
     return train.model_copy(update={"compile": False})
-
-
-def _weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in weight_files(folder, read_index(folder)))
 
 
 def _first_pass(train: Train, wrapped: Any) -> str:

@@ -19,6 +19,7 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import read_json, read_jsonl, write_json
+from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data import shard
@@ -235,7 +236,7 @@ def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(
     blocks = [BlockReader(tmp_path / "blocks")[block] for block in range(4)]
     place = Answers("cpu", 0, 1, 8, 1, 8)
     (parts,) = score(folder, [blocks], print)
-    (whole,), model = scored_and_loaded(folder, [blocks], place, print)
+    (whole,), model = scored_and_loaded(folder, [blocks], place, print, Spans())
     assert model is not None
     assert whole.nats.tolist() == parts.nats.tolist()
     assert whole.tokens.tolist() == parts.tokens.tolist()

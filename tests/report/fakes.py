@@ -239,10 +239,11 @@ def events() -> list[dict[str, Any]]:
     named: list[tuple[float, str, dict[str, Any]]] = [
         (0.0, "run.launched", {"attempt": 1, "ranks": 2, "launcher": "spawn"}),
         (0.0, "run.start", {"attempt": 1, "world_size": 2, "strategy": "ddp"}), (0.4, "step.end", {"step": 1}),
+        (0.1, "run.steps", {"attempt": 1, "step": 0}),
         (24.7, "checkpoint.saved", {"attempt": 1, "step": 50, **saved}),
         (29.0, "run.launched", {"attempt": 2, "ranks": 2, "launcher": "spawn"}),
         (29.0, "run.start", {"attempt": 2, "world_size": 2, "strategy": "ddp"}),
-        (31.2, "run.resumed", {"attempt": 2, "step": 50}),
+        (31.2, "run.resumed", {"attempt": 2, "step": 50}), (31.3, "run.steps", {"attempt": 2, "step": 50}),
         (54.9, "checkpoint.saved", {"attempt": 2, "step": 100, **saved}),
         (64.6, "run.end", {"attempt": 2, "step": 118}),
     ]  # fmt: skip

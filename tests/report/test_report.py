@@ -102,7 +102,7 @@ def test_the_summary_is_one_row_of_numbers(finished: World) -> None:
 def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
     page = page_of(finished)
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
-    assert sections == ["plan", "data", "training", "step", "evaluation", "faults", "lineage"]
+    assert sections == ["plan", "data", "training", "step", "evaluation", "faults", "time", "lineage"]
     marked = [attributes for tag, attributes in page.elements if tag == "span" and attributes.get("class") == "trained"]
     assert len(marked) == 3, "supervised pieces"
     for shown in (
@@ -112,7 +112,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "base 2,061",
             "604 k tokens",
             "19.4 k tokens/s",
-            "1 min 51 s",
+            "2 min 15 s",
         ),
         *("1.05 M", "610.4 MiB", "8,192 tokens", "19.5 MiB, 16.0 MiB of it model state", "583.8 MiB at the peak"),
         "longer than 256 tokens",
@@ -125,7 +125,7 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
 
 def test_stages_stand_in_the_order_of_the_pipeline(finished: World) -> None:
     shown = text_of(finished)
-    took = shown[shown.index("Time and memory of each stage") :]
+    took = shown[shown.index("What it did") :]
     rows = [took.index(f" {part} ") for part in finished.experiment.specs if part not in ("plan", "report")]
     assert rows == sorted(rows)
 
