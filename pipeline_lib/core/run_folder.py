@@ -16,6 +16,7 @@ from pipeline_lib.core.store import MANIFEST_NAME, verify
 CHECKPOINTS, ERRORS, HEARTBEATS = "checkpoints", "errors", "heartbeats"
 SET_ASIDE = "set-aside"  # whole checkpoints after the one that their run was rewound to
 STATE_NAME = "state.json"  # of a checkpoint: its scalars
+WEIGHTS = "weights"  # folder of a checkpoint, and of the result
 EVENTS_NAME, METRICS_NAME = "events.jsonl", "metrics.jsonl"
 # Sealed by the training stage together with these two.
 PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"

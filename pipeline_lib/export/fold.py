@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.export.write import Buffers, Entry
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.families import family_in
@@ -23,7 +24,6 @@ from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
 from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
-from pipeline_lib.train.state import WEIGHTS
 
 PEFT_PREFIX = "base_model.model."
 _NAMED_AT_MOST = 5

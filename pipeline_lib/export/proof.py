@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError, TrainingError
+from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.threads import READERS, threads
@@ -48,7 +49,6 @@ from pipeline_lib.plan.stages import ADAPTERS_IN_PROOF_BYTES
 from pipeline_lib.plan.workload import PROBE_TOKENS
 from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
-from pipeline_lib.train.state import WEIGHTS
 
 # By what `python -m benchmarks.merges` measured (benchmarks/RESULTS.md).
 VALUE_TOLERANCE = 1e-5  # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order

@@ -37,7 +37,7 @@ from pipeline_lib.core.files import (
     write_json,
 )
 from pipeline_lib.core.lock import Lock
-from pipeline_lib.core.run_folder import STATE_NAME, retain, step_name
+from pipeline_lib.core.run_folder import STATE_NAME, WEIGHTS, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
 from pipeline_lib.model.files import Piece, read_headers
 from pipeline_lib.model.weights import KINDS, Stored, fill_box
@@ -46,7 +46,7 @@ from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.train.dist import PATIENT, World, gather_texts
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, of_kind, own_part
 from pipeline_lib.train.strategy import Strategy, balanced, grouped
 
 # Collective failure: an error on one rank is raised on all, so that no rank goes on, or waits, alone.
@@ -215,6 +215,42 @@ def save_parts(
     return written
 
 
+def save_state(
+    folder: Path, parts: Iterable[Mapping[str, Tensor]], world: World, group: dist.ProcessGroup | None = None
+) -> dict[str, FileEntry]:
+    """Write `parts` of a state to the checkpoint `folder` as `save_parts` does; the files by their names in it.
+
+    Weights are written as those of a result, for which `link_weights` takes them.
+    """
+    written: dict[str, FileEntry] = {}
+    rest, shards_before = iter(parts), 0
+    while (part := next(rest, None)) is not None:
+        tensors = {
+            WEIGHTS: of_kind(part, WEIGHTS),
+            TENSORS: {name: tensor for name, tensor in part.items() if not name.startswith(f"{WEIGHTS}.")},
+        }
+        del part
+        for place, of_place in tensors.items():
+            entries = save_tensors(folder / place, of_place, group, shards_before)
+            written |= {f"{place}/{name}": entry for name, entry in entries.items()}
+        shards_before += world.size
+        del tensors, of_place
+    return written
+
+
+def link_weights(checkpoint: Path, folder: Path) -> bool:
+    """Make `folder` the weights of the sealed `checkpoint`, by hard links; return whether that was possible.
+
+    It is not where the file system has no links, nor for a checkpoint of earlier code, which has no such files.
+    """
+    sources = sorted((checkpoint / WEIGHTS).glob("*.safetensors"))
+    folder.mkdir(parents=True, exist_ok=True)
+    is_linked = bool(sources) and all(files.try_link(source, folder / source.name) for source in sources)
+    if not is_linked:
+        shutil.rmtree(folder)
+    return is_linked
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """A whole tensor in the files that ranks wrote: the part of each, as a box of it and where its values are."""
@@ -249,6 +285,22 @@ def find_saved(folder: Path) -> dict[str, SavedTensor]:
     except (OSError, ValueError, LookupError, DataError, SafetensorError) as error:
         raise IntegrityError(f"{folder}: damaged ({error}); delete it and run snakemake again") from error
     return {name: SavedTensor(tuple(of_one)) for name, of_one in parts.items()}
+
+
+def find_state(checkpoint: Path) -> dict[str, SavedTensor]:
+    """Return the tensors of a checkpoint, `weights.NAME`, `exp_avg.NAME`, ...; also of one that earlier code wrote.
+
+    That had the weights in `tensors/` too. Raises IntegrityError if it cannot be read.
+    """
+    found = find_saved(checkpoint / TENSORS)
+    if (checkpoint / WEIGHTS).exists():
+        found |= {f"{WEIGHTS}.{name}": saved for name, saved in find_saved(checkpoint / WEIGHTS).items()}
+    return found
+
+
+def load_state(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` as `load_tensors` does, by their names in a checkpoint."""
+    fill_saved(checkpoint, find_state(checkpoint), tensors)
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -293,9 +345,9 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 # Publishing: copies in memory are written to a staging folder, hashed, sealed and renamed once.
 #
-# `checkpoints/step-N/` holds `tensors/` (sharded safetensors), `rank-R.safetensors` (what rank R alone has: its random
-# state and its strategy's own state), `state.json`, `metrics/` (train/metrics.py) and the manifest. A kill at any
-# moment leaves the previous checkpoint intact.
+# `checkpoints/step-N/` holds `weights/` and `tensors/` (sharded safetensors, the latter of the moments),
+# `rank-R.safetensors` (what rank R alone has: its random state and its strategy's own state), `state.json`, `metrics/`
+# (train/metrics.py) and the manifest. A kill at any moment leaves the previous checkpoint intact.
 
 TENSORS = "tensors"
 _SPARE_BYTES = 1_000_000  # for headers and JSON
@@ -346,8 +398,7 @@ def publish_checkpoint(
     def write_own() -> dict[str, Any]:
         """Return the sizes and hashes of all files that this rank wrote."""
         name = rank_name(world.rank)
-        entries = {f"{TENSORS}/{each}": entry for each, entry in tensor_files.items()}
-        entries[name] = write_file(staged / name, snapshot.own, {})
+        entries = {**state_files, name: write_file(staged / name, snapshot.own, {})}
         return {each: entry.model_dump() for each, entry in entries.items()}
 
     def seal() -> None:
@@ -365,7 +416,7 @@ def publish_checkpoint(
     name, free_bytes = together(group, folder, stage)[0]
     staged = Path(name)
     try:
-        tensor_files = save_parts(staged / TENSORS, snapshot.parts, world, group)
+        state_files = save_state(staged, snapshot.parts, world, group)
         of_ranks = together(group, staged, write_own)
         entries = {name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()}
         together(group, staged, seal)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeline_lib.config.deepspeed_json import read_deepspeed_json
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged, TrainingError
+from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.build import DTYPES, prepare_layers
 from pipeline_lib.model.weights import FlatPart, gather, held_flat, scatter
@@ -28,8 +29,8 @@ from pipeline_lib.plan.moments import ZERO_BUCKET
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS, WEIGHTS
-from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped
+from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS
+from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped, keepers_of
 
 # DeepSpeed's config, derived from `Train`.
 
@@ -363,7 +364,7 @@ class Zero(Strategy):
         """Gather whole tensors one at a time, and copy those that this rank keeps; all ranks keep about as much."""
         parts = self._parts()
         chosen = list(parts) if names is None else list(names)
-        owners = balanced(_sizes_of({name: parts[name] for name in chosen}), self.world.size)
+        owners = keepers_of(_sizes_of({name: parts[name] for name in chosen}), self.world.size)
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
             for name in chosen:

@@ -368,10 +368,11 @@ class Loop:
         self.events.notify(EventName.RANK_DOING, what=LOADING)
         scalars = checkpoint.read_state(path)
         strategy = self.stepper.strategy
+        saved = checkpoint.find_state(path)
         damaged: list[str] = []
 
         def read(tensors: Mapping[str, Tensor]) -> None:
-            checkpoint.load_tensors(path / checkpoint.TENSORS, tensors)
+            checkpoint.fill_saved(path, saved, tensors)
             damaged.extend(checkpoint.not_finite(tensors))
 
         strategy.restore(read, int(scalars["updates"]))

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline_lib.config.checks import TORCH_CASTS_INTEGERS, shards_integers
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.build import DTYPES, decoder_layers, prepare_layers
 from pipeline_lib.model.weights import without_adapters
 from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
@@ -33,7 +34,7 @@ from pipeline_lib.train.optimizer import (
     zero_moments,
 )
 from pipeline_lib.train.staging import Copy, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, WEIGHTS, own_part
+from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS, own_part
 from pipeline_lib.train.strategy import LossScale, Strategy, grouped, holders_of, share_of
 
 # Gradient compression for DDP on slow networks. Both methods are approximations.

@@ -18,7 +18,7 @@ from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.processes import die_with_parent
-from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME
+from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME, WEIGHTS, step_name
 from pipeline_lib.core.stage import Say, processor
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.units import count, size
@@ -43,7 +43,7 @@ from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.saving_pace import tell_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
-from pipeline_lib.train.state import WEIGHTS
+from pipeline_lib.train.state import of_kind
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from pipeline_lib.train.validation import Sampler, leave_samples
@@ -209,17 +209,26 @@ def _saver(job: RankJob, world: World, train: Train, events: EventLog, trained_p
 
 
 def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
-    """Write the trained weights, the probe and the records to the directory that the launcher seals."""
+    """Leave the trained weights, the probe and the records in the directory that the launcher seals.
+
+    The weights are those of the checkpoint of the same step, which is not written again.
+    """
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
+    source, folder = job.run_dir / CHECKPOINTS / step_name(result_step), job.out / WEIGHTS
+    is_linked = checkpoint.together(None, folder, lambda: world.is_first and checkpoint.link_weights(source, folder))[0]
     damaged: list[str] = []
 
-    def finite_parts() -> Iterator[dict[str, Tensor]]:
+    def checked_parts() -> Iterator[dict[str, Tensor]]:
         for part in loop.saver.parts(strategy, (WEIGHTS,)):
             damaged.extend(checkpoint.not_finite(part))
-            yield _by_parameter(part)
+            yield of_kind(part, WEIGHTS)
 
-    checkpoint.save_parts(job.out / WEIGHTS, finite_parts(), world)
+    if is_linked:
+        for _part in checked_parts():
+            continue
+    else:
+        checkpoint.save_parts(folder, checked_parts(), world)
     if names := loop.agree_on(damaged):
         raise TrainingError(
             f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no result: try a lower"
@@ -236,10 +245,6 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     write_jsonl(job.out / METRICS_NAME, rows)
     leave_samples(job.run_dir, job.out, loop.step)
     write_json(job.out / SUMMARY_NAME, {**_summary(loop, rows, result_step), **sizes})
-
-
-def _by_parameter(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in part.items()}
 
 
 def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[str, Any]:

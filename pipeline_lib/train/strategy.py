@@ -32,6 +32,18 @@ def balanced(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
     return found
 
 
+def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
+    """Assign each tensor of a state to one of `holders` as `balanced` does; one of a kind does not depend on others.
+
+    So a checkpoint has its weights in the same files as a result.
+    """
+    found: dict[str, int] = {}
+    for kind in STATE_KINDS:
+        of_one = {name: size for name, size in sizes.items() if name.startswith(f"{kind}.")}
+        found |= balanced(of_one, holders)
+    return found
+
+
 def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return the tensors that this rank writes: its share of those that every rank holds whole, its shards of others.
 
@@ -41,7 +53,7 @@ def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     mine: dict[str, Tensor] = {}
     for holders in {holders for holders, _ in places.values()}:
         sizes = {name: tensors[name].numel() for name in tensors if places[name][0] == holders}
-        keepers = balanced(sizes, holders)
+        keepers = keepers_of(sizes, holders)
         mine |= {name: tensors[name] for name in sizes if keepers[name] == places[name][1]}
     return mine
 

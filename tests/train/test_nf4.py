@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.weights import quantized_linears
 from pipeline_lib.train.checkpoint import tensor_shapes
-from pipeline_lib.train.state import WEIGHTS
 from tests.ranks import run_ranks
 from tests.train.conftest import VOCAB, Arena, make_arena
 from tests.train.helpers import assert_same_result, losses, train, train_until_killed

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline_lib.config.compile import run_digest
-from pipeline_lib.core.run_folder import CHECKPOINTS
+from pipeline_lib.core.run_folder import CHECKPOINTS, WEIGHTS
 from pipeline_lib.core.store import describe_file
 from pipeline_lib.train import loop
 from pipeline_lib.train.checkpoint import not_finite
@@ -23,16 +23,17 @@ from tests.train.helpers import train, train_and_say
 
 def poison(checkpoint: Path, kind: str) -> None:
     """Put one NaN into a tensor of that kind, and seal the checkpoint again as if it had always been there."""
-    for path in sorted((checkpoint / "tensors").glob("*.safetensors")):
+    place, prefix = (WEIGHTS, "") if kind == WEIGHTS else ("tensors", f"{kind}.")
+    for path in sorted((checkpoint / place).glob("*.safetensors")):
         tensors = load_file(str(path))
-        names = [name for name in tensors if name.startswith(f"{kind}.") and tensors[name].numel()]
+        names = [name for name in tensors if name.startswith(prefix) and tensors[name].numel()]
         if names:
             tensors[names[0]].view(-1)[0] = math.nan
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             save_file(tensors, path, metadata=header["__metadata__"])
             manifest = json.loads((checkpoint / "manifest.json").read_text())
-            manifest["files"][f"tensors/{path.name}"] = describe_file(path).model_dump()
+            manifest["files"][f"{place}/{path.name}"] = describe_file(path).model_dump()
             (checkpoint / "manifest.json").write_text(json.dumps(manifest))
             return
     raise AssertionError(f"{kind} is in no file")

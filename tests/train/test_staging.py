@@ -31,7 +31,7 @@ from pipeline_lib.core.files import sha256_file, write_json
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.train import checkpoint, staging
-from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, tensor_shapes, write_file
+from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, write_file
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers
@@ -234,7 +234,7 @@ def test_what_the_training_changes_meanwhile_is_in_no_checkpoint(tmp_path: Path)
         if path.exists():
             verify(path)
             loaded = {"weights.whole": torch.zeros(300_000), "weights.part": torch.zeros(600, 500)}
-            checkpoint.load_tensors(path / "tensors", loaded)
+            checkpoint.load_state(path, loaded)
             assert all(tensor.eq(step).all() for tensor in loaded.values())
 
 
@@ -337,8 +337,8 @@ def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: 
     of_ranks = run_ranks(save_at_once_and_in_parts, 2, tmp_path, runs)
     for number in range(len(runs)):
         at_once, in_parts = (tmp_path / f"{number}-{is_async}" / "step-00000001" for is_async in (True, False))
-        shapes = tensor_shapes(at_once / "tensors")
-        assert tensor_shapes(in_parts / "tensors") == shapes
+        shapes = {name: saved.shape for name, saved in checkpoint.find_state(at_once).items()}
+        assert {name: saved.shape for name, saved in checkpoint.find_state(in_parts).items()} == shapes
         largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
         for sizes in (found[number] for found in of_ranks.values()):
             assert len(sizes) > 5
@@ -347,7 +347,7 @@ def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: 
         for folder in (at_once, in_parts):
             verify(folder)
             loaded.append({name: torch.empty(shape) for name, shape in shapes.items()})
-            checkpoint.load_tensors(folder / "tensors", loaded[-1])
+            checkpoint.load_state(folder, loaded[-1])
         same(*loaded)
 
 
