@@ -179,6 +179,7 @@ def check(arguments: argparse.Namespace) -> None:
     Raise HubError if a hub that has to be asked cannot be, after what can be said without it.
     """
     from pipeline_lib.config.checks import warnings_of
+    from pipeline_lib.launch.allocation import warning_of_gpus_here
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import refuse_impossible
     from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
@@ -190,7 +191,8 @@ def check(arguments: argparse.Namespace) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
         warnings = [*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store)]
         of_srun = (warning_of_srun(config.cluster, os.environ) for config in configs)
-        warnings += dict.fromkeys(filter(None, of_srun))
+        of_gpus = (warning_of_gpus_here(config.cluster) for config in configs)
+        warnings += dict.fromkeys(filter(None, (*of_srun, *of_gpus)))
         for text in warnings:
             say(f"{source}: warning: {text}")
         for text in lengths:

@@ -73,7 +73,7 @@ def facts_of_this_host(folders: list[Path], token: str, host: str) -> Facts:
         python=platform.python_version(),
         code=code_digest(),
         packages=_packages(),
-        gpus=tuple(_gpus()),
+        gpus=tuple(gpus_here()),
         memory_bytes=memory.total,
         memory_available_bytes=memory.available,
         temporary_folder=temporary,
@@ -123,7 +123,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _gpus() -> list[Gpu]:
+def gpus_here() -> list[Gpu]:
     """Return the GPUs of this host in the driver's order; none without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:

@@ -13,7 +13,9 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
+from pipeline_lib.core.units import count
 from pipeline_lib.hosts.checks import Wanted
+from pipeline_lib.hosts.facts import gpus_here
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.hosts.joining import Joined, Listener, joining_hosts, read_secret
 from pipeline_lib.hosts.link import Link, connect
@@ -142,6 +144,24 @@ def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
     first = job.fields["BatchHost"] if job.fields.get("BatchHost") in hosts else hosts[0]
     hosts = (first, *(name for name in hosts if name != first))[:nodes]
     return Allocation(hosts, node_address(first) if nodes > 1 else LOOPBACK, job)
+
+
+def warning_of_gpus_here(cluster: Cluster) -> str | None:
+    """Return a warning if this machine has GPUs that `cluster` leaves idle, or does not name; else None.
+
+    Not where the config says that it trains on CPUs.
+    """
+    says_cpus = not cluster.gpus_per_node and cluster.model_fields_set & {"gpus_per_node", "cpu_ranks"}
+    if says_cpus or cluster.gpu is not None:
+        return None
+    found = gpus_here()
+    if not found:
+        return None
+    has = f"this machine has {count(len(found), 'GPUs')} ({found[0].name})"
+    if cluster.gpus_per_node:
+        return f"cluster.gpu is not set, so the plan does not know the GPUs; {has}: set gpu: {found[0].name}"
+    wanted = f"cluster: {{gpus_per_node: {len(found)}, gpu: {found[0].name}}}"
+    return f"{has}, and the training takes its CPUs: set {wanted}, or gpus_per_node: 0 if that is meant"
 
 
 def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: Say) -> None:

@@ -15,7 +15,7 @@ from pipeline_lib.core.files import unwritable
 from pipeline_lib.core.signals import STOP_SIGNALS
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
-from pipeline_lib.launch.allocation import refuse_now
+from pipeline_lib.launch.allocation import refuse_now, warning_of_gpus_here
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
@@ -237,7 +237,9 @@ def will_train_here():
 
 @cache
 def refuse_unable(cluster):
-    """Machines that cannot train, once for all trainings on them."""
+    """Machines that cannot train, once for all trainings on them; and GPUs that stay idle."""
+    if warning := warning_of_gpus_here(cluster):
+        warn(warning)
     refuse_now(cluster, STORE, os.environ, tell)
 
 
