@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline_lib.config.schema import Cluster, Config
+from pipeline_lib.config.schema import Cluster, Config, ModelSource
 from pipeline_lib.config.section import read_settings, settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
@@ -92,12 +92,22 @@ def with_layers(geometry: Geometry, layers: int) -> Geometry:
     )
 
 
+def _name_of(model: ModelSource) -> str:
+    if model.source == "tiny":
+        return "tiny"
+    return Path(model.path).name if model.source == "local" else model.name
+
+
 def config_json(geometry: Geometry) -> dict[str, Any]:
     """Return a config.json for `geometry`, the inverse of `geometry_in`.
 
     Either all layers of `geometry` must have experts, or none.
     """
-    kind = "qwen3_moe" if geometry.expert_layers else "qwen3" if geometry.normed_heads else "qwen2"
+    kind = "qwen2"
+    if geometry.normed_heads:
+        kind = "qwen3"
+    if geometry.expert_layers:
+        kind = "qwen3_moe"
     config: dict[str, Any] = {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind]],
@@ -228,9 +238,7 @@ class Calibration:
             ranks = min(ranks or config.cluster.gpus_per_node or facts["gpus"], facts["gpus"])
         local = local_environments({**environ, **common}, ranks or config.cluster.cpu_ranks)
         environs = local if launched is None else ({**launched, **common},)
-        model = config.model
-        name = "tiny" if model.source == "tiny" else Path(model.path).name if model.source == "local" else model.name
-        return Calibration(task, name, store, environs, environs[0]["RANK"] == "0")
+        return Calibration(task, _name_of(config.model), store, environs, environs[0]["RANK"] == "0")
 
     def measure(self, say: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
         """Return the content of cluster.json, and the reasons for everything left out.

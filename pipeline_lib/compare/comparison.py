@@ -485,6 +485,7 @@ def measured(known: Known) -> Measured:
         cost = spent(known.plan, Training(train_s=known.training_time_s), steps, RunRecord())
     supervised = [step.supervised_tokens for step in steps if step.supervised_tokens is not None]
     losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
+    planned_device = "GPU" if known.plan.cluster.is_gpu else "CPU core"
     return Measured(
         state=known.state,
         stopped_at=known.stop.step if known.stop else None,
@@ -500,7 +501,7 @@ def measured(known: Known) -> Measured:
         peak_memory_bytes=known.peak_memory_bytes,
         training_time_s=known.training_time_s,
         held_s=cost.held_s if cost else None,
-        device=cost.device if cost else "GPU" if known.plan.cluster.is_gpu else "CPU core",
+        device=cost.device if cost else planned_device,
         device_hours=cost.hours if cost else None,
         restarts=known.restarts,
     )

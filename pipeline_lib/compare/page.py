@@ -418,7 +418,11 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
     if others:
         nearest = min(others, key=lambda one: one.difference or 0.0)
         ends = f"{units.real(nearest.low, '', 4)} to {units.real(nearest.high, '', 4)}"
-        meaning = "noise" if nearest.is_noise else "more than chance" if nearest.is_worse else nearest.meaning
+        meaning = nearest.meaning
+        if nearest.is_noise:
+            meaning = "noise"
+        elif nearest.is_worse:
+            meaning = "more than chance"
         found.append(
             Card("Ahead of the next", units.real(nearest.difference, "", 4), "nats/token", f"{ends}: {meaning}")
         )
@@ -443,13 +447,18 @@ def result_rows(comparison: Comparison) -> list[dict[str, Any]]:
     for place in comparison.order:
         numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
         loss, above, meaning = loss_cells(numbers, versus)
+        style = ""
+        if meaning == BEST:
+            style = "yes"
+        elif versus and versus.is_worse:
+            style = "no"
         found.append(
             {
                 "place": place,
                 "loss": loss,
                 "above": above,
                 "meaning": meaning,
-                "class": "yes" if meaning == BEST else "no" if versus and versus.is_worse else "",
+                "class": style,
                 "state": numbers.state,
                 "costs": cost_cells(numbers),
             }

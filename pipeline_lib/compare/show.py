@@ -233,7 +233,9 @@ def _losses(comparison: Comparison) -> Table:
     for place in comparison.order:
         numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
         cells = (*loss_cells(numbers, versus), numbers.state)
-        style = "green" if cells[2] == BEST else "dim" if versus is None else ""
+        style = "dim" if versus is None else ""
+        if cells[2] == BEST:
+            style = "green"
         table.add_row(Text(comparison.names[place]), *(Text(cell, style) for cell in cells))
     return table
 

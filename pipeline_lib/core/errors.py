@@ -118,4 +118,6 @@ def end_of_log(text: str) -> LogEnd | None:
     if lines[start].startswith(BUG):
         message = [*lines[max(0, start - 1) : start], *message]
     said = "\n".join(message).removeprefix(ERROR).strip()
-    return LogEnd(said, int(code) if code.isdecimal() else None) if said else None
+    if not said:
+        return None
+    return LogEnd(said, int(code) if code.isdecimal() else None)

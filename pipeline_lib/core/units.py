@@ -203,5 +203,6 @@ def _scaled(value: float) -> tuple[str, str]:
 def _three_digits(value: float) -> str:
     if value == round(value) and abs(value) < 1000:
         return f"{value:.0f}"
-    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:.{decimals}f}"
+    if abs(value) < 9.995:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"

@@ -504,7 +504,9 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
     """Return the verdict on the tuned model: against base and unigram, use of the prompt, and a summary text."""
     tuned, base = losses["tuned"], losses["base"]
     improved = tuned.is_below(base)
-    known = "Better" if improved else "Not better" if tuned.mean >= base.mean else "Not proven better"
+    known = "Not better" if tuned.mean >= base.mean else "Not proven better"
+    if improved:
+        known = "Better"
     few = "" if tuned.estimate.has_enough else f"; {TOO_FEW}"
     beats_unigram = tuned.mean < unigram
     uses_prompt = "shuffled" in losses and losses["own"].is_below(losses["shuffled"])

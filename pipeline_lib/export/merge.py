@@ -238,8 +238,9 @@ def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits 
     end = end_of_turn(folder, limits) if has_template(folder) else None
     if end is None:
         return dict(config)
-    named = config.get("eos_token_id")
-    stops = named if isinstance(named, list) else [] if named is None else [named]
+    stops = config.get("eos_token_id")
+    if not isinstance(stops, list):
+        stops = [] if stops is None else [stops]
     return dict(config) if end in stops else {**config, "eos_token_id": [end, *stops]}
 
 

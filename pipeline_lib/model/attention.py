@@ -214,7 +214,8 @@ class _Graph:
         is_key = name[-1] in "kv"
         heads = shape.kv_heads if is_key else shape.heads
         width = 1 if name == "stats" else shape.width
-        offsets = self.tensors["stats_offsets" if name == "stats" else "k_offsets" if is_key else "q_offsets"]
+        place = "k_offsets" if is_key else "q_offsets"
+        offsets = self.tensors["stats_offsets" if name == "stats" else place]
         size = [shape.documents, heads, shape.longest, width]
         return size, [shape.longest * heads * width, width, heads * width, 1], offsets
 

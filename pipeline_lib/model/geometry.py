@@ -309,7 +309,8 @@ class Geometry:
         for layer in range(self.layers):
             prefix, kind = f"model.layers.{layer}.", self.kind_of(layer)
             for name, (inputs, outputs) in self.linears_of(kind).items():
-                part = "mlp" if name in _MLP else "linear_attn" if kind.is_recurrent else "self_attn"
+                attention = "linear_attn" if kind.is_recurrent else "self_attn"
+                part = "mlp" if name in _MLP else attention
                 module = f"{prefix}{part}.{name}"
                 shapes[f"{module}.weight"] = (outputs, inputs)
                 if name in self.biased:

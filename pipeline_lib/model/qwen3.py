@@ -128,7 +128,9 @@ def _geometry(config: Config) -> Geometry:
     kind = config.get("model_type", "qwen3")
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     has_experts = kind == "qwen3_moe"
-    experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"] if has_experts else 0
+    experts = 0
+    if has_experts:
+        experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
     step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     # By transformers' rule.
     expert_layers = [layer for layer in range(layers) if experts and layer not in plain and (layer + 1) % step == 0]

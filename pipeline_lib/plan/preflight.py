@@ -173,7 +173,11 @@ def _of_template(config: Config) -> Iterator[str]:
     from pipeline_lib.data.chat_template import has_template, no_template
 
     model = config.model
-    path = model.path if isinstance(model, LocalModel) else model.tokenizer if isinstance(model, TinyModel) else None
+    path: str | None = None
+    if isinstance(model, LocalModel):
+        path = model.path
+    elif isinstance(model, TinyModel):
+        path = model.tokenizer
     if path is None or not Path(path).is_dir():
         return
     try:

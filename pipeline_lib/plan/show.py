@@ -467,7 +467,9 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     share = sharded_over(train, setting.ranks)
     yield f"ranks N = {ranks}, {setting.ranks.per_node} on each node; {share} share one copy of the weights"
     of_step = f"{setting.batch_blocks} x {workload.block_tokens} = {setting.batch_blocks * workload.block_tokens:,}"
-    gathered = f", {'no ' if stays_gathered(train) else ''}reshard after forward" if is_sharded(train) else ""
+    gathered = ""
+    if is_sharded(train):
+        gathered = ", no reshard after forward" if stays_gathered(train) else ", reshard after forward"
     how = "compiled" if is_compiled(train) else "eager"
     yield f"layers run {how}, activation checkpointing {recompute_of(train)}{gathered}"
     yield f"tokens of a step = {of_step}, {1 - workload.real_fraction:.1%} of them padding"

@@ -163,7 +163,9 @@ def _traffic(way: Prediction) -> str:
     places, moved = set(), []
     for exchange, crosses_nodes in ((each.exchange, each.crosses_nodes) for each in slowest if each.seconds):
         times = exchange.times
-        count = f"{times:g} x " if times > 1 else f"every {1 / times:g} steps " if times < 1 else ""
+        count = f"{times:g} x " if times > 1 else ""
+        if times < 1:
+            count = f"every {1 / times:g} steps "
         place = " between nodes" if crosses_nodes else " within nodes"
         places.add(place)
         moved.append((f"{exchange.kind} of {exchange.name} {count}{gigabytes(exchange.payload_bytes)}", place))

@@ -248,9 +248,9 @@ def _measured(
     for one in found:
         predicted, low, high = (amount(value, one.unit) for value in (one.predicted, one.low, one.high))
         is_first = one.key == "step_s" and one.measured > one.high
-        verdict = (
-            "within the band" if one.within else "above, as usual for first steps" if is_first else "outside the band"
-        )
+        verdict = "above, as usual for first steps" if is_first else "outside the band"
+        if one.within:
+            verdict = "within the band"
         if not one.is_judged:
             verdict = unjudged(one)
         measured = f"measured {amount(one.measured, one.unit)}"
