@@ -17,15 +17,16 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import psutil
 import pytest
 
 from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.core.store import Store
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -52,16 +53,22 @@ def compile_once() -> None:
 
 
 class Project:
-    """A working copy in which Snakemake runs."""
+    """A working copy in which Snakemake runs, started from `programs`."""
+
+    programs: ClassVar[Path] = BIN
 
     def __init__(self, root: Path) -> None:
         """Copy the project to `root`, with a small config, if it is not there yet."""
         self.root = root
         self.config = root / "config" / "config.yaml"
-        self.environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+        self.environment = {**os.environ, **self._variables()}
         self.environment.pop("PIPELINE_STORE", None)
         if not self.config.exists():
             self._copy_project()
+
+    def _variables(self) -> dict[str, str]:
+        """Where programs are; and threads that wait for one another in vain where cores are shared are left out."""
+        return {"PATH": f"{self.programs}:{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def _copy_project(self) -> None:
         compile_once()
@@ -81,6 +88,7 @@ class Project:
         """The same project elsewhere, with all that it has made; not the state of Snakemake."""
         shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(".snakemake", "logs"))
         other = copy.copy(self)
+        other.environment = {**self.environment, **self._variables()}
         other.root, other.config = root, root / "config" / "config.yaml"
         return other
 
@@ -131,8 +139,10 @@ class Project:
 
     def run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """Run a command of the environment in the project; the output is in stdout."""
+        program = shutil.which(command[0], path=self.environment["PATH"])
+        assert program is not None
         done = subprocess.run(
-            [str(BIN / command[0]), *command[1:]],
+            [program, *command[1:]],
             cwd=self.root,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -155,7 +165,7 @@ class Project:
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start snakemake and leave it running."""
         log = (self.root / "started.log").open("w")
-        command = [str(BIN / "snakemake"), *arguments]
+        command = [str(self.programs / "snakemake"), *arguments]
         return subprocess.Popen(
             command, cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True, start_new_session=True
         )
@@ -249,6 +259,21 @@ def no_process_left(root: Path) -> bool:
         if process.info["cwd"] == str(root) and "pipeline_lib" in " ".join(process.info["cmdline"] or []):
             return False
     return True
+
+
+@pytest.fixture(scope="session")
+def forked_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of programs whose processes have most imports behind them when they start: see tests/forked.py."""
+    with forked.programs(tmp_path_factory.mktemp("forked")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def no_imports(small: "Project", forked_programs: Path) -> Iterator[None]:
+    """Let projects of a module run forked programs, where their processes are not what it tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Project, "programs", forked_programs)
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import torch
 
 from tests.pipeline.conftest import Project
 
+pytestmark = pytest.mark.usefixtures("no_imports")
+
 ALPACA = {"instruction": "Say hello.", "input": "", "output": "Hello, world."}
 
 

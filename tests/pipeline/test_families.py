@@ -13,7 +13,7 @@ from pipeline_lib.data.demo import build_tiny
 from tests.pipeline.conftest import Project
 from tests.train.loading import SIZES, add_other_parts, multimodal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
 
 LORA = "train: {method: lora, strategy: fsdp, lora: {rank: 4, alpha: 16}, precision"
 

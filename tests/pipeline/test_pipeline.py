@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipeline.conftest import Project, executed, sealed_times
 
+pytestmark = pytest.mark.usefixtures("no_imports")
+
 STAGES_AFTER_TRAINING = ["evaluate", "merge", "report"]
 ALL = ["download", "download", "evaluate", "evaluate", "merge", "plan", "report", "shard", "tokenize", "train"]
 

@@ -10,6 +10,8 @@ from pipeline_lib.config.schema import Shard
 from pipeline_lib.core.errors import DataError
 from tests.pipeline.conftest import Project
 
+pytestmark = pytest.mark.usefixtures("no_imports")
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
+pytestmark = pytest.mark.usefixtures("no_imports")
+
 
 @pytest.mark.slow
 def test_the_next_snakemake_continues_from_the_named_step(small: Project, tmp_path: Path) -> None:

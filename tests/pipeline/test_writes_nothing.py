@@ -8,6 +8,8 @@ import pytest
 from pipeline_lib.config.dag import Dag
 from tests.pipeline.conftest import Project, executed
 
+pytestmark = pytest.mark.usefixtures("no_imports")
+
 LIBRARY = ("python", "-m", "pipeline_lib")
 LOOKING = (
     ("snakemake", "-n"),
