@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
+from tests import forked
 from tests.fake_hub import FakeHub, point_clients, serving
 
 GPU = "tests/gpu/"  # GPUs are lent for minutes
@@ -110,6 +111,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
     return folder
+
+
+@pytest.fixture(scope="session")
+def forked_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of programs whose processes have most imports behind them when they start: see tests/forked.py."""
+    with forked.programs(tmp_path_factory.mktemp("forked")) as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ output; only prose and comments are translated.
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -86,14 +87,14 @@ def rows_like_huanhuan() -> str:
     return json.dumps(rows, ensure_ascii=False)
 
 
-def workplace(folder: Path, hub: str = "") -> Workplace:
+def workplace(folder: Path, **environment: str) -> Workplace:
     """A clone in which the demo has run, as far as its model is not trained; with the file that curl brings."""
     model = folder / "results" / "demo" / "model"
     model.mkdir(parents=True)
     build_tiny(TinyModel(source="tiny"), model, lambda _: None)
     (folder / "data").mkdir()
     (folder / "data" / "huanhuan.json").write_text(rows_like_huanhuan(), encoding="utf-8")
-    return Workplace(folder, HF_ENDPOINT=hub, MODELSCOPE_ENDPOINT=hub) if hub else Workplace(folder)
+    return Workplace(folder, **environment)
 
 
 def normalized(text: str) -> list[str]:
@@ -127,7 +128,8 @@ def test_the_pages_differ_only_in_prose_and_comments() -> None:
 
 
 def test_the_page_works_as_far_as_check_plan_or_a_dry_run(tmp_path: Path, hub: str) -> None:
-    place, printed, run, configs, compared = workplace(tmp_path, hub), "", [], [], 0
+    place = workplace(tmp_path, HF_ENDPOINT=hub, MODELSCOPE_ENDPOINT=hub)
+    printed, run, configs, compared = "", [], [], 0
     for block in blocks_of(PAGES[0]):
         if block.kind == "yaml":
             configs.append(write_config(block, tmp_path))
@@ -163,9 +165,9 @@ def test_every_kind_of_command_that_is_not_run_is_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_small_run_trains_and_its_model_answers(tmp_path: Path) -> None:
+def test_the_small_run_trains_and_its_model_answers(tmp_path: Path, forked_programs: Path) -> None:
     """From untrained weights instead of the demo's."""
-    place = workplace(tmp_path)
+    place = workplace(tmp_path, PATH=f"{forked_programs}:{os.environ['PATH']}", OMP_NUM_THREADS="1")
     for block in blocks_of(PAGES[0]):
         if block.kind == "bash":
             assert place.run(block.text).returncode == 0

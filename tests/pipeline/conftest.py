@@ -19,14 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import psutil
 import pytest
 
 from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.core.store import Store
-from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -55,7 +54,7 @@ def compile_once() -> None:
 class Project:
     """A working copy in which Snakemake runs, started from `programs`."""
 
-    programs: ClassVar[Path] = BIN
+    programs: Path = BIN
 
     def __init__(self, root: Path) -> None:
         """Copy the project to `root`, with a small config, if it is not there yet."""
@@ -91,6 +90,12 @@ class Project:
         other.environment = {**self.environment, **self._variables()}
         other.root, other.config = root, root / "config" / "config.yaml"
         return other
+
+    def starting_from(self, programs: Path) -> Self:
+        """The same project, which starts its programs from that folder."""
+        self.programs = programs
+        self.environment |= self._variables()
+        return self
 
     def take_data(self, other: "Project") -> None:
         """Take over the model and the blocks that another project has made of the same settings."""
@@ -162,12 +167,18 @@ class Project:
         """Run git in the project."""
         subprocess.run(["git", *arguments], cwd=self.root, env=self.environment, check=True)
 
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Start snakemake and leave it running."""
-        log = (self.root / "started.log").open("w")
+    def start(self, *arguments: str, log: str = "started.log") -> "subprocess.Popen[str]":
+        """Start snakemake and leave it running; what it prints is in the file `log`."""
         command = [str(self.programs / "snakemake"), *arguments]
+        output = (self.root / log).open("w")
         return subprocess.Popen(
-            command, cwd=self.root, env=self.environment, stdout=log, stderr=log, text=True, start_new_session=True
+            command,
+            cwd=self.root,
+            env=self.environment,
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
         )
 
     def start_in_terminal(self, *command: str) -> "Terminal":
@@ -259,13 +270,6 @@ def no_process_left(root: Path) -> bool:
         if process.info["cwd"] == str(root) and "pipeline_lib" in " ".join(process.info["cmdline"] or []):
             return False
     return True
-
-
-@pytest.fixture(scope="session")
-def forked_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of programs whose processes have most imports behind them when they start: see tests/forked.py."""
-    with forked.programs(tmp_path_factory.mktemp("forked")) as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

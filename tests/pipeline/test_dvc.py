@@ -4,7 +4,6 @@ import copy
 import csv
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
 
 LR = "config/config.yaml:train.lr={}"
 
@@ -125,8 +124,6 @@ def test_a_second_clone_pulls_a_recorded_model_loads_it_and_chats(repository: Pr
     folder = other.root / "results/current/model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(repository.sealed("merge")).config.vocab_size
-    library = f"{sys.executable} -m pipeline_lib"
-    told = other.run(
-        "/bin/bash", "-c", f"echo What is os.getcwd? | {library} chat results/current/model --max-new-tokens 4"
-    )
+    chat = "python -m pipeline_lib chat results/current/model --max-new-tokens 4"
+    told = other.run("bash", "-c", f"echo What is os.getcwd? | {chat}")
     assert "cut after 4 tokens" in told.stdout or told.stdout.strip()

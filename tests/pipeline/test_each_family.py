@@ -66,9 +66,13 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_with_each_template_is_tokenized_and_ends_its_answers(
+def two_families_each() -> list[tuple[str, str]]:
+    """Each template with two families, and each family with three templates."""
+    return [(family, name) for number, name in enumerate(TEMPLATES) for family in list(FAMILIES)[number % 3 :: 3]]
+
+
+@pytest.mark.parametrize(("family", "template"), two_families_each())
+def test_each_family_is_tokenized_with_each_kind_of_template_and_ends_its_answers(
     families: Path, tmp_path: Path, family: str, template: str
 ) -> None:
     folder = Path(shutil.copytree(families / family, tmp_path / "model"))

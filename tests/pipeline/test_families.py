@@ -37,14 +37,14 @@ def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(project: Project,
     project.edit("train: {precision", LORA)
     project.edit("lr: 4.0e-3", "lr: 2.0e-2")
     project.set_cluster("{cpu_ranks: 2}")
-    output = project.snakemake().stdout
+    output = project.snakemake(project.target("evaluate")).stdout
     assert "fsdp on 2 cpu ranks" in output
     metrics = json.loads((project.sealed("evaluate") / "metrics.json").read_text())
     assert metrics["eval"]["tuned"]["loss"] < metrics["eval"]["base"]["loss"] - 0.1
     parity = json.loads((project.sealed("merge") / "parity.json").read_text())
     assert parity["relative_difference"] <= parity["tolerance"] == 1e-4
 
-    base, merged = project.root / "base", project.root / "results/small/model"
+    base, merged = project.root / "base", project.sealed("merge")
     assert read_json(merged / "config.json") == read_json(base / "config.json")
     same = []
     for file in sorted(base.glob("*.safetensors")):

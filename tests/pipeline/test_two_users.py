@@ -65,6 +65,7 @@ class User:
             "PATH": self.clone.environment["PATH"],
             "HOME": str(self.home),
             "USER": str(self.uid),
+            "OMP_NUM_THREADS": self.clone.environment["OMP_NUM_THREADS"],
             "PYTHON_BASE": sys.base_prefix,
         }
         done = subprocess.run(
@@ -93,6 +94,7 @@ def user(uid: int, folder: Path) -> User:
     made = User(uid, folder / str(uid), folder / "shared" / "store")
     project = made.clone
     project.edit("max_rows: 400", "max_rows: 200")
+    project.edit("epochs: 2", "epochs: 1")
     for path in (made.home, *made.home.rglob("*")):
         os.chown(path, uid, GROUP, follow_symlinks=False)
     return made

@@ -21,8 +21,7 @@ from pipeline_lib.export import merge
 from pipeline_lib.launch.stage import launcher
 from pipeline_lib.plan import stage as plan
 from pipeline_lib.report import stage as report
-from tests.pipeline.conftest import SMALL
-from tests.stages import run_stages
+from tests.pipeline.conftest import Project
 
 pytestmark = pytest.mark.slow
 
@@ -51,12 +50,10 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, Store]:
+def done(small: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, Store]:
     """An experiment that all stages have done."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.yaml").write_text(SMALL)
-    store = Store(folder / "store")
-    return run_stages(folder / "config.yaml", store), store
+    project = small.copy_to(tmp_path_factory.mktemp("done") / "project")
+    return project.experiment(), project.store
 
 
 def function_of(part: str, experiment: Experiment, store: Store) -> StageFunction:
@@ -82,10 +79,8 @@ def other_content(paths: list[Path]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("part", READS)
-def test_a_stage_uses_no_byte_that_it_did_not_check(
-    finished: tuple[Experiment, Store], tmp_path: Path, part: str
-) -> None:
-    experiment, store = finished
+def test_a_stage_uses_no_byte_that_it_did_not_check(done: tuple[Experiment, Store], tmp_path: Path, part: str) -> None:
+    experiment, store = done
     spec, function = experiment.specs[part], function_of(part, experiment, store)
     files = [
         (name, file, store.sealed(ref) / file)

@@ -1,17 +1,19 @@
 """A real snakemake, watched from outside while it works, when it is killed, and to its end."""
 
+import io
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline_lib.cli.main import main
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.errors import CONTINUES
 from pipeline_lib.core.events import read_events
@@ -20,18 +22,22 @@ from tests.pipeline.conftest import Project, kill_tree, wait_until
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 900.0
+LOOK_S = 0.2
 ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report", None]
 
 
 def look(project: Project) -> dict[str, Any]:
     """What the command says of the only experiment; it never fails, whatever is being written meanwhile."""
-    command = [sys.executable, "-m", "pipeline_lib", "status", "--json"]
-    environment = {**project.environment, "PATH": str(Path(sys.executable).parent)}  # none of a SLURM that may be up
-    done = subprocess.run(
-        command, cwd=project.root, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    return dict((json.loads(done.stdout) or [{"state": None}])[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.root)
+        patch.setattr(sys, "argv", ["pipeline_lib", "status", "--json"])
+        patch.setenv("PATH", str(Path(sys.executable).parent))  # none of a SLURM that may be up
+        patch.delenv("PIPELINE_STORE", raising=False)
+        shown, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(shown), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code, errors.getvalue()) == (0, ""), shown.getvalue() + errors.getvalue()
+    return dict((json.loads(shown.getvalue()) or [{"state": None}])[0])
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,7 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(project: Projec
     while not (seen and (seen[-1].get("checkpoint_step") or 0) >= 6):
         assert time.monotonic() < end_s and process.poll() is None, (project.root / "started.log").read_text()
         seen.append(look(project))
+        time.sleep(LOOK_S)
     assert (seen[-1]["stage"], seen[-1]["state"], seen[-1]["attempt"]) == ("train", "running", 1)
     assert (project.root / seen[-1]["log"]).exists()
     kill_tree(process)
@@ -65,6 +72,7 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(project: Projec
     while not (after and after[-1]["state"] == "done"):
         assert time.monotonic() < end_s, (project.root / "started.log").read_text()
         after.append(look(project))
+        time.sleep(LOOK_S)
     process.wait(60)
 
     running = [found for found in after if found["stage"] == "train" and found["state"] == "running"]
@@ -93,6 +101,7 @@ def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(project: Pr
     end_s = time.monotonic() + 60
     while (found := look(project))["state"] == "running":  # the ranks save, and snakemake does not wait for them
         assert time.monotonic() < end_s, (project.root / "started.log").read_text()
+        time.sleep(LOOK_S)
 
     assert (found["stage"], found["state"]) == ("train", "interrupted")
     assert "stopped by " in found["reason"] and found["reason"].endswith(CONTINUES)
