@@ -38,7 +38,7 @@ def main() -> None:
 
 def run(root: Path, family: str, template: str, method: str) -> str:
     """Return `exported` with the difference of the logits, or the last line of the error."""
-    base = write_family(root / "base", family, template, say=_ignore)
+    base = write_family(root / "base", family, template)
     done, failures = run_ranks_that_may_fail(_run_quietly, 1, root, base, template, method, timeout_s=LIMIT_S)
     if failures:
         return failures[0].strip().splitlines()[-1]
@@ -49,10 +49,6 @@ def run(root: Path, family: str, template: str, method: str) -> str:
 def _run_quietly(environ: dict[str, str], root: Path, base: Path, template: str, method: str) -> Path:
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         return run_family(environ, root, base, template, method)
-
-
-def _ignore(text: str) -> None:
-    """Say nothing."""
 
 
 if __name__ == "__main__":  # the ranks import this module too

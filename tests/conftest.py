@@ -103,14 +103,11 @@ def _isolate() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a very small model with its tokenizer, which takes seconds to train: copy it to change it."""
-    from pipeline_lib.config.schema import TinyModel
-    from pipeline_lib.data.demo import build_tiny
+def tiny() -> Path:
+    """The folder of a very small model with its tokenizer: copy it to change it."""
+    from tests.tiny import tiny_model
 
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
-    return folder
+    return tiny_model()
 
 
 @pytest.fixture(scope="session")

@@ -19,13 +19,11 @@ from transformers import (
 )
 
 from pipeline_lib.config.compile import open_experiment, run_digest
-from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_folder import EVENTS_NAME, PLAN_NAME, SUMMARY_NAME
-from pipeline_lib.core.stage import Job, Say, StageFunction, run_stage
+from pipeline_lib.core.stage import Job, StageFunction, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.data import download, shard, tokenize
-from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.evaluate import stage as evaluate
 from pipeline_lib.export import merge
 from pipeline_lib.plan import stage as plan
@@ -33,6 +31,7 @@ from pipeline_lib.plan.document import read_plan
 from pipeline_lib.report import stage as report
 from pipeline_lib.train.rank import RankJob, train_rank
 from tests.data.chats import TEMPLATES, TEXT_ONLY, set_template
+from tests.tiny import tiny_model
 from tests.train.loading import multimodal
 
 VOCAB = 576  # that of the tokenizer, and room for the tokens of further templates
@@ -68,10 +67,9 @@ STAGES: Mapping[str, StageFunction] = {
 ROWS = 40
 
 
-def write_family(folder: Path, family: str, template: str, say: Say = print) -> Path:
+def write_family(folder: Path, family: str, template: str) -> Path:
     """Write a tiny model of `family` to `folder`, with the tokenizer of the demo and the manner of `template`."""
-    folder.mkdir(parents=True)
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, say)
+    shutil.copytree(tiny_model(), folder)
     torch.manual_seed(0)
     (folder / "config.json").unlink()
     FAMILIES[family]().save_pretrained(folder)

@@ -1,16 +1,16 @@
 """A model of another family than Qwen3 through real Snakemake: trained, merged into its base's folder and evaluated."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.files import read_json
-from pipeline_lib.data.demo import build_tiny
 from tests.pipeline.conftest import Project
+from tests.tiny import tiny_model
 from tests.train.loading import SIZES, add_other_parts, multimodal
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
@@ -20,8 +20,7 @@ LORA = "train: {method: lora, strategy: fsdp, lora: {rank: 4, alpha: 16}, precis
 
 def write_qwen3_5(folder: Path, has_experts: bool) -> None:
     """A small Qwen3.5 with pictures and a head for several tokens, and the tokenizer of the demo."""
-    folder.mkdir()
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, print)
+    shutil.copytree(tiny_model(), folder)
     for name in ("model.safetensors", "config.json"):
         (folder / name).unlink()
     torch.manual_seed(0)

@@ -189,8 +189,15 @@ def test_metrics_params_and_plots_are_compared(clone: Clone) -> None:
     assert all(len(drawn[0]["content"]["data"]["values"]) == 6 for drawn in plots["data"].values())
 
 
-@pytest.mark.parametrize("where", [(), ("--temp",)], ids=["here", "aside"])
-@pytest.mark.parametrize("file", ["config/0.003.yaml", "mine.yaml", "results/current/config.yaml"])
+@pytest.mark.parametrize(
+    ("file", "where"),
+    [
+        ("config/0.003.yaml", ()),
+        ("mine.yaml", ("--temp",)),
+        ("mine.yaml", ()),
+        ("results/current/config.yaml", ("--temp",)),
+    ],
+)
 def test_what_no_run_reads_is_refused_with_what_to_type(clone: Clone, file: str, where: tuple[str, ...]) -> None:
     """Of a config that git tracks, of one that it does not, and of a result."""
     (clone.root / "mine.yaml").write_text((clone.root / "config/0.003.yaml").read_text())
