@@ -111,9 +111,9 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def forked_programs() -> Iterator[Path]:
     """A folder of programs whose processes have most imports behind them when they start: see tests/forked.py."""
-    with forked.programs(tmp_path_factory.mktemp("forked")) as folder:
+    with forked.programs() as folder:
         yield folder
 
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from pipeline_lib.core.processes import die_with_parent, importing
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parent.parent
 SOCKET_NAME = "server"
+READY = "ready\n"
 IMPORTED = (
     "snakemake.cli",
     "torch",
@@ -54,7 +56,7 @@ PROGRAM = """\
 import array, json, os, signal, socket, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
 if name != "snakemake" and (arguments[:1] != ["-m"] or arguments[1].partition(".")[0] != "pipeline_lib"):
-    os.execv("{python}", [name, *arguments])
+    os.execv("{python}", ["{python}", *arguments])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.connect("{socket}")
 message = json.dumps([name, sys.argv[0], arguments, os.getcwd(), dict(os.environ)]).encode()
@@ -74,21 +76,23 @@ sys.exit(code)
 
 
 @contextmanager
-def programs(folder: Path) -> Iterator[Path]:
-    """The path of a folder with the two programs, in `folder`; their server runs within the context."""
-    made = folder / "bin"
-    made.mkdir()
-    for name in ("python", "snakemake"):
-        (made / name).write_text(PROGRAM.format(python=BIN / "python", socket=folder / SOCKET_NAME))
-        (made / name).chmod(0o755)
-    command = [sys.executable, "-m", "tests.forked", str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ready\n"
-        try:
-            yield made
-        finally:
-            server.kill()
+def programs() -> Iterator[Path]:
+    """A folder `bin` with the two programs, whose server runs within the context."""
+    with tempfile.TemporaryDirectory(prefix="forked-") as name:
+        folder = Path(name)
+        made = folder / "bin"
+        made.mkdir()
+        for program in ("python", "snakemake"):
+            (made / program).write_text(PROGRAM.format(python=BIN / "python", socket=folder / SOCKET_NAME))
+            (made / program).chmod(0o755)
+        command = [sys.executable, "-m", "tests.forked", str(folder)]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == READY.encode()
+            try:
+                yield made
+            finally:
+                server.kill()
 
 
 def serve(folder: Path) -> None:
@@ -103,15 +107,15 @@ def serve(folder: Path) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(folder / SOCKET_NAME))
     listener.listen(64)
-    print("ready", flush=True)
+    print(READY, end="", flush=True)
     waiting = selectors.DefaultSelector()
     waiting.register(listener, selectors.EVENT_READ)
     while True:
-        for key, _ in waiting.select():
-            if key.fileobj is listener:
-                _start(listener, waiting)
-            else:
-                _end(key, waiting)
+        key, _ = waiting.select()[0]  # what it does may make the next one void
+        if key.fileobj is listener:
+            _start(listener, waiting)
+        else:
+            _end(key, waiting)
 
 
 def _start(listener: socket.socket, waiting: selectors.BaseSelector) -> None:
@@ -121,10 +125,8 @@ def _start(listener: socket.socket, waiting: selectors.BaseSelector) -> None:
     pid = os.fork()
     if pid == 0:
         client.close()
-        listener.close()
         for key in list(waiting.get_map().values()):
-            if key.fileobj is not listener:
-                os.close(key.fd)
+            _close(key.fileobj)
         waiting.close()
         _be_program(files, *json.loads(message))
     for file in files:
@@ -153,10 +155,17 @@ def _end(key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
     with suppress(OSError):  # the client was killed
         other.sendall(f"{code}\n".encode())
     for each in (key.fileobj, other):
-        with suppress(KeyError):
+        with suppress(KeyError):  # a client that was killed
             waiting.unregister(each)
-    os.close(key.fd)
-    other.close()
+        _close(each)
+
+
+def _close(file: Any) -> None:
+    """Close a socket, or the descriptor of a process."""
+    if isinstance(file, socket.socket):
+        file.close()
+    else:
+        os.close(file)
 
 
 def _be_program(files: list[int], name: str, path: str, arguments: list[str], folder: str, environ: Any) -> None:

@@ -167,7 +167,7 @@ def test_imports_go_one_way(module: str) -> None:
         assert other_rank < rank or other_entry == entry, f"{module} imports {imported}"
 
 
-def test_no_imports_in_a_circle() -> None:
+def test_forked_processes_in_a_circle() -> None:
     for module in MODULES:
         around = frozenset(packages_around(module))  # importing its parts is no circle, if none imports it
         assert not imported_modules(module) & around, f"{module} imports its own package"

@@ -273,7 +273,7 @@ def no_process_left(root: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def no_imports(small: "Project", forked_programs: Path) -> Iterator[None]:
+def forked_processes(small: "Project", forked_programs: Path) -> Iterator[None]:
     """Let projects of a module run forked programs, where their processes are not what it tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Project, "programs", forked_programs)

@@ -9,7 +9,7 @@ import torch
 
 from tests.pipeline.conftest import Project
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 ALPACA = {"instruction": "Say hello.", "input": "", "output": "Hello, world."}
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed, sealed_times, wait_until
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 HOUR_S = 3600.0
 

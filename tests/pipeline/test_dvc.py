@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 LR = "config/config.yaml:train.lr={}"
 

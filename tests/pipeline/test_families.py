@@ -13,7 +13,7 @@ from tests.pipeline.conftest import Project
 from tests.tiny import tiny_model
 from tests.train.loading import SIZES, add_other_parts, multimodal
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 LORA = "train: {method: lora, strategy: fsdp, lora: {rank: 4, alpha: 16}, precision"
 

@@ -9,7 +9,7 @@ from tests.golden.configs import CONFIGS
 from tests.golden.make import FINISHED, SPECS, UNFINISHED, cpu_model, finished_state, pinned_specs, unpack
 from tests.pipeline.conftest import Project, sealed_times
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 # What the same earlier code came to on another processor whose name is no more than "AMD EPYC" (family 25, model 1).
 OF_OTHERS_OF_THE_NAME = [{"model.safetensors": "d2011964fb110d32aacd1af43b00dad5dfa64295d8bc3a2b08fef7a0869ea6af"}]

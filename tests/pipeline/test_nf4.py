@@ -6,7 +6,7 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 LORA = "train: {method: lora, strategy: fsdp, lora: {rank: 8, alpha: 16"
 AFTER_TRAINING = ["evaluate", "merge", "report"]

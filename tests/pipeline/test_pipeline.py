@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipeline.conftest import Project, executed, sealed_times
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 STAGES_AFTER_TRAINING = ["evaluate", "merge", "report"]
 ALL = ["download", "download", "evaluate", "evaluate", "merge", "plan", "report", "shard", "tokenize", "train"]
@@ -89,8 +89,10 @@ def test_what_does_not_matter_reruns_no_finished_stage(restored: Project, old: s
 
 def test_another_text_of_a_rule_reruns_nothing(restored: Project) -> None:
     rules = restored.root / "workflow/rules/train.smk"
-    rules.write_text(rules.read_text().replace("python -m pipeline_lib train", "python -u -m pipeline_lib train"))
+    before = rules.read_text()
+    rules.write_text(before.replace("python -m pipeline_lib train", "python -u -m pipeline_lib train"))
     assert "Nothing to be done" in restored.snakemake().stdout
+    rules.write_text(before)
 
 
 @pytest.mark.slow

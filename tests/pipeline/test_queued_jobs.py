@@ -10,7 +10,7 @@ from pipeline_lib.config.schema import Shard
 from pipeline_lib.core.errors import DataError
 from tests.pipeline.conftest import Project
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 
 @pytest.fixture(scope="module")

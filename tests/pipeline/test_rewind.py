@@ -7,7 +7,7 @@ import pytest
 
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pipeline_lib.evaluate.chat import load_base_of
 from pipeline_lib.model.batch import load_probe
 from tests.pipeline.conftest import Project
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 
 def test_a_stretched_model_is_trained_merged_and_evaluated(project: Project) -> None:

@@ -12,7 +12,7 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.store import Store
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_imports")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
 SHARED = ["download", "download", "evaluate", "shard", "tokenize"]  # the evaluation is that of the base model
 OWN = ["evaluate", "merge", "plan", "report", "train"]

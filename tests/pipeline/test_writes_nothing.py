@@ -8,7 +8,7 @@ import pytest
 from pipeline_lib.config.dag import Dag
 from tests.pipeline.conftest import Project, executed
 
-pytestmark = pytest.mark.usefixtures("no_imports")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 LIBRARY = ("python", "-m", "pipeline_lib")
 LOOKING = (
