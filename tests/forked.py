@@ -4,7 +4,8 @@ A process of the pipeline imports for 1 to 5 s of CPU time before it does anythi
 `python` and a `snakemake` to be put first into PATH: they pass `python -m pipeline_lib ...` and `snakemake ...` on to a
 server, which forks a process with their arguments, environment, folder, input and outputs. That process imports
 pipeline_lib from where it is, gets the signals that they get, and ends as they end. But it is no child of who started
-it: tests of what happens between processes need the real programs.
+it: tests of what happens between processes need the real programs. And what other packages read of the environment when
+they are imported, such as the address of a hub, they have read in the server.
 """
 
 import atexit
@@ -77,7 +78,10 @@ sys.exit(code)
 
 @contextmanager
 def programs() -> Iterator[Path]:
-    """A folder `bin` with the two programs, whose server runs within the context."""
+    """A folder `bin` with the two programs, whose server runs within the context; that of the real ones beside GPUs."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):  # imports may look for them, and then no forked process may use them
+        yield BIN
+        return
     with tempfile.TemporaryDirectory(prefix="forked-") as name:
         folder = Path(name)
         made = folder / "bin"
