@@ -46,5 +46,5 @@ def test_inputs_that_come_from_the_future_meanwhile_fail_no_stage(small: Project
     process = project.start(project.target("train"))
     wait_until((project.root / "runs").exists, process, "the training")
     set_ahead([path for path in pointers_of(project) if path.exists()])
-    assert process.wait(240) == 0, (project.root / "started.log").read_text()
+    assert process.wait(600) == 0, (project.root / "started.log").read_text()
     assert project.store.pointer(ref).exists()

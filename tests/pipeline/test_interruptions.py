@@ -103,7 +103,7 @@ def test_a_signal_saves_says_so_and_the_next_run_continues(
         process = project.start(project.target("merge"))
         wait_until(lambda: steps_done(project) >= before + 2, process, "the second step")  # noqa: B023
         send(process.pid, number)
-        assert process.wait(60) != 0
+        assert process.wait(300) != 0
         wait_until_no_process_left(project)
         output = (project.root / "started.log").read_text()
         assert "Traceback" not in output
@@ -117,7 +117,7 @@ def test_a_signal_saves_says_so_and_the_next_run_continues(
     terminal = project.start_in_terminal("snakemake", project.target("merge"))
     wait_until(lambda: steps_done(project) >= before + 2, terminal.process, "the second step")
     terminal.close()
-    assert terminal.process.wait(60) != 0
+    assert terminal.process.wait(300) != 0
     wait_until_no_process_left(project)
     saved.append(newest_checkpoint(project))
     assert int(saved[-1].removeprefix("step-")) >= before + 2
@@ -148,7 +148,7 @@ def test_a_signal_in_another_stage_says_that_it_was_stopped(small: Project, tmp_
         process = project.start("tokenize")
         wait_until(lambda: stage_runs(project, "tokenize"), process, "the tokenize stage")  # noqa: B023
         send(process.pid, signal.SIGTERM)
-        assert process.wait(60) != 0
+        assert process.wait(300) != 0
         wait_until_no_process_left(project)
         output = (project.root / "started.log").read_text()
         assert "Traceback" not in output
@@ -243,4 +243,4 @@ def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(f
     time.sleep(8)  # Snakemake by itself waits for 5 s
     assert process.poll() is None
     merge.with_suffix(".taken").rename(merge)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
