@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.content import TOKENIZER_FILES
@@ -54,6 +55,15 @@ def done(small: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Expe
     """An experiment that all stages have done."""
     project = small.copy_to(tmp_path_factory.mktemp("done") / "project")
     return project.experiment(), project.store
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the stages had it: sums of several threads may differ in their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def function_of(part: str, experiment: Experiment, store: Store) -> StageFunction:
