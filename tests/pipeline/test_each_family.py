@@ -43,7 +43,8 @@ def test_each_family_and_each_template_is_among_the_pairs() -> None:
 def test_it_goes_through_all_stages(template: str, tmp_path: Path) -> None:
     method = ("full", "lora")[list(PAIRS).index(template) % 2]
     base = write_family(tmp_path / "base", PAIRS[template], template)
-    (merged,) = run_ranks(run_family, 1, tmp_path, base, template, method).values()
+    walked = run_ranks(run_family, 1, tmp_path, base, template, method, timeout_s=900.0)
+    (merged,) = walked.values()
     weights = [load_file(file) for file in (base / "model.safetensors", merged / "model.safetensors")]
     assert weights[0].keys() == weights[1].keys()
     assert any(not weights[0][name].equal(weights[1][name]) for name in weights[0])
