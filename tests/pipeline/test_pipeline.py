@@ -210,7 +210,6 @@ def test_lora_tunes_the_model_of_a_finished_experiment(finished: Project) -> Non
             "{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}",
             "{source: local, path: results/small/model}",
         )
-        .replace("epochs: 2", "epochs: 1")
         .replace("train: {", "train: {method: lora, lora: {rank: 8, alpha: 16}, strategy: fsdp, ")
     )
     finished.snakemake("--configfile", "lora.yaml")
