@@ -50,11 +50,12 @@ def lines_of(path: Path) -> list[str]:
 
 
 def workers_alive() -> list[int]:
-    """Processes below this one that multiprocessing has spawned."""
-    alive = []
+    """Processes below this one that multiprocessing has spawned or forked."""
+    alive, own = [], psutil.Process().cmdline()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it ended meanwhile
-            if "spawn_main" in " ".join(child.cmdline()):
+            command = child.cmdline()
+            if command == own or "spawn_main" in " ".join(command):
                 alive.append(child.pid)
     return alive
 

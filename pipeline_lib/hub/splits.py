@@ -27,6 +27,8 @@ MAX_METADATA_BYTES = 1_000_000
 MAX_METADATA_VALUES = 200_000
 MAX_NUMBER_CHARS = 100  # parsing a base-60 number takes time quadratic in its length
 RESOLVE_S = 90
+# Spawned, not forked: the parent may have threads.
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
 def is_aside(name: str) -> bool:
@@ -49,7 +51,7 @@ def files_of_split(snapshot: Snapshot, names: Collection[str], subset: str | Non
             path.touch()
         # A list, not a generator: every metadata file has to be fetched.
         are_named = any([_fetch_metadata(snapshot, name, folder) for name in METADATA_FILES])
-        with multiprocessing.get_context("spawn").Pool(1, _limit_time) as pool:
+        with _CONTEXT.Pool(1, _limit_time) as pool:
             try:
                 splits = pool.apply_async(_resolve, (str(snapshot), folder, subset)).get(RESOLVE_S)
             except multiprocessing.TimeoutError as error:

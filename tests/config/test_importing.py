@@ -21,7 +21,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.data.read_files import count_rows
 from tests.processes import running
-from tests.stages import ROOT, run_stages
+from tests.stages import ROOT, run_stages_here
 
 # What people have, in the forms that the tools' examples and tutorials use.
 LORA = """\
@@ -196,7 +196,7 @@ def test_a_yaml_of_llama_factory_with_a_local_model_passes_check(local: Path) ->
 def test_the_rows_of_an_imported_config_are_read(local: Path, folder: Path) -> None:
     store = Store(folder / "store")
 
-    experiment = run_stages(local, store, last="tokenize")
+    experiment = run_stages_here(local, store, last="tokenize")
 
     ledger = json.loads((store.sealed(experiment.ref("tokenize")) / "ledger.json").read_text())
     assert sum(source["kept"] for source in ledger["sources"]) == 100

@@ -13,11 +13,18 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data import download, shard, tokenize
 from pipeline_lib.data.demo import build_tiny
+from tests.stages import fork_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 
 SMALL = TinyModel(source="tiny", vocab_tokens=600, hidden_size=32, layers=2, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the workers of the stages their imports; test_pool.py has them as they are in a pipeline."""
+    fork_workers(monkeypatch)
 
 
 def silent(text: str) -> None:

@@ -21,7 +21,7 @@ from .chats import (
     supervised_turns,
 )
 
-some = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # The vocabulary of Qwen joins the two line ends of an empty thinking block, and the tiny one does not.

@@ -15,6 +15,11 @@ from .pool_tasks import STATE, Add, Harm, Look, crash_while_loading, fail_to_loa
 TIGHT = Limits(memory_bytes=300 << 20, cpu_s=1.5, silence_s=600.0)
 
 
+@pytest.fixture
+def forked_workers() -> None:
+    """Here they are spawned, as in a pipeline."""
+
+
 @pytest.fixture(autouse=True)
 def no_orphans() -> Iterator[None]:
     yield

@@ -21,7 +21,7 @@ from pipeline_lib.plan.answer import answer, question_of
 from pipeline_lib.plan.known import vocabulary_of, workload_of
 from pipeline_lib.plan.warnings import lengths_of_runs
 from pipeline_lib.plan.workload import Workload
-from tests.stages import run_stages
+from tests.stages import run_stages_here
 
 QWEN = Path(__file__).parents[3] / "shared" / "qwen3-tokenizer"
 ROWS = 800
@@ -82,7 +82,7 @@ def test_it_is_near_what_packing_makes(tmp_path: Path, rows: Callable[[], list[d
     path.write_text(path.read_text().replace("source: tiny", f"source: tiny, tokenizer: {QWEN}"))
     config = load_config(path)
     told, assumed = expected(config, store), Workload.assumed(config)
-    run_stages(path, store, last="shard")
+    run_stages_here(path, store, last="shard")
     packed = workload_of(config, store)
     assert told.is_assumed and told.is_estimated and not packed.is_assumed
     assert told.samples_per_block == pytest.approx(packed.samples_per_block, rel=0.25)

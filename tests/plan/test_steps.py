@@ -24,7 +24,7 @@ from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, idle_ranks, plan_batches, step_warnings
 from pipeline_lib.plan.warnings import lengths_of_runs
 from pipeline_lib.plan.workload import Workload, workload_from
-from tests.stages import run_stages
+from tests.stages import run_stages_here
 
 BLOCK = 60
 
@@ -165,7 +165,7 @@ def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path
     path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}"), store_in(tmp_path)
     config = load_config(path)
     [told], _ = lengths_of_runs([config], store, "my.yaml")
-    run_stages(path, store, last="shard")
+    run_stages_here(path, store, last="shard")
     [exact], _ = lengths_of_runs([config], store, "my.yaml")
     low, high = map(int, re.search(r"\((\d+) to (\d+)\)", told).groups())  # type: ignore[union-attr]
     assert low <= int(exact.split()[0]) <= high, (told, exact)
@@ -181,7 +181,7 @@ def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_mak
     rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), encoding="utf-8")
     path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}"), store_in(tmp_path)
     [told], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
-    run_stages(path, store, last="shard")
+    run_stages_here(path, store, last="shard")
     [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
     low, high = map(int, re.findall(r"\d+", told)[1:3])
     assert low <= int(exact.split()[0]) <= high, (told, exact)
@@ -307,7 +307,7 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
         warning,
     )
     assert found is not None, warning
-    run_stages(path, store, last="shard")
+    run_stages_here(path, store, last="shard")
     with pytest.raises(ConfigError, match="global_batch_samples: 16 cannot be met within 10%"):
         lengths_of_runs([load_config(path)], store, "my.yaml")
     for settings in (
@@ -318,7 +318,7 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
     shorter = path.read_text().replace("block_tokens: 2048", f"block_tokens: {found[3]}")
     path.write_text(shorter.replace("max_tokens: 256", f"max_tokens: {found[3]}"))
     assert lengths_of_runs([load_config(path)], store, "my.yaml")[1] == []
-    run_stages(path, store, last="shard")
+    run_stages_here(path, store, last="shard")
     assert lengths_of_runs([load_config(path)], store, "my.yaml")[0]
 
 
@@ -342,7 +342,7 @@ def test_sixteen_short_samples_on_four_ranks_train_as_articles_have_them(tmp_pat
     offered = re.search(r"shard.block_tokens .and tokenize.max_tokens. to (\d+) or less$", warning)
     assert offered is not None, warning
     path.write_text(text.replace("tokens: 1024", f"tokens: {offered[1]}"))
-    run_stages(path, store, last="plan")
+    run_stages_here(path, store, last="plan")
     [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
     assert exact.split()[0].isdecimal()
 
