@@ -76,7 +76,7 @@ class Arena:
 
     def job(self, ranks: int, out: Path, device: str = "cpu", **settings: Any) -> RankJob:
         """A rank job over `ranks` ranks with the given keys of `train`."""
-        defaults = {"precision": "fp32", "global_batch_tokens": 8 * BLOCK_TOKENS, "lr": 3e-3}
+        defaults = {"precision": "fp32", "global_batch_tokens": 4 * BLOCK_TOKENS, "lr": 3e-3}
         # Ranks on GPUs begin anew (tests/ranks.py), each at its own pace.
         defaults |= {"timeout_s": 30, "start_timeout_s": 60 if device == "cpu" else 180}
         train = Train.model_validate({**defaults, **settings})
@@ -100,7 +100,7 @@ def make_arena(root: Path) -> Arena:
     store = Store(root / "store")
     model, shard = Ref("download", "model"), Ref("shard", "blocks")
     write_model(store.sealed(model))
-    blocks = 44  # the last step of an epoch is short: 44 = 5 x 8 + 4
+    blocks = 22  # the last step of an epoch is short: 22 = 5 x 4 + 2
     write_blocks(store.sealed(shard) / "train", make_documents(blocks, 1), BLOCK_TOKENS, 3)
     write_blocks(store.sealed(shard) / "validation", make_documents(3, 2), BLOCK_TOKENS, 1)
     return Arena(store, model, shard, blocks)

@@ -131,9 +131,9 @@ def test_a_bad_step_on_one_rank_is_skipped_by_all_and_changes_no_bit(
     skipped = [course.named("step.skipped") for course in courses]
     assert skipped[0] == skipped[1]
     assert [(event["step"], event["verdict"], len(event["blocks"])) for event in skipped[0]] == [
-        (4, "skip", 8),
-        (6, "skip", 4),
-        (14, "skip", 8),
+        (4, "skip", 4),
+        (6, "skip", 2),
+        (14, "skip", 4),
     ]
     metrics = rows(tmp_path / "out")
     assert [row["step"] for row in metrics if row.get("verdict") == "skip"] == [4, 6, 14]

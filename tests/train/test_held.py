@@ -31,7 +31,7 @@ sys.addaudithook(note)
 
 @pytest.fixture
 def stage(arena: Arena) -> Stage:
-    return make_stage(arena)
+    return make_stage(arena, ranks=1)
 
 
 @pytest.fixture

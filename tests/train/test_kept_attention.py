@@ -15,7 +15,7 @@ from tests.train.conftest import Arena, make_arena
 from tests.train.helpers import assert_same_result, train
 
 LAYERS, RANKS = 2, 2  # layers of the arena's model
-MICRO_BATCHES = 1 + 4  # of each rank: one that is tried before the first step, and those of a step
+MICRO_BATCHES = 1 + 2  # of each rank: one that is tried before the first step, and those of a step
 
 
 def train_as_on_a_gpu(environ: Mapping[str, str], job: RankJob) -> int:

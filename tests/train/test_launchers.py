@@ -35,7 +35,7 @@ def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])  # test_takeover.py sends SIGTERM
 def test_a_signal_saves_and_ends_with_75(stage: Callable[..., Stage], number: signal.Signals) -> None:
-    made = stage(epochs=1000, save_every_steps=100_000)
+    made = stage(ranks=1, epochs=1000, save_every_steps=100_000)
     process = made.start()
     made.wait_for_step(2)
     process.send_signal(number)
@@ -50,7 +50,7 @@ def test_a_signal_saves_and_ends_with_75(stage: Callable[..., Stage], number: si
 
 @pytest.mark.slow
 def test_kill_9_of_the_stage_leaves_no_orphan(stage: Callable[..., Stage]) -> None:
-    made = stage(epochs=1000)
+    made = stage(ranks=1, epochs=1000)
     process = made.start()
     made.wait_for_step(2)
     process.kill()

@@ -45,7 +45,7 @@ def killed_at_the_end(process: "subprocess.Popen[bytes]") -> Iterator["subproces
 
 
 def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena: Arena) -> None:
-    first = make_stage(arena, epochs=1000, save_every_steps=5)
+    first = make_stage(arena, ranks=1, epochs=1000, save_every_steps=5)
     lock = arena.store.lock_path(run_digest(first.spec))
     with ExitStack() as ends:
         stopped = ends.enter_context(killed_at_the_end(first.start()))
@@ -53,7 +53,7 @@ def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena:
         ranks_of_first = [rank.pid for rank in first.processes()]
         silence(stopped, lock)
 
-        second = make_stage(arena, epochs=1000, save_every_steps=5)
+        second = make_stage(arena, ranks=1, epochs=1000, save_every_steps=5)
         second = type(second)(second.arena, second.spec, second.plan_dir, second.log.with_suffix(".second"))
         going_on = ends.enter_context(killed_at_the_end(second.start()))
         wait_for(lambda: owner_of(lock).get("pid") == going_on.pid, "the second owner")

@@ -170,7 +170,7 @@ def test_held_out_prompts_are_answered_greedily_and_alike_under_every_strategy(a
 def test_by_epoch_a_run_is_saved_and_validated_after_the_last_step_of_each(
     arena: Arena, tmp_path: Path, local_sgd_steps: int
 ) -> None:
-    """An epoch has 44 blocks, 6 steps; with local SGD, the turn comes with the next averaging."""
+    """An epoch has 22 blocks, 6 steps; with local SGD, the turn comes with the next averaging."""
     settings: dict[str, Any] = {"save_every_steps": "epoch", "validate_every_steps": "epoch", "epochs": 3}
     settings |= {"strategy": "ddp", "keep_last": 9, "local_sgd_steps": local_sgd_steps}
     out = run(arena, tmp_path / "out", **settings)
