@@ -1,5 +1,9 @@
-"""cuDNN's attention graphs, which need a GPU, in plain torch: the operators around them are the real ones."""
+"""cuDNN's attention graphs, which need a GPU, in plain torch: the operators around them are the real ones.
 
+And torch.compile without the kernels that it builds.
+"""
+
+import functools
 from collections import Counter
 
 import pytest
@@ -26,6 +30,12 @@ def use_torch_for_graphs(patch: pytest.MonkeyPatch) -> Counter[str]:
     patch.setattr(attention, "_backward_graph", lambda shape: ("backward", shape))
     patch.setattr(attention, "_run", run)
     return counts
+
+
+def compile_without_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Have layers compiled, cut in two and decomposed as they would be; building kernels takes many times as long."""
+    torch.compiler.reset()
+    patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
 
 
 def _weights_of(query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

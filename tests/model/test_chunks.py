@@ -21,6 +21,7 @@ from pipeline_lib.model.build import decoder_layers
 from pipeline_lib.model.chunks import attended, fed_forward
 from pipeline_lib.plan import workload
 from pipeline_lib.plan.workload import tokens_at_once
+from tests.model.graphs import compile_without_kernels
 from tests.model.test_offload import spread_steps
 from tests.model.test_recompute import LAYERS, calls, folder, model_of, step
 from tests.model.test_streaming import MODELS, blocks
@@ -215,11 +216,15 @@ def test_a_second_backward_pass_is_refused(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_compiled(folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "has_kernels"), [("full", False), ("lora", True)])
+def test_compiled(
+    folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, kind: str, has_kernels: bool
+) -> None:
     """The halves are compiled, each as one graph; attention of long documents still runs once."""
     monkeypatch.setattr(recompute, "KEPT_FROM", 8)
     torch.compiler.reset()
+    if not has_kernels:
+        compile_without_kernels(monkeypatch)
     whole = step(model_of(folder, **WAYS[kind]))
     chunked(monkeypatch)
     calls.clear()

@@ -19,6 +19,7 @@ from pipeline_lib.model.offload import HostMemory, LayerCall, _Away
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.strategies import make_strategy
+from tests.model.graphs import compile_without_kernels
 from tests.model.test_recompute import LAYERS, calls, folder, model_of, step
 from tests.model.test_streaming import blocks
 from tests.ranks import run_ranks
@@ -62,6 +63,7 @@ def test_loss_and_gradients_are_the_same_bits(
     settings: dict[str, Any],
     kept_from: int,
 ) -> None:
+    compile_without_kernels(monkeypatch)
     monkeypatch.setattr(recompute, "KEPT_FROM", kept_from)
     found = []
     for more in ({"recompute": "full"}, AWAY):

@@ -18,7 +18,7 @@ from pipeline_lib.model import recompute
 from pipeline_lib.model.batch import loss_sum, make_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.weights import load_weights
-from tests.model.graphs import use_torch_for_graphs
+from tests.model.graphs import compile_without_kernels, use_torch_for_graphs
 from tests.model.test_streaming import blocks
 from tests.train.loading import SIZES, write_random
 
@@ -60,6 +60,8 @@ def step(model: nn.Module) -> list[Tensor]:
 def test_attention_of_long_documents_runs_once_for_each_layer(
     folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, method: str, compiled: bool
 ) -> None:
+    """The compiler's kernels write over no result that is kept: the next test has them, and test_chunks.py."""
+    compile_without_kernels(monkeypatch)
     plain = step(model_of(folder, method=method, compile=compiled))
     assert calls == {"forward": 2 * LAYERS, "backward": 2 * LAYERS}
     model = model_of(folder, method=method, compile=compiled, recompute="full")
@@ -78,6 +80,7 @@ def test_attention_without_a_gradient_is_not_kept(
     folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """That of the first layer, if no adapter is before it: compiled code may write over its result."""
+    torch.compiler.reset()
     monkeypatch.setattr(recompute, "KEPT_FROM", 8)
     settings: dict[str, Any] = {"method": "lora", "lora": {"rank": 2, "targets": ("o_proj",)}, "compile": compiled}
     plain = step(model_of(folder, **settings))
@@ -92,6 +95,7 @@ def test_attention_without_a_gradient_is_not_kept(
 def test_layers_that_do_not_keep_their_attention_compute_it_again_with_the_same_bits(
     folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, method: str, compiled: bool
 ) -> None:
+    compile_without_kernels(monkeypatch)
     monkeypatch.setattr(recompute, "KEPT_FROM", 8)
     plain = step(model_of(folder, method=method, compile=compiled))
     for kept in range(LAYERS + 1):

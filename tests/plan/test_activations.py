@@ -1,9 +1,9 @@
 """What a layer keeps, against what autograd saves for transformers' real layers, eager and compiled."""
 
 import contextlib
-import functools
 import gc
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, Literal
 
 import pytest
@@ -38,6 +38,7 @@ from pipeline_lib.model.lora import fuse_adapters
 from pipeline_lib.plan import workload
 from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, before_chunks, fed_per_token, kept_per_token
 from pipeline_lib.plan.workload import has_fused_adapters
+from tests.model.graphs import compile_without_kernels
 
 TOKENS = 100  # no size of a weight
 HIDDEN = 80  # that of no other tensor
@@ -179,9 +180,8 @@ def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geomet
     Compiled layers are cut in two as torch.compile does it, and run without its kernels.
     """
     layer, config = layer_of(kind, train, number)
-    torch.compiler.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+        compile_without_kernels(patch)
         prepare_layers(Model(layer), train)
     stream = next(parameter for name, parameter in layer.named_parameters() if "lora_" not in name).dtype
     hidden = torch.randn(1, TOKENS, HIDDEN, dtype=stream, requires_grad=True)
@@ -226,14 +226,24 @@ def test_it_is_what_autograd_saves(kind: str, strategy: Any, precision: Any, com
     assert kept_per_token(geometry, train, LayerKind(), "none") == pytest.approx(saved, **near)
 
 
-@pytest.mark.parametrize(("strategy", "precision"), WAYS)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("is_recurrent", [True, False])
+# Compiling takes seconds: every way, method and kind of layer, but not each with each.
+EAGER_OF_HYBRID = list(product(WAYS, ("full", "lora"), (True, False), (False,)))
+COMPILED_OF_HYBRID = [
+    (WAYS[0], "full", True, True),
+    (WAYS[0], "lora", False, True),
+    (WAYS[1], "full", False, True),
+    (WAYS[1], "lora", True, True),
+    (WAYS[2], "lora", True, True),
+    (WAYS[2], "full", False, True),
+]
+
+
+@pytest.mark.parametrize(("way", "method", "is_recurrent", "compiled"), EAGER_OF_HYBRID + COMPILED_OF_HYBRID)
 def test_it_is_what_both_kinds_of_layers_of_a_hybrid_save(
-    strategy: Any, precision: Any, compiled: bool, method: Any, is_recurrent: bool
+    way: tuple[Any, Any], method: Any, is_recurrent: bool, compiled: bool
 ) -> None:
     """Without the inverses that kernels keep beside, of which there are none on CPUs."""
+    strategy, precision = way
     train = Train(strategy=strategy, precision=precision, method=method, compile=compiled, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3_5_text", train, 0 if is_recurrent else 1)
     kept = kept_per_token(geometry, train, LayerKind(is_recurrent), "none")
@@ -242,9 +252,10 @@ def test_it_is_what_both_kinds_of_layers_of_a_hybrid_save(
     assert kept == pytest.approx(saved, rel=0.03)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("is_recurrent", [True, False])
+@pytest.mark.parametrize(
+    ("method", "compiled", "is_recurrent"),
+    [*product(("full", "lora"), (False,), (True, False)), ("full", True, True), ("lora", True, False)],
+)
 def test_it_is_what_layers_of_a_hybrid_with_experts_save(method: Any, compiled: bool, is_recurrent: bool) -> None:
     """Among the experts a shared one."""
     train = Train(strategy="fsdp", method=method, compile=compiled, lora=Lora(rank=RANK))
@@ -319,9 +330,10 @@ def test_copies_of_the_hidden_state(name: str, compiled: bool, copies: float) ->
     assert kept / (2 * geometry.hidden) == pytest.approx(copies, abs=0.1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("strategy", "method", "compiled"),
+    [*product(("ddp", "fsdp"), ("full", "lora"), (False,)), ("ddp", "full", True), ("fsdp", "lora", True)],
+)
 def test_in_chunks_the_halves_keep_what_they_need(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, compiled: bool
 ) -> None:
