@@ -146,7 +146,7 @@ def test_what_is_not_predicted_would_not_have_been_chosen(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cluster", "method"), CASES[::23])
+@pytest.mark.parametrize(("model", "cluster", "method"), CASES[::47])
 def test_what_is_not_predicted_would_not_have_been_chosen_of_any(
     model: str, cluster: tuple[str, int, int], method: str
 ) -> None:
@@ -181,5 +181,6 @@ def test_a_plan_of_many_nodes_takes_seconds(model: str, nodes: int, block_tokens
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_no_fitting_way_is_faster_than_the_choice_of_any(model: str) -> None:
-    cases = [case for case in CASES if case[0] == model]
+    """A fifth of the cases of each model, others than of the model before it."""
+    cases = [case for case in CASES if case[0] == model][MODELS.index(model) % 5 :: 5]
     assert any([check(*case) for case in cases])
