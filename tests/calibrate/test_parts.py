@@ -42,6 +42,7 @@ def found_for(folder: Path, geometry: Geometry = GEOMETRY, budget_s: float = 0.0
     return found
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize(
     ("train", "geometry", "variant"),
     [
@@ -156,6 +157,7 @@ def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> N
     assert found.left_out[0].startswith("ddp/full/none: needs ")
 
 
+@pytest.mark.measures
 def test_a_variant_that_fails_does_not_take_the_others_along(tmp_path: Path) -> None:
     found = run_ranks(measure_with_a_failure, 1, tmp_path)[0]
     assert found.left_out[0] == "ddp/full/none: the device has gone"

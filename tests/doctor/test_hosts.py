@@ -284,6 +284,7 @@ def doctor(pair: list[Machine], tmp_path: Path) -> Doctor:
     return Doctor(pair, tmp_path)
 
 
+@pytest.mark.measures
 @pytest.mark.slow
 @pytest.mark.root
 @needs_machines
@@ -310,6 +311,7 @@ def test_it_measures_between_hosts_and_says_that_one_is_faster(doctor: Doctor, t
     assert list(doctor.store.glob(".hosts-*")) == []
 
 
+@pytest.mark.measures
 @pytest.mark.slow
 @pytest.mark.root
 @needs_machines
@@ -348,7 +350,7 @@ def test_nothing_is_left_on_any_host(doctor: Doctor, number: signal.Signals, cod
     with doctor.measuring() as started:
         [process] = doctor.pair[0].processes(" ".join(DOCTOR[1:]))
         process.send_signal(number)
-        assert started.wait(60) in (code, -number)
+        assert started.wait(DEADLINE_S) in (code, -number)
     wait_for(lambda: doctor.is_gone, "the end of all processes on both hosts")
     assert number == signal.SIGKILL or list(doctor.store.glob(".hosts-*")) == []
 
@@ -360,7 +362,7 @@ def test_a_host_that_is_lost_while_it_measures_is_named_first(doctor: Doctor) ->
     with doctor.measuring() as started:
         [agent] = doctor.pair[1].processes("-m pipeline_lib agent")
         agent.kill()
-        assert started.wait(120) in (0, 75)
+        assert started.wait(DEADLINE_S) in (0, 75)
     wait_for(lambda: doctor.is_gone, "the end of all processes on both hosts")
     problems = re.findall(r"^  (?:- )?(m\d: .*)", doctor.said, re.MULTILINE)
     assert problems[0].startswith("m2: its agent was killed"), doctor.said

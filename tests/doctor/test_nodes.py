@@ -225,7 +225,7 @@ def test_what_another_launcher_has_left_is_no_place_of_a_task(tmp_path: Path) ->
         env={"PATH": str(tmp_path), "HOME": str(tmp_path), "SLURMD_NODENAME": "n1", **task, **left},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     inbox = Inbox()
     told = [message for line in done.stdout.splitlines() if (message := inbox.take(line))]
