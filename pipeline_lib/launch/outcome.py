@@ -154,7 +154,7 @@ class Heartbeat:
         self._path = run_dir / HEARTBEATS / f"rank-{rank}.json"
         self._rank, self._host, self._every_s = rank, host, min(EVERY_S, timeout_s / BEATS_OF_A_TIMEOUT)
         self._step, self._doing, self._since_s = 0, "starting", time.monotonic()
-        self._over = threading.Event()
+        self._over, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -165,6 +165,7 @@ class Heartbeat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Write a last sign, so that a rank that ended is not taken for lost; write none after the lock was lost."""
         self._over.set()
+        self._is_due.set()
         self._thread.join()
         if isinstance(error, LockLost):
             return
@@ -174,13 +175,26 @@ class Heartbeat:
     def observe(self, name: str, fields: dict[str, Any]) -> None:
         """Take from an event of the run what the rank does now."""
         if name == EventName.STEP_BEGIN:
-            self._step, self._doing, self._since_s = int(fields["step"]), "training", time.monotonic()
+            self._go_on(int(fields["step"]), "training")
         elif name == EventName.RANK_DOING:
-            self._doing, self._since_s = str(fields["what"]), time.monotonic()
+            self._go_on(self._step, str(fields["what"]))
+
+    def _go_on(self, step: int, doing: str) -> None:
+        """Note what the rank does now; a sign that it was at something else for long is replaced at once.
+
+        Else a rank that is killed soon after it began would be taken for one that others waited for.
+        """
+        was_long = time.monotonic() - self._since_s > MISSED_BEATS * self._every_s
+        self._step, self._doing, self._since_s = step, doing, time.monotonic()
+        if was_long:
+            self._is_due.set()
 
     def _renew(self) -> None:
-        while not self._over.wait(self._every_s):
-            self._beat()
+        while not self._over.is_set():
+            self._is_due.wait(self._every_s)
+            self._is_due.clear()
+            if not self._over.is_set():
+                self._beat()
 
     def _beat(self) -> None:
         """Replace the file, without waiting for the disk; ignore errors, since no training may fail for it."""

@@ -53,8 +53,18 @@ class HostsProject(SlurmProject):
 
     def start_training(self) -> "subprocess.Popen[Any]":
         """Start snakemake on the first machine and leave it running."""
-        command = [str(BIN / "snakemake"), *self.command]
-        log = self.root / "started.log"
+        return self._start(str(BIN / "snakemake"), *self.command, log=self.root / "started.log")
+
+    def start_stage(self) -> "subprocess.Popen[Any]":
+        """Start the training alone as its rule does, without snakemake, once its plan is there."""
+        spec = self.store.spec_path(self.train.digest)
+        plan = self.store.pointer(self.experiment().ref("plan"))
+        log = self.job_log_path
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = (str(BIN / "python"), "-m", "pipeline_lib", "train", "--spec", str(spec), "--plan", str(plan))
+        return self._start(*command, log=log)
+
+    def _start(self, *command: str, log: Path) -> "subprocess.Popen[Any]":
         return self.machines[0].start(*command, cwd=self.root, environ=self.environment, log=log)
 
     def snakemakes(self) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -12,10 +13,17 @@ from typing import Any
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.files import read_jsonl
+from pipeline_lib.core.run_folder import PLAN_NAME
+from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Spec
+from pipeline_lib.plan import stage as plan
+from pipeline_lib.plan.document import read_plan
+from pipeline_lib.train.rank import RankJob
+from tests.locks import hold
 from tests.pipeline.conftest import Project
+from tests.ranks import run_ranks
 from tests.slurm.loopback import Loopback
-from tests.train.helpers import digest_of, load_weights
+from tests.train.helpers import digest_of, load_weights, train
 
 # The plugin asks for the state of jobs after these many seconds, and then every ten seconds longer.
 QUICK = ("--slurm-init-seconds-before-status-checks", "1", "--max-status-checks-per-second", "1")
@@ -56,7 +64,8 @@ class SlurmProject(Project):
 
     def said(self) -> str:
         """What the started snakemake has said."""
-        return (self.root / "started.log").read_text(errors="replace")
+        path = self.root / "started.log"
+        return path.read_text(errors="replace") if path.exists() else "(no log yet)"
 
     def job(self) -> int:
         """The SLURM job of the training, once it is submitted."""
@@ -67,9 +76,14 @@ class SlurmProject(Project):
         found = re.findall(r"SLURM jobid (\d+) \(log: \S*rule_train_stage", self.said())
         return found[-1] if found else None
 
+    @property
+    def job_log_path(self) -> Path:
+        """The log of the training."""
+        return self.root / "logs" / "train" / f"{self.train.digest}.log"
+
     def job_log(self) -> str:
         """What the training has said."""
-        path = self.root / "logs" / "train" / f"{self.train.digest}.log"
+        path = self.job_log_path
         return path.read_text(errors="replace") if path.exists() else "(no log yet)"
 
     def slurm_log(self, job: int) -> str:
@@ -104,6 +118,29 @@ class SlurmProject(Project):
     def trained_weights(self) -> str:
         """sha256 of all tensors of the finished training; in its files their descriptions come in any order."""
         return digest_of(load_weights(self.sealed("train")))
+
+
+def plan_here(project: Project) -> None:
+    """Make the plan of a project that has its data, in this process."""
+    experiment = project.experiment()
+    project.store.write_specs(experiment.specs.values())
+    run_stage(plan.run, experiment.specs["plan"], project.store, lambda _: None)
+
+
+def train_here(project: Project, folder: Path) -> str:
+    """sha256 of the weights that two ranks of this machine make from the first step, forked, without a launcher.
+
+    `project` has its plan; what it has in its folder of runs is removed.
+    """
+    shutil.rmtree(project.root / "runs", ignore_errors=True)
+    experiment = project.experiment()
+    found = read_plan(project.store.sealed(experiment.ref("plan")) / PLAN_NAME)
+    folder.mkdir()
+    lock = hold(folder / "lock")
+    job = RankJob(experiment.specs["train"], project.store, found, folder / "out", 1, lock, resume_from=None)
+    job.out.mkdir()
+    run_ranks(train, 2, job, timeout_s=DEADLINE_S)
+    return digest_of(load_weights(job.out))
 
 
 def until(condition: Callable[[], Any], what: str, told: Callable[[], str], timeout_s: float = DEADLINE_S) -> Any:
