@@ -1,11 +1,15 @@
 """With accounting `snakemake --profile slurm` says before a job what SLURM would refuse, and sacct can be asked."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs
+from pipeline_lib.slurm.site import Site
 from tests.slurm.accounting import ACCOUNT
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_accounting
@@ -29,33 +33,36 @@ def project(slurm: Loopback, tmp_path: Path) -> SlurmProject:
     return made
 
 
-def refused(project: SlurmProject, **variables: str) -> str:
-    """The only message of a call that submits nothing."""
-    project.environment.update(variables)
-    done = project.snakemake("--profile", "slurm", *QUICK, check=False)
-    assert done.returncode == 2, done.stdout
-    assert "has been submitted" not in done.stdout
-    assert "Traceback" not in done.stdout
-    assert done.stdout.count("SLURM would refuse the job") == 1, done.stdout
-    return done.stdout
-
-
 def test_who_has_no_account_is_told_to_name_one(project: SlurmProject, tmp_path: Path) -> None:
     """Root always has one, so here the real sbatch is called by a user who has none."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (programs / "sbatch").write_text(f'#!/bin/sh\ncd / && exec runuser -u nobody -- {shutil.which("sbatch")} "$@"\n')
     (programs / "sbatch").chmod(0o755)
-    assert f"{NO_ACCOUNT}{SET_ACCOUNT}" in refused(project, PATH=f"{programs}:{project.environment['PATH']}")
+    project.environment["PATH"] = f"{programs}:{project.environment['PATH']}"
+    done = project.snakemake("--profile", "slurm", *QUICK, check=False)
+    assert done.returncode == 2, done.stdout
+    assert "has been submitted" not in done.stdout
+    assert "Traceback" not in done.stdout
+    assert done.stdout.count("SLURM would refuse the job") == 1, done.stdout
+    assert f"{NO_ACCOUNT}{SET_ACCOUNT}" in done.stdout
 
 
-def test_an_unknown_account_is_named_before_a_job(project: SlurmProject) -> None:
-    assert f"{NO_ACCOUNT}{SET_ACCOUNT}" in refused(project, PIPELINE_SLURM_ACCOUNT="nosuch")
-
-
-def test_an_unknown_qos_is_named_before_a_job(project: SlurmProject) -> None:
-    said = refused(project, PIPELINE_SLURM_ACCOUNT=ACCOUNT, PIPELINE_SLURM_QOS="nosuch")
-    assert "Invalid qos specification; set `qos` in the site file, or PIPELINE_SLURM_QOS" in said
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        (Site(account="nosuch"), f"{NO_ACCOUNT}{SET_ACCOUNT}"),
+        (
+            Site(account=ACCOUNT, qos="nosuch"),
+            "Invalid qos specification; set `qos` in the site file, or PIPELINE_SLURM_QOS",
+        ),
+    ],
+    ids=["account", "qos"],
+)
+def test_what_is_unknown_is_named_before_a_job(site: Site, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"SLURM would refuse the job: {re.escape(said)}"):
+        refuse_jobs(site, Request(1, 2, 1, 0, 1000, 60, 30), read_groups())
 
 
 def test_with_an_account_jobs_run_and_sacct_is_asked_what_became_of_them(

@@ -77,7 +77,10 @@ def config(folder: Path, nodes: int, gpus: int) -> str:
 
 
 def test_it_looks_at_nodes_and_measures_between_them(slurm: Loopback, tmp_path: Path) -> None:
-    said, facts, _ = examined(tmp_path / "doctor.json")
+    """GPUs that torch does not see are named, and CPUs measured."""
+    written = tmp_path / "written"
+    written.mkdir()
+    said, facts, wrong = examined(written / "doctor.json", config(tmp_path, 2, 2))
 
     assert sorted(facts["nodes"]) == ["n1", "n2"]
     assert facts["failures"] == {}
@@ -92,17 +95,11 @@ def test_it_looks_at_nodes_and_measures_between_them(slurm: Loopback, tmp_path: 
     assert abs(facts["clocks"]["n2"]) < 1
     assert "cluster.internode_gbit_s: " in said
     assert "NCCL_SOCKET_IFNAME=lo" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["doctor.json"]
-    assert queue(slurm) == ""
-
-
-def test_gpus_that_torch_does_not_see_are_named_and_cpus_measured(slurm: Loopback, tmp_path: Path) -> None:
-    _, facts, wrong = examined(tmp_path / "doctor.json", config(tmp_path, 2, 2))
-
     assert facts["device"] == "cpu"
-    assert len(facts["pairs"]) == 1
     assert "n1, n2: GPU 0 was asked for, and torch sees 0" in wrong
     assert "n1, n2: GPU 1 was asked for, and torch sees 0" in wrong
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "written"]
+    assert queue(slurm) == ""
 
 
 @pytest.mark.parametrize(
@@ -153,10 +150,14 @@ def test_it_gives_up_waiting_and_leaves_nothing_in_the_queue(slurm: Loopback, tm
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cancels_the_job(slurm: Loopback, tmp_path: Path, number: signal.Signals) -> None:
+    """The job is at its site's first line."""
+    site = tmp_path / "site.yaml"
+    site.write_text("setup: ['sleep 300']\n")
     with (tmp_path / "said").open("w+") as said:
         process = subprocess.Popen(
             command(),
             cwd=ROOT,
+            env={**os.environ, "PIPELINE_SITE": str(site)},
             stdout=said,
             stderr=said,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

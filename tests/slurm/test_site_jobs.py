@@ -1,12 +1,16 @@
-"""What the site file says reaches the jobs, and what of it may be secret is nowhere to be read."""
+"""What the site file says reaches the jobs, and what of it may be secret is nowhere to be read.
 
-import re
+That its options reach the training's job, test_faults.py sees.
+"""
+
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.pipeline.conftest import kill_tree
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs
+from pipeline_lib.slurm.site import Site
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.slurm.project import QUICK, SlurmProject
@@ -29,57 +33,31 @@ def slurm() -> Iterator[Loopback]:
         yield made
 
 
-OPTIONS = """\
-exclude: n1
-sbatch: [--nice=7]
-gpu_sbatch: ['--mail-type=END,FAIL']
-cpu_sbatch: [--mail-type=NONE]
-"""
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("reservation: nowhere", "`reservation` in the site file"),
+        ("exclude: n99", "`exclude` in the site file"),
+        ("gpu_sbatch: [--licenses=none]", "--licenses=none"),
+    ],
+)
+def test_options_of_the_site_are_tried_before_a_job(tmp_path: Path, text: str, word: str) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(f"{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        refuse_jobs(Site.load({"PIPELINE_SITE": str(path)}), Request(1, 1, 1, 0, 1000, 60, 30), read_groups())
+    assert "SLURM would refuse the job: " in str(caught.value)
+    assert word in str(caught.value)
 
 
-@pytest.mark.timeout(1200)
-def test_options_of_the_site_and_of_the_user_reach_the_job_and_leave_it_its_warning(
-    slurm: Loopback, tmp_path: Path
-) -> None:
-    """The job asks for three minutes, in which it cannot be done: it is warned, saves, and ends before."""
-    project = SlurmProject(tmp_path / "project", "{cpu_ranks: 1, runtime_minutes: 3}")
-    project.edit("epochs: 2", "epochs: 400")
-    site = tmp_path / "site.yaml"
-    site.write_text(OPTIONS)
-    project.environment |= {"PIPELINE_SITE": str(site)}
-    given = ("--set-resources", "train_stage:slurm_extra=--mail-user=nobody@localhost", "shard_stage:mem_mb=9000")
-    started = project.start(*project.command[:-1], *given, "--", project.command[-1])
-    try:
-        job = project.job()
-        told = slurm.call("scontrol", "show", "job", str(job))
-        project.wait_for_event("run.requeued")
-    finally:
-        slurm.end_jobs()
-        kill_tree(started)
-    shown = dict(re.findall(r"(\S+?)=(\S*)", told))
-    wanted = {"ExcNodeList": "n1", "Nice": "7", "MailType": "END,FAIL", "MailUser": "nobody@localhost"}
-    assert {name: shown.get(name) for name in wanted} == wanted
-    [launched], [requeued] = (project.events(name) for name in ("run.launched", "run.requeued"))
-    assert requeued["step"] > 0
-    assert requeued["at"] - launched["at"] < 170, "it was warned, and not ended at its limit"
-
-
-def test_the_preflight_asks_with_the_same_options(slurm: Loopback, tmp_path: Path) -> None:
+def test_so_are_those_of_the_user(slurm: Loopback, tmp_path: Path) -> None:
     project = SlurmProject(tmp_path / "project", "{cpu_ranks: 1}")
-    site = tmp_path / "site.yaml"
-    project.environment |= {"PIPELINE_SITE": str(site)}
-    for text, given, word in (
-        ("reservation: nowhere", "", "`reservation` in the site file"),
-        ("exclude: n99", "", "`exclude` in the site file"),
-        ("gpu_sbatch: [--licenses=none]", "", "--licenses=none"),
-        ("", "--licenses=none", "--licenses=none"),
-    ):
-        site.write_text(f"{text}\n")
-        options = ("--set-resources", f"train_stage:slurm_extra={given}") if given else ()
-        refused = project.snakemake("--profile", "slurm", *options, "--", "train", check=False)
-        assert refused.returncode == 2, refused.stdout
-        assert "SLURM would refuse the job: " in refused.stdout
-        assert word in refused.stdout
+    given = ("--set-resources", "train_stage:slurm_extra=--licenses=none")
+    refused = project.snakemake("--profile", "slurm", *given, "--", "train", check=False)
+    assert refused.returncode == 2, refused.stdout
+    assert "SLURM would refuse the job: " in refused.stdout
+    assert "--licenses=none" in refused.stdout
     assert slurm.call("squeue", "--noheader").strip() == ""
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from tests.listeners import assert_private, listeners
 from tests.processes import wait_for
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
-from tests.train.conftest import Arena, arena
+from tests.train.conftest import Arena, arena, whole
 from tests.train.helpers import digest_of, load_weights
 from tests.train.launching import DEADLINE_S, ROOT, Stage, make_stage
 
-__all__ = ["arena"]
+__all__ = ["arena", "whole"]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
+EPOCHS = 30  # of six steps each
 
 
 @pytest.fixture(scope="module")
@@ -44,62 +45,49 @@ def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1, ranks_per_n
     return slurm.submit(script, log, *size, "--time=10")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "nodes", "ranks_per_node"),
-    [("auto", 2, 1), ("spawn", 2, 2)],
-)
-def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
-    slurm: Loopback,
-    arena: Arena,
-    tmp_path: Path,
-    launcher: str,
-    nodes: int,
-    ranks_per_node: int,
+def test_warnings_save_and_the_last_job_ends_with_the_same_weights(
+    slurm: Loopback, arena: Arena, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"epochs": 40, "save_every_steps": 100_000}
-    ranks = ranks_per_node * nodes
-    stage = make_stage(arena, launcher, ranks, nodes=nodes, replica="slurm", **settings)
-    alone = make_stage(arena, "spawn", ranks, replica="alone", **settings)
-    assert alone.run() == 0, alone.output
-    warned = submit(slurm, stage, tmp_path / "warned.log", nodes, ranks_per_node)
-    assert_warned(slurm, stage, warned, tmp_path / "warned.log")
+    """Three jobs of one training on two nodes with two ranks each: their tasks are launchers, then ranks, twice.
 
-    log = tmp_path / "next.log"
-    job = submit(slurm, stage, log, nodes, ranks_per_node)
-    assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
-    assert "continuing from step-" in log.read_text()
-    assert digest_of(load_weights(stage.result)) == digest_of(load_weights(alone.result))
-    launched = [event for event in read_events(stage.result / "events.jsonl") if event["event"] == "run.launched"]
-    assert [event["job"] for event in launched] == [warned, job]
-    assert launched[1]["nodes"] == ["n1", "n2"][:nodes]
-    assert launched[1]["launcher"] == ("srun" if launcher == "auto" else launcher)
+    The first two are warned as SLURM warns before a time limit: the batch script hears nothing.
+    """
+    settings: dict[str, Any] = {"epochs": EPOCHS, "save_every_steps": 100_000}
+    launchers = ["spawn", "auto", "auto"]
+    jobs = []
+    for number, launcher in enumerate(launchers):
+        stage = make_stage(arena, launcher, ranks=4, nodes=2, **settings)
+        log = tmp_path / f"{number}.log"
+        job = submit(slurm, stage, log, nodes=2)
+        jobs.append(job)
+        if number < 2:
+            warn(slurm, stage, job, log)
+            continue
+        assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
+    assert digest_of(load_weights(stage.result)) == digest_of(load_weights(whole(4, **settings)))
+    events = list(read_events(stage.result / "events.jsonl"))
+    launched = [event for event in events if event["event"] == "run.launched"]
+    assert [event["job"] for event in launched] == jobs
+    assert [event["launcher"] for event in launched] == ["spawn", "srun", "srun"]
+    assert [event["nodes"] for event in launched] == [["n1", "n2"]] * 3
+    assert sum(event["event"] == "run.resumed" for event in events) == 2
     assert stage.processes() == []
 
 
-def assert_warned(slurm: Loopback, stage: Stage, job: int, log: Path) -> None:
-    """Warn the tasks of the job as SLURM does before a time limit: its batch script hears nothing."""
-    stage.wait_for_step(2)
+def warn(slurm: Loopback, stage: Stage, job: int, log: Path) -> None:
+    """Warn the tasks of the job in its first steps; it ends with what it has made, saved."""
+    before = max(stage.steps_done(), default=0)
+    stage.wait_for_step(before + 1)
     ours = [process for process in stage.processes() if process.name() != "srun"]  # which listens for SLURM
     assert_private(listeners(ours))  # the nodes' addresses are loopback addresses
     slurm.call("scancel", "--signal=USR1", str(job))
 
     assert slurm.wait(job) == "FAILED"
     assert slurm.exit_code(job) == 75, log.read_text()
-    [saved] = stage.run_dir.glob("checkpoints/step-*")
+    saved = max(stage.run_dir.glob("checkpoints/step-*"))
     assert int(saved.name.removeprefix("step-")) == max(stage.steps_done())
     assert "stopped by a signal after step" in log.read_text()
     assert stage.processes() == []
-
-
-def test_a_signal_to_the_stage_alone_does_the_same(slurm: Loopback, arena: Arena, tmp_path: Path) -> None:
-    stage, log = make_stage(arena, "srun", epochs=1000, save_every_steps=100_000), tmp_path / "job.log"
-    job = submit(slurm, stage, log)
-    stage.wait_for_step(2)
-    slurm.call("scancel", "--batch", "--signal=USR1", str(job))
-
-    slurm.wait(job)
-    assert slurm.exit_code(job) == 75, log.read_text()
-    assert list(stage.run_dir.glob("checkpoints/step-*"))
 
 
 def test_a_killed_task_is_named_and_ends_the_others(slurm: Loopback, arena: Arena, tmp_path: Path) -> None:
@@ -118,13 +106,29 @@ def test_a_killed_task_is_named_and_ends_the_others(slurm: Loopback, arena: Aren
     assert stage.processes() == []
 
 
+@pytest.fixture
+def alone(slurm: Loopback, arena: Arena, tmp_path: Path) -> tuple[int, Stage, Path]:
+    """A job with a long training of one rank, at its second step."""
+    stage, log = make_stage(arena, "srun", ranks=1, epochs=1000, save_every_steps=100_000), tmp_path / "job.log"
+    job = submit(slurm, stage, log, ranks_per_node=1)
+    stage.wait_for_step(2)
+    return job, stage, log
+
+
+def test_a_signal_to_the_stage_alone_saves_too(slurm: Loopback, alone: tuple[int, Stage, Path]) -> None:
+    job, stage, log = alone
+    slurm.call("scancel", "--batch", "--signal=USR1", str(job))
+
+    slurm.wait(job)
+    assert slurm.exit_code(job) == 75, log.read_text()
+    assert list(stage.run_dir.glob("checkpoints/step-*"))
+
+
 @pytest.mark.parametrize("killed", ["srun", "train"])
 def test_kill_9_of_srun_or_of_the_stage_leaves_no_orphan(
-    slurm: Loopback, arena: Arena, tmp_path: Path, killed: str
+    slurm: Loopback, arena: Arena, alone: tuple[int, Stage, Path], killed: str
 ) -> None:
-    stage, log = make_stage(arena, "srun", epochs=1000), tmp_path / "job.log"
-    job = submit(slurm, stage, log)
-    stage.wait_for_step(2)
+    job, stage, _ = alone
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         is_of_run = any(str(arena.store.root) in part for part in command)
