@@ -282,7 +282,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEAD
     while not condition():
         if time.monotonic() > deadline_s:
             raise MachineError(f"it is not so after {timeout_s:.0f} s that {what}")
-        time.sleep(0.02)
+        time.sleep(0.1)  # `condition` may look at all processes of the machine
 
 
 def _call(*command: str, check: bool = True) -> str:

@@ -37,12 +37,16 @@ class SlurmProject(Project):
     def __init__(self, root: Path, cluster: str = "{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}") -> None:
         """Copy the project to `root`, with the small config on that cluster."""
         super().__init__(root)
+        self._trains: dict[str, Spec] = {}
         self.set_cluster(cluster)
 
     @property
     def train(self) -> Spec:
-        """The training's spec."""
-        return self.experiment().specs["train"]
+        """The training's spec; each config is compiled once, since it is asked for several times a second."""
+        text = self.config.read_text()
+        if text not in self._trains:
+            self._trains[text] = self.experiment().specs["train"]
+        return self._trains[text]
 
     @property
     def run_dir(self) -> Path:
@@ -148,7 +152,7 @@ def until(condition: Callable[[], Any], what: str, told: Callable[[], str], time
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline_s, f"{what} did not come within {timeout_s} s\n{told()[-6000:]}"
-        time.sleep(0.1)
+        time.sleep(0.2)  # `condition` may read files, or ask SLURM
     return found
 
 
