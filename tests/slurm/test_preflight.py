@@ -1,18 +1,15 @@
 """Trainings that cannot be started, by what a machine shows: tests/pipeline/test_bad_input.py has a real one."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline_lib.cli.main import parser
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.slurm import cluster
 from pipeline_lib.slurm.cluster import refuse_here
 from pipeline_lib.slurm.job import can_start_tasks
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2, None], ids=["none", "one", "enough", "no answer"])
@@ -52,7 +49,13 @@ def test_tasks_start_within_a_job_only() -> None:
     ],
 )
 def test_check_warns_of_srun_where_no_job_can_be_submitted(
-    tmp_path: Path, launcher: str, programs: tuple[str, ...], is_job: bool, is_warned: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: str,
+    programs: tuple[str, ...],
+    is_job: bool,
+    is_warned: bool,
 ) -> None:
     config = tmp_path / "my.yaml"
     config.write_text(
@@ -63,14 +66,18 @@ def test_check_warns_of_srun_where_no_job_can_be_submitted(
     bin_folder.mkdir()
     for name in programs:
         (bin_folder / name).symlink_to("/bin/true")
-    environ = {"PATH": str(bin_folder), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environ |= {"SLURM_JOB_ID": "7"} if is_job else {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(bin_folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if is_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
 
-    command = [sys.executable, "-m", "pipeline_lib", "check", str(config)]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    arguments = parser().parse_args(["check", str(config)])
+    arguments.command(arguments)
 
-    assert done.returncode == 0, done.stderr
-    warned = [line for line in done.stdout.splitlines() if "warning: cluster.launcher: srun works only" in line]
+    said = capsys.readouterr().out
+    warned = [line for line in said.splitlines() if "warning: cluster.launcher: srun works only" in line]
     assert len(warned) == is_warned
     assert all("snakemake --profile slurm; or set it to auto" in line for line in warned)
 
