@@ -23,7 +23,6 @@ from tests.train.launching import DEADLINE_S, ROOT, Stage, make_stage
 
 __all__ = ["arena", "whole"]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
-EPOCHS = 30  # of six steps each
 
 
 @pytest.fixture(scope="module")
@@ -45,46 +44,37 @@ def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1, ranks_per_n
     return slurm.submit(script, log, *size, "--time=10")
 
 
-def test_warnings_save_and_the_last_job_ends_with_the_same_weights(
+def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
     slurm: Loopback, arena: Arena, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Three jobs of one training on two nodes with two ranks each: their tasks are launchers, then ranks, twice.
+    """Two nodes with two ranks each: tasks of the first job are launchers, of the second ranks."""
+    settings: dict[str, Any] = {"epochs": 20, "save_every_steps": 100_000}
+    stage = make_stage(arena, "spawn", ranks=4, nodes=2, **settings)
+    warned = submit(slurm, stage, tmp_path / "warned.log", nodes=2)
+    warn(slurm, stage, warned, tmp_path / "warned.log")
 
-    The first two are warned as SLURM warns before a time limit: the batch script hears nothing.
-    """
-    settings: dict[str, Any] = {"epochs": EPOCHS, "save_every_steps": 100_000}
-    launchers = ["spawn", "auto", "auto"]
-    jobs = []
-    for number, launcher in enumerate(launchers):
-        stage = make_stage(arena, launcher, ranks=4, nodes=2, **settings)
-        log = tmp_path / f"{number}.log"
-        job = submit(slurm, stage, log, nodes=2)
-        jobs.append(job)
-        if number < 2:
-            warn(slurm, stage, job, log)
-            continue
-        assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
+    stage, log = make_stage(arena, "auto", ranks=4, nodes=2, **settings), tmp_path / "next.log"
+    job = submit(slurm, stage, log, nodes=2)
+    assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
+    assert "continuing from step-" in log.read_text()
     assert digest_of(load_weights(stage.result)) == digest_of(load_weights(whole(4, **settings)))
-    events = list(read_events(stage.result / "events.jsonl"))
-    launched = [event for event in events if event["event"] == "run.launched"]
-    assert [event["job"] for event in launched] == jobs
-    assert [event["launcher"] for event in launched] == ["spawn", "srun", "srun"]
-    assert [event["nodes"] for event in launched] == [["n1", "n2"]] * 3
-    assert sum(event["event"] == "run.resumed" for event in events) == 2
+    launched = [event for event in read_events(stage.result / "events.jsonl") if event["event"] == "run.launched"]
+    assert [event["job"] for event in launched] == [warned, job]
+    assert [event["launcher"] for event in launched] == ["spawn", "srun"]
+    assert [event["nodes"] for event in launched] == [["n1", "n2"]] * 2
     assert stage.processes() == []
 
 
-def warn(slurm: Loopback, stage: Stage, job: int, log: Path) -> None:
-    """Warn the tasks of the job in its first steps; it ends with what it has made, saved."""
-    before = max(stage.steps_done(), default=0)
-    stage.wait_for_step(before + 1)
+def warn(slurm: Loopback, stage: Stage, job: int, log: Path, *option: str) -> None:
+    """Warn the tasks of the job as SLURM does before a time limit: its batch script hears nothing, but by an option."""
+    stage.wait_for_step(2)
     ours = [process for process in stage.processes() if process.name() != "srun"]  # which listens for SLURM
     assert_private(listeners(ours))  # the nodes' addresses are loopback addresses
-    slurm.call("scancel", "--signal=USR1", str(job))
+    slurm.call("scancel", *option, "--signal=USR1", str(job))
 
     assert slurm.wait(job) == "FAILED"
     assert slurm.exit_code(job) == 75, log.read_text()
-    saved = max(stage.run_dir.glob("checkpoints/step-*"))
+    [saved] = stage.run_dir.glob("checkpoints/step-*")
     assert int(saved.name.removeprefix("step-")) == max(stage.steps_done())
     assert "stopped by a signal after step" in log.read_text()
     assert stage.processes() == []
@@ -115,13 +105,12 @@ def alone(slurm: Loopback, arena: Arena, tmp_path: Path) -> tuple[int, Stage, Pa
     return job, stage, log
 
 
-def test_a_signal_to_the_stage_alone_saves_too(slurm: Loopback, alone: tuple[int, Stage, Path]) -> None:
+@pytest.mark.parametrize("option", [(), ("--batch",)], ids=["tasks", "stage alone"])
+def test_a_warning_of_ranks_that_are_tasks_or_of_their_stage_alone_saves(
+    slurm: Loopback, alone: tuple[int, Stage, Path], option: tuple[str, ...]
+) -> None:
     job, stage, log = alone
-    slurm.call("scancel", "--batch", "--signal=USR1", str(job))
-
-    slurm.wait(job)
-    assert slurm.exit_code(job) == 75, log.read_text()
-    assert list(stage.run_dir.glob("checkpoints/step-*"))
+    warn(slurm, stage, job, log, *option)
 
 
 @pytest.mark.parametrize("killed", ["srun", "train"])
