@@ -34,6 +34,7 @@ STEPS = 180
 LINK = "10mbit"
 AWAY_S = 60
 DISK_BYTES = 64 << 20
+LEFT_BYTES = 200_000  # on a full disk: for events, and for no checkpoint
 TWO_NODES, ONE_NODE = "nodes: 2, cpu_ranks: 1, internode_gbit_s: 1", "cpu_ranks: 1, runtime_minutes: 3"
 OPTIONS = """\
 exclude: n1
@@ -254,19 +255,21 @@ def lose_the_link(started: "subprocess.Popen[str]", project: SlurmProject, slurm
     slurm.limit_link("n2", "down")
     until(lambda: len(project.events("run.requeued")) == 2, "the end of the attempt", project.job_log)
     slurm.limit_link("n2", "up")
-    # What SLURM hears late of n2 may end the next attempt, which is queued again then.
+    # What SLURM hears late of the job's earlier life it would take for the end of its next attempt.
+    until(lambda: slurm.node_state("n2") == "idle", "all that n2 has to tell", slurm.logs)
     wait_for_attempt(6, started, project, slurm)
     requeued = project.events("run.requeued")[1]
     assert "look at the network between n1, n2" in requeued["reason"]  # neither rank was silent: both could write
 
 
 def fill_the_disk(disk: Path, started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback) -> None:
-    """A full disk ends the job for good."""
+    """A disk without room for the next checkpoint ends the job for good."""
+    requeued = project.events("run.requeued")
     fill = disk / "fill"
-    with contextlib.suppress(OSError):
-        fill.write_bytes(bytes(DISK_BYTES))
+    fill.write_bytes(bytes(shutil.disk_usage(disk).free - LEFT_BYTES))
     assert ended(started, project, slurm) == 1
     assert "no room" in project.job_log() or "disk" in project.job_log()
+    assert project.events("run.requeued") == requeued
     fill.unlink()
 
 
