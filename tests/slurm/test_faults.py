@@ -164,11 +164,15 @@ def hold_until_warned(project: SlurmProject) -> None:
     rank.suspend()
 
     def is_warned() -> bool:
-        status = Path(f"/proc/{rank.pid}/status").read_text()
+        try:
+            status = Path(f"/proc/{rank.pid}/status").read_text()
+        except FileNotFoundError:  # SLURM may wake what it warns, and then it saves and ends
+            return True
         return any(int(mask, 16) != 0 for mask in re.findall(r"^S[hi][dg]Pnd:\s+(\w+)", status, re.MULTILINE))
 
     until(is_warned, "the warning", project.job_log)
-    rank.resume()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.resume()
 
 
 def test_f16_f17_f18_f30_one_training_outlives_all_that_clusters_do(
