@@ -23,6 +23,7 @@ from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.traffic import exchanges_of
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.mesh import portion_of
+from tests.model.graphs import compile_without_kernels
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, Arena, make_arena
 from tests.train.helpers import assert_same_result, losses, rows, train, train_until_killed
@@ -138,6 +139,7 @@ def layers_in_parts(
         return exchange(received, parts, **options)
 
     vars(dist)["all_to_all_single"] = counted  # in a process of its own
+    compile_without_kernels(pytest.MonkeyPatch())
     world = World.from_env(environ, "cpu")
     torch.set_num_threads(1)
     found = []

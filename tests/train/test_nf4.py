@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.weights import quantized_linears
 from pipeline_lib.train.checkpoint import tensor_shapes
+from tests.model.graphs import compile_without_kernels
 from tests.ranks import run_ranks
 from tests.train.conftest import VOCAB, Arena, make_arena
 from tests.train.helpers import assert_same_result, losses, train, train_until_killed
@@ -131,11 +132,11 @@ def test_no_more_is_kept_for_the_backward_pass_than_with_an_unquantized_base(wid
     assert kept_bytes(prepared(wide, **NF4), wide) < kept_bytes(prepared(wide, **PLAIN), wide) + 50_000
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_compiled_layers_give_the_same_up_to_rounding(wide: Arena, recompute: str) -> None:
-    torch._dynamo.reset()
+def test_compiled_layers_give_the_same_up_to_rounding(
+    wide: Arena, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_without_kernels(monkeypatch)
     plain = gradients(prepared(wide, **NF4), wide)
     found = gradients(prepared(wide, compile=True, recompute=recompute, **NF4), wide)
     for name in plain:
