@@ -196,13 +196,13 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         summary = dict(read_json(job.out / SUMMARY_NAME))
-        _take_hashes(job, run_dir / CHECKPOINTS / step_name(summary["result_step"]))
+        take_hashes(job, run_dir / CHECKPOINTS / step_name(summary["result_step"]))
         return summary
 
     return launch
 
 
-def _take_hashes(job: Job, checkpoint: Path) -> None:
+def take_hashes(job: Job, checkpoint: Path) -> None:
     """Take the hashes of the weights that are links to those of the sealed `checkpoint`: they are not read again."""
     if not (checkpoint / MANIFEST_NAME).exists():
         return

@@ -147,6 +147,18 @@ def test_the_newest_up_to_a_step_is_found_and_loads(folder: Path) -> None:
     assert read_rows(found) == [{"step": 6}]
 
 
+def test_a_result_is_links_to_a_checkpoints_weights_where_it_has_such_files(folder: Path, tmp_path: Path) -> None:
+    source, target = folder / "step-00000009", tmp_path / "out" / "weights"
+    assert checkpoint.link_weights(source, target)
+    loaded = {"a": torch.zeros(8)}
+    checkpoint.load_tensors(target, loaded)
+    assert loaded["a"].tolist() == [9.0] * 8
+    shutil.rmtree(target)
+    (source / "weights").rename(source / "elsewhere")  # earlier code had them in `tensors`
+    assert not checkpoint.link_weights(source, target)
+    assert not target.exists()
+
+
 def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(saved: Path) -> None:
     path = saved / "step-00000009"
     for rank in range(2):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline_lib.core.run_folder import WEIGHTS, newest_valid
+from pipeline_lib.core.store import verify
 from tests.processes import wait_for
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result
@@ -30,6 +32,12 @@ def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable
     launched = json.loads((made.result / "events.jsonl").read_text().splitlines()[0])
     assert (launched["event"], launched["launcher"]) == ("run.launched", "spawn")
     assert made.processes() == []
+    saved = newest_valid(made.run_dir / "checkpoints", 1000, lambda _path, reason: pytest.fail(reason))
+    assert saved is not None
+    assert (made.result / WEIGHTS).exists()
+    for path in (made.result / WEIGHTS).iterdir():
+        assert path.samefile(saved / WEIGHTS / path.name)  # no byte is written twice
+    verify(made.result)
 
 
 @pytest.mark.slow
