@@ -104,13 +104,13 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     tc.write_text("#!/bin/sh\necho tbf\n")  # it lets everything through: tests beside this one use the device too
     tc.chmod(0o755)
     sizes = ["--nodes", "2", "--gpus", "2", "--size", "tiny", "--vocabulary", "4096", "--accumulation", "1", "2"]
-    names = ["--strategies", "hsdp", "ddp, local SGD 8", "ddp, local SGD 64", "--gbit", "1000"]
+    names = ["--strategies", "ddp, local SGD 8", "ddp, local SGD 64", "--gbit", "1000", "--limit-s", "900"]
     command = [sys.executable, "-m", "benchmarks.network", *sizes, *names, "--tc", str(tc), "--out", str(tmp_path)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1000)
     rows = read_json(tmp_path / "results.json")
     assert [row["name"] for row in rows if row["gbit_s"] is None] == ["ddp", "ddp", "fsdp", "fsdp"]
-    assert len(rows) == 4 + 3 * 2 and all(row["is_measured"] for row in rows), rows
+    assert len(rows) == 4 + 2 * 2 and all(row["is_measured"] for row in rows), rows
     measured = {(row["name"], row["accumulation"]): row["measured"] for row in rows if row["gbit_s"]}
     for accumulation in (1, 2):
         eight, many = (measured[f"ddp, local SGD {period}", accumulation] for period in (8, 64))

@@ -146,7 +146,7 @@ def test_what_experiments_have_in_common_is_one_stage(tmp_path: Path) -> None:
     found = open_experiments(written(tmp_path, "{train.lr: [1.0e-4, 2.0e-4]}"), Store(tmp_path / "store"))
     first, second = (experiment.specs for experiment in found)
     shared = [part for part in first if first[part].digest == second[part].digest]
-    assert shared == ["model", "data.0", "tokenize", "shard"]
+    assert shared == ["model", "data.0", "tokenize", "shard", "baseline"]
 
 
 def test_one_experiment_of_a_sweep_is_chosen_by_name(tmp_path: Path) -> None:
