@@ -341,8 +341,12 @@ def draw_adapters(
             nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
             # peft rounds to the base's dtype, although adapters are kept in fp32, unless that is of integers
-            stored = drawn if isinstance(base, Nf4Linear) else base.weight
-            weight = layer.get_param() if of_experts else stored
+            if of_experts:
+                weight = layer.get_param()
+            elif isinstance(base, Nf4Linear):
+                weight = drawn
+            else:
+                weight = base.weight
             put(layer.lora_A[ADAPTER].weight, drawn.to(weight.dtype))
             put(layer.lora_B[ADAPTER].weight, torch.zeros(layer.out_features, rank))
             if layer.lora_magnitude_vector:
