@@ -110,6 +110,15 @@ class Tab:
             time.sleep(0.1)
         return False
 
+    def at_rest(self, expression: str) -> Any:
+        """What `expression` is once it has been the same for a second: a page that is painted late moves its parts."""
+        found, since = self.ask(expression), time.monotonic()
+        while time.monotonic() < since + 1.0:
+            time.sleep(0.1)
+            if (now := self.ask(expression)) != found:
+                found, since = now, time.monotonic()
+        return found
+
     def wheel(self, x: float, y: float, delta: int, ctrl: bool = False) -> None:
         """Turn the wheel over a point of the window."""
         modifiers = 2 if ctrl else 0

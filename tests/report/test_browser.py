@@ -68,7 +68,7 @@ def test_the_wheel_scrolls_and_a_drag_or_ctrl_with_the_wheel_zooms_all_curves(fi
     assert tab.ask(f"new Set({curves}).size") == 1
     whole = tab.ask(scale)
     tab.ask("document.getElementById('figure-loss').scrollIntoView({ block: 'center', behavior: 'instant' })")
-    left, top = tab.ask(
+    left, top = tab.at_rest(
         "(({ left, top }) => [left, top])(document.getElementById('figure-loss').getBoundingClientRect())"
     )
     tab.drag((left + 300, top + 80), (left + 600, top + 200))
