@@ -262,9 +262,12 @@ class Dag:
         where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
         sources = count(len(config.data.sources), "sources")
-        judged = "base model on held-out answers" if is_of_base(spec) else "base against tuned on held-out answers"
-        if not config.data.held_out_sources:
-            judged = "answers of the base model" if is_of_base(spec) else "answers of base and tuned"
+        if is_of_base(spec):
+            judged = "base model on held-out answers" if config.data.held_out_sources else "answers of the base model"
+        elif config.data.held_out_sources:
+            judged = "base against tuned on held-out answers"
+        else:
+            judged = "answers of base and tuned"
         details = {
             "download": ", ".join(parts),
             "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipeline_lib.config.compile import is_of_base, run_digest
+from pipeline_lib.config.compile import BASELINE, is_of_base, run_digest
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of
@@ -215,7 +215,7 @@ class _Reader:
             worker = shown(named)
         slurm_log = traces.slurm_log(job) if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING) else None
         return {
-            "stage": spec.stage,
+            "stage": BASELINE if is_of_base(spec) else spec.stage,  # it may be made while the training is
             "digest": spec.digest,
             "state": rest.state,
             "numbers": numbers,

@@ -140,6 +140,18 @@ def test_stages_that_do_not_train_run_too(desk: Desk, hold: Hold) -> None:
     assert (desk.status().stage, desk.status().state) == ("download", "running")
 
 
+def test_the_base_models_evaluation_is_told_from_that_of_the_trained_model(desk: Desk, hold: Hold) -> None:
+    demo = desk.ready_to_train()
+    hold(demo, part="baseline")
+
+    assert (desk.status().stage, desk.status().state) == ("baseline", "running")
+
+    desk.seal(demo, "train", "merge", "baseline")
+    hold(demo, part="evaluate")
+
+    assert (desk.status().stage, desk.status().state) == ("evaluate", "running")
+
+
 @pytest.mark.parametrize("part", ["tokenize", "train"])
 def test_a_stage_whose_log_ends_with_an_error_failed(desk: Desk, part: str) -> None:
     demo = desk.ready_to_train()
