@@ -162,13 +162,15 @@ def hold_until_warned(project: SlurmProject) -> None:
     project.wait_for_step(1)
     [rank] = rank_processes(project.store.spec_path(project.train.digest).absolute())
     rank.suspend()
+    frozen = 1 << (signal.SIGSTOP - 1)  # what froze it, which waits too until the kernel has stopped all its threads
 
     def is_warned() -> bool:
         try:
             status = Path(f"/proc/{rank.pid}/status").read_text()
         except FileNotFoundError:  # SLURM may wake what it warns, and then it saves and ends
             return True
-        return any(int(mask, 16) != 0 for mask in re.findall(r"^S[hi][dg]Pnd:\s+(\w+)", status, re.MULTILINE))
+        pending = [int(mask, 16) for mask in re.findall(r"^S[hi][dg]Pnd:\s+(\w+)", status, re.MULTILINE)]
+        return any(mask & ~frozen != 0 for mask in pending)
 
     until(is_warned, "the warning", project.job_log)
     with contextlib.suppress(psutil.NoSuchProcess):
