@@ -10,11 +10,13 @@ from pipeline_lib.data.demo import build_tiny
 
 def tiny_model() -> Path:
     """The folder of the model with its tokenizer; copy it to change it."""
-    return Path(_made().name)
+    return Path(_made().name) / "model"
 
 
 @cache
 def _made() -> "tempfile.TemporaryDirectory[str]":
     folder = tempfile.TemporaryDirectory(prefix="tiny-")
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), Path(folder.name), lambda _: None)
+    model = Path(folder.name) / "model"  # which others may read, unlike the folder
+    model.mkdir()
+    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), model, lambda _: None)
     return folder

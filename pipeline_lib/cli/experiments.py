@@ -190,8 +190,9 @@ def check(arguments: argparse.Namespace) -> None:
     def say_more(configs: Sequence[Config]) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
         warnings = [*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store)]
-        of_srun = (warning_of_srun(config.cluster, os.environ) for config in configs)
-        of_gpus = (warning_of_gpus_here(config.cluster) for config in configs)
+        clusters = dict.fromkeys(config.cluster for config in configs)  # to look for GPUs takes seconds
+        of_srun = (warning_of_srun(cluster, os.environ) for cluster in clusters)
+        of_gpus = (warning_of_gpus_here(cluster) for cluster in clusters)
         warnings += dict.fromkeys(filter(None, (*of_srun, *of_gpus)))
         for text in warnings:
             say(f"{source}: warning: {text}")

@@ -73,8 +73,8 @@ def prove(
     """
     reference = Reference(exported, base, trained, train)
     where = "on the GPU" if device.type == "cuda" else "on the CPUs"
-    read_bytes = weights_bytes(exported) + weights_bytes(base)
     try:
+        read_bytes = weights_bytes(exported) + weights_bytes(base)
         say(f"merge: comparing each tensor with the trained one, {where}")
         spans.begin("compare tensors", read_bytes)
         values = compare_tensors(reference, device)

@@ -131,13 +131,14 @@ def _time_rows(facts: Facts) -> list[dict[str, Any]]:
     """Return a row for every span of the stages, with its colour, which those of one stage share in shades."""
     colours = dict(zip(facts.manifests, cycle(SERIES), strict=False))
     shades: Counter[str] = Counter()
+    total_s = facts.total_s or 1.0
     rows = []
     for span in facts.spans:
         rows.append(
             {
                 "span": span,
                 "is_first": not shades[span.part],
-                "share": span.duration_s / (facts.total_s or 1.0),
+                "share": span.duration_s / total_s,
                 "colour": colours[span.part],
                 "opacity": 1 / (1 + _FADING * shades[span.part]),
                 "memory": facts.manifests[span.part].peak_rss_bytes,

@@ -193,7 +193,8 @@ def save_tensors(
         written[name] = write_file(folder / name, file, metadata)
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        if data:
+            folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(FILES_AT_ONCE, "shard-files") as pool:
             list(pool.map(write_one, range(1, len(data) + 1), data))
 
@@ -204,37 +205,24 @@ def save_tensors(
 def save_parts(
     folder: Path, parts: Iterable[Mapping[str, Tensor]], world: World, group: dist.ProcessGroup | None = None
 ) -> dict[str, FileEntry]:
-    """Write `parts` to `folder` as `save_tensors` does, each before the next is made; all ranks have as many."""
+    """Write `parts` of a state to `folder`, each before the next is made; all ranks have as many.
+
+    Weights go to `weights/`, in the same files whether moments come with them or not: see `link_weights`. The others go
+    to `tensors/`. Returns the files that this rank wrote, by their names in `folder`.
+    """
     written: dict[str, FileEntry] = {}
     # A loop's variable, and `enumerate`, would keep each part in memory while the next is made.
     rest, shards_before = iter(parts), 0
-    while (tensors := next(rest, None)) is not None:
-        written |= save_tensors(folder, tensors, group, shards_before)
-        shards_before += world.size
-        del tensors
-    return written
-
-
-def save_state(
-    folder: Path, parts: Iterable[Mapping[str, Tensor]], world: World, group: dist.ProcessGroup | None = None
-) -> dict[str, FileEntry]:
-    """Write `parts` of a state to the checkpoint `folder` as `save_parts` does; the files by their names in it.
-
-    Weights are written as those of a result, for which `link_weights` takes them.
-    """
-    written: dict[str, FileEntry] = {}
-    rest, shards_before = iter(parts), 0
     while (part := next(rest, None)) is not None:
-        tensors = {
-            WEIGHTS: of_kind(part, WEIGHTS),
-            TENSORS: {name: tensor for name, tensor in part.items() if not name.startswith(f"{WEIGHTS}.")},
-        }
+        weights = of_kind(part, WEIGHTS)
+        others = {name: tensor for name, tensor in part.items() if not name.startswith(f"{WEIGHTS}.")}
         del part
-        for place, of_place in tensors.items():
-            entries = save_tensors(folder / place, of_place, group, shards_before)
-            written |= {f"{place}/{name}": entry for name, entry in entries.items()}
+        of_weights = save_tensors(folder / WEIGHTS, weights, group, shards_before)
+        of_others = save_tensors(folder / TENSORS, others, group, shards_before)
+        del weights, others
+        written |= {f"{WEIGHTS}/{name}": entry for name, entry in of_weights.items()}
+        written |= {f"{TENSORS}/{name}": entry for name, entry in of_others.items()}
         shards_before += world.size
-        del tensors, of_place
     return written
 
 
@@ -292,27 +280,18 @@ def find_state(checkpoint: Path) -> dict[str, SavedTensor]:
 
     That had the weights in `tensors/` too. Raises IntegrityError if it cannot be read.
     """
-    found = find_saved(checkpoint / TENSORS)
-    if (checkpoint / WEIGHTS).exists():
-        found |= {f"{WEIGHTS}.{name}": saved for name, saved in find_saved(checkpoint / WEIGHTS).items()}
+    found: dict[str, SavedTensor] = {}
+    for place, prefix in ((TENSORS, ""), (WEIGHTS, f"{WEIGHTS}.")):
+        if (checkpoint / place).exists():
+            found |= {f"{prefix}{name}": saved for name, saved in find_saved(checkpoint / place).items()}
     return found
 
 
-def load_state(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` as `load_tensors` does, by their names in a checkpoint."""
-    fill_saved(checkpoint, find_state(checkpoint), tensors)
-
-
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` (of a DTensor this rank's part) in place from `folder`, written by any world.
+def fill_saved(folder: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` (of a DTensor this rank's part) in place from what was found as `saved` in `folder`.
 
     Raises IntegrityError naming a missing tensor, or one of another shape.
     """
-    fill_saved(folder, find_saved(folder), tensors)
-
-
-def fill_saved(folder: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` as `load_tensors` does from what `find_saved` has found in `folder`: for several calls."""
     for name, tensor in tensors.items():
         if name not in saved:
             raise IntegrityError(f"{folder}: does not hold the tensors that this run needs: it lacks {name}")
@@ -336,11 +315,6 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     low, high = tensor.aminmax()  # both are NaN if any value is
     return math.isfinite(low) and math.isfinite(high)
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of the tensors in `folder`, by name. Raises IntegrityError if it cannot be read."""
-    return {name: saved.shape for name, saved in find_saved(folder).items()}
 
 
 # Publishing: copies in memory are written to a staging folder, hashed, sealed and renamed once.
@@ -416,7 +390,7 @@ def publish_checkpoint(
     name, free_bytes = together(group, folder, stage)[0]
     staged = Path(name)
     try:
-        state_files = save_state(staged, snapshot.parts, world, group)
+        state_files = save_parts(staged, snapshot.parts, world, group)
         of_ranks = together(group, staged, write_own)
         entries = {name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()}
         together(group, staged, seal)

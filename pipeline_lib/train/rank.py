@@ -43,7 +43,6 @@ from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.saving_pace import tell_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
-from pipeline_lib.train.state import of_kind
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from pipeline_lib.train.validation import Sampler, leave_samples
@@ -219,16 +218,16 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     is_linked = checkpoint.together(None, folder, lambda: world.is_first and checkpoint.link_weights(source, folder))[0]
     damaged: list[str] = []
 
-    def checked_parts() -> Iterator[dict[str, Tensor]]:
+    def checked_parts() -> Iterator[Mapping[str, Tensor]]:
         for part in loop.saver.parts(strategy, (WEIGHTS,)):
             damaged.extend(checkpoint.not_finite(part))
-            yield of_kind(part, WEIGHTS)
+            yield part
 
     if is_linked:
         for _part in checked_parts():
             continue
     else:
-        checkpoint.save_parts(folder, checked_parts(), world)
+        checkpoint.save_parts(job.out, checked_parts(), world)
     if names := loop.agree_on(damaged):
         raise TrainingError(
             f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no result: try a lower"

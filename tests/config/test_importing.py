@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -15,13 +16,12 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.import_draft import OFF, Part, Row
 from pipeline_lib.config.importing import Imported, import_files
 from pipeline_lib.config.load import load_config
-from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Store
-from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.data.read_files import count_rows
 from tests.processes import running
 from tests.stages import ROOT, run_stages_here
+from tests.tiny import tiny_model
 
 # What people have, in the forms that the tools' examples and tutorials use.
 LORA = """\
@@ -171,8 +171,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 @pytest.fixture
 def local(folder: Path) -> Path:
     """A config made of a YAML that names a model and data in the working directory."""
-    (folder / "model").mkdir()
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder / "model", lambda _: None)
+    shutil.copytree(tiny_model(), folder / "model")
     rows = [{"question": f"What is {number}?", "answer": f"It is {number}. " * 5} for number in range(100)]
     write("data/mine.json", rows)
     entry = {"file_name": "mine.json", "columns": {"prompt": "question", "response": "answer"}}

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +13,20 @@ import pytest
 
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read_content
-from pipeline_lib.config.schema import Config, TinyModel
+from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.data.demo import build_tiny
 from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.answer import question_of, run_of
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict
 from pipeline_lib.plan.preflight import refuse_impossible, refuse_too_large, refuse_wrong, too_little_disk
 from pipeline_lib.plan.stages import stored_bytes
+from tests.tiny import tiny_model
 
 TERABYTE = 10**12
 
@@ -301,8 +302,7 @@ def test_a_local_model_counts_on_the_disk_if_its_weights_will_be_copied(
     place: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = store.root / "merge" if place == "the store" else store.root.parent / "model"
-    folder.mkdir(parents=True)
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    shutil.copytree(tiny_model(), folder)
     (folder / "model.safetensors").chmod(0o600 if place == "a private blob" else 0o644)
     if place in ("a hub's cache", "a private blob"):
         blob = store.root.parent / "blobs" / "of-weights"
@@ -396,7 +396,7 @@ def test_it_costs_next_to_nothing(store: Store) -> None:
 
 
 def test_a_model_that_is_stretched_already_is_refused_with_what_to_do(tmp_path: Path, store: Store) -> None:
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path, lambda _: None)
+    shutil.copytree(tiny_model(), tmp_path, dirs_exist_ok=True)
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     write_json(tmp_path / "config.json", {**read_json(tmp_path / "config.json"), "rope_parameters": scaling})
     model = {"source": "local", "path": str(tmp_path), "rope": {"type": "yarn", "factor": 2.0}}
@@ -407,8 +407,7 @@ def test_a_model_that_is_stretched_already_is_refused_with_what_to_do(tmp_path: 
 
 def test_a_model_folder_is_looked_at_before_anything_is_made(tmp_path: Path) -> None:
     """What keeps it from being trained, and, once it is trained, what keeps it from being published."""
-    (tmp_path / "model").mkdir()
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), tmp_path / "model", lambda _: None)
+    shutil.copytree(tiny_model(), tmp_path / "model")
     store = Store(tmp_path / "store", UserCache(tmp_path / "cache"))
     path = tmp_path / "model" / "generation_config.json"
     sections = {
@@ -489,8 +488,7 @@ def test_keys_of_conversations_are_refused_for_raw_text(
 def test_conversations_need_a_model_with_a_chat_template(tmp_path: Path, store: Store, kind: str) -> None:
     """`check` says what the tokenize stage would say; texts, and rows that nothing is known of, need no template."""
     folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
-    folder.mkdir()
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    shutil.copytree(tiny_model(), folder)
     key = {"local": "path", "tiny": "tokenizer"}[kind]
     model = {"source": kind, key: str(folder)}
 
@@ -515,8 +513,7 @@ def test_conversations_need_a_model_with_a_chat_template(tmp_path: Path, store: 
 def test_a_template_has_to_render_what_the_config_gives_all_rows(tmp_path: Path, store: Store) -> None:
     """Else the tokenize stage would stop at the first row, after a download."""
     folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
-    folder.mkdir()
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    shutil.copytree(tiny_model(), folder)
     rows.write_text(json.dumps({"messages": TURNS}))
     tools = ['{"name": "weather", "description": "of a place"}']
     config = data_of(rows, model={"source": "local", "path": str(folder)}, tokenize={"tools": tools})

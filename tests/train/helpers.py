@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pipeline_lib.core.errors import Interrupted, PipelineError, TrainingError
 from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.train import rank as rank_module
-from pipeline_lib.train.checkpoint import load_tensors
+from pipeline_lib.train.checkpoint import fill_saved, find_saved, find_state
 from pipeline_lib.train.rank import RankJob, train_rank
 
 
@@ -145,6 +145,21 @@ def train_and_run_out(environ: Mapping[str, str], job: RankJob, event: str, step
         raise torch.OutOfMemoryError(text)
 
     return stopped(environ, job, fill, TrainingError, step, event, ranks=("0",))[1]
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors` in place from `folder`, written by any world."""
+    fill_saved(folder, find_saved(folder), tensors)
+
+
+def load_state(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill `tensors` in place from a checkpoint, by their names in it."""
+    fill_saved(checkpoint, find_state(checkpoint), tensors)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The full shapes of the tensors in `folder`, by name."""
+    return {name: saved.shape for name, saved in find_saved(folder).items()}
 
 
 def load_weights(out: Path) -> dict[str, torch.Tensor]:

@@ -13,11 +13,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.weights import quantized_linears
-from pipeline_lib.train.checkpoint import tensor_shapes
 from tests.model.graphs import compile_without_kernels
 from tests.ranks import run_ranks
 from tests.train.conftest import VOCAB, Arena, make_arena
-from tests.train.helpers import assert_same_result, losses, train, train_until_killed
+from tests.train.helpers import assert_same_result, losses, tensor_shapes, train, train_until_killed
 from tests.train.native import by_hand
 from tests.train.test_layers import counted, gradients, kept_bytes, loss_of, prepared
 

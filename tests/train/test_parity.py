@@ -16,9 +16,9 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.train.checkpoint import load_tensors
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, VOCAB, make_documents, write_model
+from tests.train.helpers import load_tensors
 from tests.train.strategy_steps import BATCH_BLOCKS, Run, do_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all runs

@@ -38,6 +38,7 @@ from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.state import own_part
 from tests.locks import hold
 from tests.ranks import run_ranks
+from tests.train.helpers import load_state, load_tensors
 from tests.train.strategy_steps import assert_same_bits, local
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
@@ -234,7 +235,7 @@ def test_what_the_training_changes_meanwhile_is_in_no_checkpoint(tmp_path: Path)
         if path.exists():
             verify(path)
             loaded = {"weights.whole": torch.zeros(300_000), "weights.part": torch.zeros(600, 500)}
-            checkpoint.load_state(path, loaded)
+            load_state(path, loaded)
             assert all(tensor.eq(step).all() for tensor in loaded.values())
 
 
@@ -347,7 +348,7 @@ def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: 
         for folder in (at_once, in_parts):
             verify(folder)
             loaded.append({name: torch.empty(shape) for name, shape in shapes.items()})
-            checkpoint.load_state(folder, loaded[-1])
+            load_state(folder, loaded[-1])
         same(*loaded)
 
 
@@ -393,5 +394,5 @@ def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: p
     assert max(sizes) < 1.5 * min(sizes)
     assert sum(len(load_file(tmp_path / name)) for name in written) == len(tensors)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    checkpoint.load_tensors(tmp_path, loaded)
+    load_tensors(tmp_path, loaded)
     same(loaded, tensors)

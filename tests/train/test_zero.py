@@ -12,10 +12,9 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.model.weights import FlatPart, boxes, find_tensors
-from pipeline_lib.train.checkpoint import load_tensors, tensor_shapes
 from tests.ranks import run_ranks
 from tests.train.conftest import BLOCK_TOKENS, Arena, make_documents, write_model
-from tests.train.helpers import assert_same_result, digest_of, train, train_until_killed
+from tests.train.helpers import assert_same_result, digest_of, load_tensors, tensor_shapes, train, train_until_killed
 from tests.train.strategy_steps import Run, do_runs
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs
