@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
@@ -197,9 +198,22 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
         summary = dict(read_json(job.out / SUMMARY_NAME))
         take_hashes(job, run_dir / CHECKPOINTS / step_name(summary["result_step"]))
+        if warning := warning_of_lost_best(read_train(job.spec.settings), summary):
+            job.say(f"train: warning: {warning}")
         return summary
 
     return launch
+
+
+def warning_of_lost_best(train: Train, summary: Mapping[str, Any]) -> str | None:
+    """Return what to tell of a training that should have left its best step and could not; None if it did."""
+    best, left = summary["best_step"], summary["result_step"]
+    if not train.keep_best or best is None or best == left:
+        return None
+    return (
+        f"the held-out loss was lowest after step {best:,}, and the checkpoint of that step was damaged or missing, so"
+        f" the result is step {left:,}"
+    )
 
 
 def take_hashes(job: Job, checkpoint: Path) -> None:

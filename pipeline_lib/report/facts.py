@@ -23,7 +23,7 @@ from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.data.chat_template import Mode
 from pipeline_lib.evaluate.statistics import Difference, differences
-from pipeline_lib.lineage.record import Link, chain
+from pipeline_lib.lineage.record import Link, chain, settings_in
 from pipeline_lib.plan.document import Figure, PlanDocument, read_plan
 from pipeline_lib.report.results import (
     DocumentScore,
@@ -408,6 +408,12 @@ class Facts(Results):
     def validations(self) -> dict[int, float]:
         """The loss on the held-out blocks by the step after which it was measured."""
         return {step.step: step.validation_loss for step in self.steps if step.validation_loss is not None}
+
+    @property
+    def has_lost_best(self) -> bool:
+        """Whether the result should be the best step and is another, since the best one's checkpoint was damaged."""
+        wants_best = settings_in(self.manifests["train"]).get("keep_best")
+        return bool(wants_best) and self.training.result_step != self.training.best_step
 
     @property
     def planned_steps(self) -> list[Step]:

@@ -41,8 +41,8 @@ ATTACK = (
 )
 
 
-def experiment_named(name: str = "demo") -> Experiment:
-    """A compiled experiment, with no file behind it."""
+def experiment_named(name: str = "demo", **train: Any) -> Experiment:
+    """A compiled experiment, with no file behind it; `train` are further keys of that section."""
     config = {
         "experiment": name,
         "model": {"source": "tiny"},
@@ -50,7 +50,7 @@ def experiment_named(name: str = "demo") -> Experiment:
         "tokenize": {"max_tokens": 256},
         "shard": {"block_tokens": 256},
         "cluster": {"cpu_ranks": 2},
-        "train": {"global_batch_tokens": 8192, "epochs": 2, "lr": 3e-3, "precision": "fp32"},
+        "train": {"global_batch_tokens": 8192, "epochs": 2, "lr": 3e-3, "precision": "fp32", **train},
     }
     return compile_config(Config.model_validate_json(json.dumps(config)), Content(model={}, data=({}, {})))
 

@@ -19,7 +19,7 @@ from pipeline_lib.report.figures import curves_of
 from pipeline_lib.report.page import render
 from tests.plan.test_context_choice import asked
 from tests.report.fake_plans import gpu_run, plan_without_times
-from tests.report.fakes import STEPS, World, facts_of, hostile_files, index, ledger, metrics, scores
+from tests.report.fakes import STEPS, World, experiment_named, facts_of, hostile_files, index, ledger, metrics, scores
 
 FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
 
@@ -220,6 +220,14 @@ def test_validation_and_skipped_steps_are_told(world: World) -> None:
     assert "held-out blocks" in drawn
     with (world.folder("report") / "curves.csv").open(newline="") as file:
         assert list(csv.DictReader(file))[60]["loss"] == ""
+
+
+def test_a_best_step_that_was_lost_is_told(world: World) -> None:
+    world.experiment = experiment_named(keep_best=True, validate_every_steps=20)
+    world.files["train"]["summary.json"] |= {"best_step": 100, "best_validation_loss": 2.25, "result_step": 80}
+    assert "after step 100, 2.250 nats per supervised token; its checkpoint was damaged or missing, so step 80" in (
+        text_of(world)
+    )
 
 
 def test_rows_of_earlier_code_tell_nothing_of_other_ranks(world: World) -> None:

@@ -12,13 +12,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from pipeline_lib.config.train import read_train
 from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.core.run_folder import CHECKPOINTS, step_name
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import prompt_length
 from pipeline_lib.data.shard import write_blocks
+from pipeline_lib.launch.stage import warning_of_lost_best
 from pipeline_lib.model.batch import load_probe, make_batch, probe_logits, token_losses
 from pipeline_lib.model.build import load_base
+from pipeline_lib.train.checkpoint import read_state
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks
@@ -105,6 +108,28 @@ def test_the_best_step_is_kept_and_is_the_result(arena: Arena, tmp_path: Path, s
     assert mean_loss(model, reader) == pytest.approx(course[best], rel=1e-5)
     block, logits = load_probe(out)
     torch.testing.assert_close(probe_logits(model, block, torch.device("cpu")), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_result_and_that_is_told(
+    arena: Arena, tmp_path: Path
+) -> None:
+    settings = {**OVERFITTING, "keep_best": True}
+    job = arena.job(2, tmp_path / "killed", replica="damaged", **settings)
+    run_ranks(train_until_killed, 2, job, 23)
+    saved = sorted(job.run_dir.glob("checkpoints/step-*"))
+    best = read_state(saved[-1])["validations"]["best_step"]
+    best_saved = job.run_dir / "checkpoints" / f"step-{best:08d}"
+    assert best_saved in saved[:-1]
+    next((best_saved / "weights").iterdir()).write_bytes(b"damaged")
+
+    found = summary(run(arena, tmp_path / "out", replica="damaged", **settings))
+
+    assert found["best_step"] == best
+    assert found["result_step"] not in (None, best)
+    told = warning_of_lost_best(read_train(job.spec.settings), found)
+    assert told is not None
+    assert f"step {best}" in told and f"the result is step {found['result_step']}" in told
+    assert warning_of_lost_best(read_train(job.spec.settings), {**found, "result_step": best}) is None
 
 
 def test_training_stops_when_nothing_is_gained_and_stays_stopped(arena: Arena, tmp_path: Path) -> None:
