@@ -1,7 +1,7 @@
 """The lineage of a model as its folder stores it: links, training attempts, and the manifests of all stages."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -213,13 +213,27 @@ def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
     """
     if settings_in(downloaded).get("source") != "local":
         return None
-    try:
-        path = Path(store.read_spec(store.spec_path(downloaded.digest)).where["path"])
-        manifest = read_manifest(path)
-    except (IntegrityError, Unreadable, KeyError):
-        return None
-    if not is_same_model(downloaded, manifest):
-        return None
+    for path in _folders_of_base(downloaded, store):
+        with suppress(IntegrityError, Unreadable):
+            manifest = read_manifest(path)
+            if is_same_model(downloaded, manifest):
+                return _folder(path, manifest)
+    return None
+
+
+def _folders_of_base(downloaded: Manifest, store: Store) -> Iterator[Path]:
+    """Yield where a local base model may lie with its manifest.
+
+    The spec has the path of who wrote it last, which may be another user's copy without a manifest: all who work with
+    the store have its own merges.
+    """
+    with suppress(IntegrityError, KeyError):
+        yield Path(store.read_spec(store.spec_path(downloaded.digest)).where["path"])
+    yield from sorted(path for path in (store.root / "merge").glob("*") if path.is_dir())
+
+
+def _folder(path: Path, manifest: Manifest) -> Folder:
+    """Return the manifest in `path`, which was read as `manifest`, with the lineage that it sealed."""
     found = path / LINEAGE_NAME
     lineage = None
     with suppress(OSError, ValueError, RecursionError, KeyError):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.compile import WHERE_KEYS, run_digest
 from pipeline_lib.config.halving import DECISIONS, RUNGS
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import STAGE_PREFIX, TRASH_PREFIX
@@ -474,6 +474,8 @@ class Needs:
         """Add all parts of an experiment; what cannot be read is added to `problems`."""
         if not experiment.parts:
             self.problems.append(experiment.unreadable or f"{experiment.path}: not a valid experiment file")
+        for path in _paths_of_sources(json_object(experiment.path).get("config")):
+            self._add_path(path)
         for part, digest in experiment.parts.items():
             try:
                 self._add(self.inventory.spec(digest))
@@ -501,13 +503,30 @@ class Needs:
         self.runs.add(run_name(spec))
         if spec.stage != "download" or spec.digest in self._downloads:
             return
-        # A local model or data path may lead into this store, as `results/NAME/model` does. Only the frozen spec has
-        # the paths: a manifest contains none.
-        root = self.inventory.store.root.resolve()
+        # Live work is known by its spec alone. A manifest contains no paths.
         for value in self.inventory.frozen_spec(spec.digest).where.values():
-            with suppress(ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
-                self.digests.update(Path(str(value)).resolve().relative_to(root).parts[1:2])
+            self._add_path(str(value))
         self._downloads.add(spec.digest)
+
+    def _add_path(self, path: str) -> None:
+        """Add what a local model or data path leads to if that is in this store, as `results/NAME/model` is."""
+        with suppress(ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
+            self.digests.update(Path(path).resolve().relative_to(self.inventory.store.root.resolve()).parts[1:2])
+
+
+def _paths_of_sources(config: Any) -> Iterator[str]:
+    """Yield the local paths in a frozen config, which may be damaged.
+
+    Specs have them too, but another clone with other paths to the same content writes its own to the same specs.
+    """
+    sections = [config] if isinstance(config, dict) else []
+    while sections:
+        section = sections.pop()
+        for key, value in section.items():
+            if key in WHERE_KEYS and isinstance(value, str):
+                yield value
+            of_key = value if isinstance(value, list) else [value]
+            sections += [one for one in of_key if isinstance(one, dict)]
 
 
 # Usage of a store: by experiment name, its own and shared bytes; by stage, the total.

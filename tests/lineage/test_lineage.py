@@ -291,6 +291,19 @@ def test_a_model_tuned_further_tells_of_the_first_training(tmp_path: Path) -> No
     assert problems_of(look(copy)) == [f"{LINEAGE_NAME}: base: its lineage differs from the sealed one"]
 
 
+def test_a_base_is_known_by_its_files_though_the_spec_has_the_path_of_another_users_copy(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    first = seal_model(store)
+    names = ("config.json", "model.safetensors")
+    (tmp_path / "copy").mkdir()
+    for name in names:
+        shutil.copyfile(first / name, tmp_path / "copy" / name)
+    hashes = {name: sha256_file(first / name) for name in names}
+    second = seal_model(store, {"source": "local", "path": str(tmp_path / "copy")}, hashes)
+
+    assert [traced.part for traced in look(second).walk()] == PARTS * 2
+
+
 def test_a_local_base_of_unknown_origin_says_so(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -11,6 +12,7 @@ import pytest
 
 from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.config.dag import link_results
+from pipeline_lib.config.schema import LocalModel
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, PipelineError
 from pipeline_lib.core.files import STAGE_PREFIX, canonical_json, replace_link
 from pipeline_lib.core.store import Spec, verify
@@ -209,6 +211,25 @@ def test_the_model_that_a_kept_experiment_begins_from_stays(shop: Shop, capsys: 
     assert Path("results/base/model/content.txt").exists()
     assert not shop.store.sealed(base.specs["train"].ref).exists()
     assert not Path("results/base/report.html").is_symlink()  # led nowhere
+
+
+def test_the_model_that_a_kept_experiment_begins_from_stays_though_another_users_copy_is_in_the_spec(
+    shop: Shop, capsys: Captured
+) -> None:
+    """Both have the same files, and so the same digest: the spec has the path of whoever froze it last."""
+    base, later = shop.variants(["base", "later"])
+    shop.add(base)
+    link_results(base, shop.store)
+    ours = LocalModel(source="local", path=str(Path("results/base/model").absolute()))
+    model = Spec("download", 2, {"kind": "model"}, where={"path": ours.path})
+    config = later.config.model_copy(update={"model": ours})
+    shop.add(Experiment(config, {**later.specs, "model": model}))
+    shop.store.write_specs([replace(model, where={"path": "/home/other/model"})])
+
+    store(capsys, "gc", "--keep-experiments", "later")
+
+    verify(shop.store.sealed(base.specs["merge"].ref))
+    assert Path("results/base/model/content.txt").exists()
 
 
 def test_links_that_lead_nowhere_afterwards_go_and_what_is_the_users_stays(shop: Shop, capsys: Captured) -> None:
