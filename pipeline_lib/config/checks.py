@@ -9,7 +9,7 @@ from pipeline_lib.config.deepspeed_json import json_problems
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, HubData, TinyModel, Tracking
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import AUTO, EPOCH, RENAMED, Lora, Train
+from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 from pipeline_lib.core import units
 
 # Problems between keys that are each legal. Each problem names the key to change and the values it may have.
@@ -367,8 +367,8 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if is_compressed and k > 1:
         text = f"has no effect with train.local_sgd_steps: {k}, because ranks exchange no gradients"
         yield ("train", "gradient_compression"), f"{text}; remove one of them"
-    # The save of an epoch waits for the next averaging, which may be in the one after it.
-    saves = 0 if train.save_every_steps == EPOCH else int(train.save_every_steps)
+    # Other saves wait for the next averaging, which for the save of an epoch may be in the one after it.
+    saves = train.save_every_steps if isinstance(train.save_every_steps, int) else 0
     intervals = (
         (("train", "save_every_steps"), saves, ""),
         (("train", "guards", "rollback_every_steps"), train.guards.rollback_every_steps, ""),

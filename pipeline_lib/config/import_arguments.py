@@ -411,12 +411,13 @@ def _saving(draft: Draft) -> None:
     if strategy == EPOCH:
         draft.taken("save_strategy save_steps", {"train.save_every_steps": EPOCH})
     elif strategy != "steps":
-        why = "a kill loses at most train.save_every_steps here, our default; the last step is always saved"
+        why = "here a training is saved as often as hardly costs time; the last step is always saved"
         draft.changed("save_strategy save_steps", None, why)
     elif steps is not None and steps >= 1:
         draft.taken("save_steps save_strategy", {"train.save_every_steps": int(steps)})
     elif steps is not None:
-        draft.changed("save_steps save_strategy", None, "a number of steps here, train.save_every_steps; our default")
+        why = "a number of steps here, train.save_every_steps, or `auto`, our default"
+        draft.changed("save_steps save_strategy", None, why)
     if draft.has("save_total_limit"):
         draft.same("save_total_limit", "train.keep_last")
 

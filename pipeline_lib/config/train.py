@@ -159,9 +159,10 @@ class Train(Section):
         " sizes and prefetch, are merged over the generated one",
     )
     micro_batch_blocks: Positive = Field(1, description="blocks in a micro-batch of one rank")
-    save_every_steps: Interval = Field(
-        100,
-        description="optimizer steps between checkpoints, or `epoch` for one at the end of each;"
+    save_every_steps: Positive | Literal["epoch", "auto"] = Field(
+        "auto",
+        description="optimizer steps between checkpoints, or `epoch` for one at the end of each; `auto` is once a"
+        " minute, or so seldom that writing them takes a tenth of the time (a twentieth without `save_async`);"
         " `guards.rollback_every_steps` adds some",
     )
     save_async: Literal["auto"] | bool = Field(
@@ -171,7 +172,9 @@ class Train(Section):
         " offloaded, or the host lacks the memory for the copy",
     )
     keep_last: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        2, description="checkpoints to keep while training, beside the best"
+        2,
+        description="checkpoints to keep while training, beside the best: the last ones, and the one to which the"
+        " guards would go back",
     )
     timeout_s: Seconds = Field(
         300, description="seconds that a rank waits for another, after the first step, before the run is given up"
@@ -289,9 +292,10 @@ class Train(Section):
 
     @property
     def keeps_one_for_guards(self) -> bool:
-        """Whether the checkpoint to which the guards would go back may be none of the last."""
+        """Whether only the last is kept, and the checkpoint to which the guards would go back may be another."""
         own = self.save_every_steps
-        return own == EPOCH or int(own) % self.guards.rollback_every_steps != 0
+        may_be_another = own in (EPOCH, AUTO) or int(own) % self.guards.rollback_every_steps != 0
+        return self.keep_last == 1 and may_be_another
 
     @property
     def kept_in_words(self) -> str:
@@ -304,23 +308,37 @@ class Train(Section):
     def intervals_in_words(self) -> str:
         """How often a run is saved, in words; the guards count only if they make more saves."""
         own, of_guards = self.save_every_steps, self.guards.rollback_every_steps
-        every = "at the end of every epoch" if own == EPOCH else f"every {count(int(own), 'steps')}"
-        if own != EPOCH and of_guards % int(own) == 0:
+        if own == EPOCH:
+            every = "at the end of every epoch"
+        elif own == AUTO:
+            every = "as often as hardly costs time"
+        else:
+            every = f"every {count(int(own), 'steps')}"
+        if own not in (EPOCH, AUTO) and of_guards % int(own) == 0:
             return every
         return f"{every} and, for the guards, every {count(of_guards, 'steps')}"
 
     def save_intervals(self, epoch_steps: int) -> dict[str, int]:
-        """Return the steps between the saves that each key asks for, where an epoch has `epoch_steps` of them."""
-        return {
-            "train.save_every_steps": interval_steps(self.save_every_steps, epoch_steps),
-            "train.guards.rollback_every_steps": self.guards.rollback_every_steps,
-        }
+        """Return the steps between the saves that each key asks for, where an epoch has `epoch_steps` of them.
+
+        With `auto` the key is not among them: its saves depend on the time that they take.
+        """
+        intervals = {}
+        if self.save_every_steps != AUTO:
+            intervals["train.save_every_steps"] = interval_steps(self.save_every_steps, epoch_steps)
+        intervals["train.guards.rollback_every_steps"] = self.guards.rollback_every_steps
+        return intervals
 
     def saves(self, steps: int, epoch_steps: int) -> int:
-        """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end."""
-        one, other = self.save_intervals(epoch_steps).values()
+        """Return how often a run of `steps` steps is saved, if nothing happens: at multiples, and at the end.
+
+        Saves by `auto` are not counted.
+        """
+        intervals = self.save_intervals(epoch_steps).values()
         before = steps - 1
-        return before // one + before // other - before // math.lcm(one, other) + 1
+        at_multiples = sum(before // interval for interval in intervals)
+        at_both = before // math.lcm(*intervals) if len(intervals) > 1 else 0
+        return at_multiples - at_both + 1
 
     @property
     def replaced_keys(self) -> frozenset[str]:

@@ -145,13 +145,17 @@ def _name_before(aside: Path) -> str | None:
 def retain(
     folder: Path, keep_last: int, step: int, best_step: int = 0, kept_with: Callable[[int], set[int]] = lambda _: set()
 ) -> None:
-    """Delete sealed checkpoints up to `step` except the newest `keep_last` and the one of `best_step`.
+    """Delete sealed checkpoints up to `step` except `keep_last` of them and the one of `best_step`.
 
-    `kept_with` returns the steps that are kept too, given the oldest step of the newest `keep_last`. Checkpoints after
-    `step` belong to a longer run and stay.
+    These are the newest, with what a run that continues from the oldest of them needs by `kept_with`: that counts as
+    one of them, beside at least the newest. Checkpoints after `step` belong to a longer run and stay.
     """
-    reached = [(saved, path) for saved, path in sealed_steps(folder) if saved <= step]
-    oldest = min((saved for saved, _ in reached[-keep_last:]), default=0)
-    for saved, path in reached[:-keep_last]:
-        if saved not in {best_step, *kept_with(oldest)}:
+    reached = {saved: path for saved, path in sealed_steps(folder) if saved <= step}
+    newest = list(reached)[-keep_last:]
+    needed = kept_with(min(newest, default=0)) & reached.keys()
+    if keep_last > 1 and not needed.issubset(newest):
+        newest = newest[1:]
+        needed = kept_with(min(newest, default=0)) & reached.keys()
+    for saved, path in reached.items():
+        if saved not in {*newest, *needed, best_step}:
             files.remove_dir(path)

@@ -443,8 +443,8 @@ def _host_advice(facts: Facts) -> Iterator[str]:
     if (speed := disk.get("write_bytes_per_s", SLOW_DISK_BYTES_PER_S)) < SLOW_DISK_BYTES_PER_S:
         yield (
             f"{disk['folder']} is written at {speed / 1e6:.0f} MB/s, so a checkpoint of 10 GB takes"
-            f" {10e9 / speed / 60:.0f} min; set PIPELINE_STORE to a faster disk, or raise train.save_every_steps and"
-            " train.guards.rollback_every_steps"
+            f" {10e9 / speed / 60:.0f} min; set PIPELINE_STORE to a faster disk, or use"
+            " train.save_every_steps: auto and raise train.guards.rollback_every_steps"
         )
     if (files := limits.get("open_files", OPEN_FILES)) < OPEN_FILES:
         yield f"{files} files may be open at a time; `ulimit -n {limits['open_files_most']}` raises it"

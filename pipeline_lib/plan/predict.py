@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pipeline_lib.config.train import CHOSEN_KEYS, Train, interval_steps
+from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train, interval_steps
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
-from pipeline_lib.plan.saving import save_wait_s
+from pipeline_lib.plan.saving import auto_apart_s, save_wait_s
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.workload import Case, in_words, is_compiled
 
@@ -231,7 +231,12 @@ def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float])
     apart = min(train.save_intervals(epoch_steps).values())
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}
     waits = {end: save_wait_s(train, save_s[end], apart * meanwhile_s[end]) for end in End}
-    return Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
+    waited = Figure.of({end: (saves - 1) * waits[end] + save_s[end] for end in End})
+    if train.save_every_steps != AUTO:
+        return waited
+    apart_s = {end: auto_apart_s(train, save_s[end]) for end in End}
+    auto_saves = {end: steps * meanwhile_s[end] // apart_s[end] for end in End}
+    return waited + Figure.of({end: auto_saves[end] * save_wait_s(train, save_s[end], apart_s[end]) for end in End})
 
 
 def _parts(time: StepTime) -> dict[str, float]:

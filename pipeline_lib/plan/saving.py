@@ -5,6 +5,11 @@ import math
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import brief, count, gigabytes
 
+# With `save_every_steps: auto` a save starts at the earliest so long after the one before: a minute of work is soon
+# done again, and then a save is being written for a tenth of the time, or is waited for during a twentieth.
+_LEAST_APART_S = 60.0
+_APART_OF_ASYNC, _APART = 10, 20  # times the duration of a save
+
 NOTABLE_WAIT = 0.1  # of the time of the steps between two checkpoints
 _LEAST_SAVE_S = 5.0  # shorter ones are no matter of the disk
 
@@ -15,6 +20,11 @@ def save_wait_s(train: Train, save_s: float, apart_s: float) -> float:
     Without `save_async` they wait for all of it; with it, only where it is not done when the next one starts.
     """
     return max(0.0, save_s - apart_s) if train.save_async else save_s
+
+
+def auto_apart_s(train: Train, save_s: float) -> float:
+    """Return the time between the starts of two saves by `save_every_steps: auto`, each of which takes `save_s`."""
+    return max(_LEAST_APART_S, save_s * (_APART_OF_ASYNC if train.save_async else _APART))
 
 
 def slow_saves(train: Train, epoch_steps: int, size_bytes: int, save_s: float, step_s: float) -> str:

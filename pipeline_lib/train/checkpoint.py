@@ -43,6 +43,7 @@ from pipeline_lib.model.files import Piece, read_headers
 from pipeline_lib.model.weights import KINDS, Stored, fill_box
 from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
+from pipeline_lib.plan.saving import auto_apart_s
 from pipeline_lib.train.dist import PATIENT, World, gather_texts
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
@@ -501,6 +502,8 @@ class Saver:
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
     _expects: bool = field(default=False, init=False)  # whether the buffers know their size
     _reported_trouble: str = field(default="", init=False)
+    _counted_from_s: float | None = field(default=None, init=False)  # when the last save, or the training, began
+    _took_s: float = field(default=0.0, init=False)  # the last save
 
     def __enter__(self) -> "Saver":
         """Create the thread, and a process group for it, so that its exchanges never meet those of the training.
@@ -567,12 +570,13 @@ class Saver:
         The checkpoints of `best_step` and `trusted_step` are kept unless these are 0. With `save_async: false`, this
         one is complete on return.
         """
+        self._counted_from_s = time.monotonic()
         if self.train.save_async:
             self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, trusted_step)
         else:  # its parts are made by collectives of the training, whose thread is this one
             saved = self._publish(snapshot, best_step, waited_s, trusted_step)
             saved["wait_s"] += saved["duration_s"]
-            self.events.emit(EventName.CHECKPOINT_SAVED, **saved)
+            self._tell_of(saved)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete, and emit its event.
@@ -581,7 +585,18 @@ class Saver:
         """
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            self.events.emit(EventName.CHECKPOINT_SAVED, **flight.result())
+            self._tell_of(flight.result())
+
+    def _tell_of(self, saved: dict[str, Any]) -> None:
+        self._took_s = saved["duration_s"]
+        self.events.emit(EventName.CHECKPOINT_SAVED, **saved)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether `save_every_steps: auto` asks for a checkpoint now, by the clock of this rank."""
+        if self._flight is not None or self._counted_from_s is None:
+            return False
+        return time.monotonic() - self._counted_from_s >= auto_apart_s(self.train, self._took_s)
 
     def tell(self) -> None:
         """Emit the event of a checkpoint that has been completed meanwhile; the thread itself never emits events.
@@ -592,6 +607,8 @@ class Saver:
             size_bytes = FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size
             self.buffers.expect(size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES))
         self._expects = True
+        if self._counted_from_s is None:
+            self._counted_from_s = time.monotonic()
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline_lib.config.train import EPOCH, Train
+from pipeline_lib.config.train import AUTO, EPOCH, Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import (
@@ -158,7 +158,9 @@ class Loop:
             with self.instruments.profiler.around(step):
                 judge_step = partial(judge, self.window, self.train.precision == "fp16", step)
                 readings = self.instruments.ranks.take(step)
-                result = self.stepper.step(batches, self.lr_of(step), judge_step, self.saver.has_failed, readings)
+                result = self.stepper.step(
+                    batches, self.lr_of(step), judge_step, self.saver.has_failed, self.asks_to_save, readings
+                )
             measured = self.instruments.fields(result, data_wait_s)
             self.step = step
             self.follow(result)
@@ -317,7 +319,14 @@ class Loop:
             return True
         is_best = self.train.keep_best and self.validations.best_step == self.step
         is_wanted = is_best or result.stop_agreed or result.judgement.verdict == Verdict.ROLL_BACK
-        return self.ranks_agree and (is_wanted or self.is_due(self.train.save_every_steps, self.saved_step))
+        every = self.train.save_every_steps
+        is_due = result.save_due if every == AUTO else self.is_due(every, self.saved_step)
+        return self.ranks_agree and (is_wanted or is_due)
+
+    @property
+    def asks_to_save(self) -> bool:
+        """Return whether a checkpoint is due by the clock of the first rank, which asks the others in the next step."""
+        return self.stepper.world.is_first and self.train.save_every_steps == AUTO and self.saver.is_due
 
     def save(self) -> None:
         """Copy the state, and let it be written while the training goes on."""

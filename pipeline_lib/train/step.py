@@ -80,6 +80,7 @@ class StepResult:
     phases: dict[str, float]  # seconds, by `forward_s`, `backward_s`, `update_s`; of this rank
     stop_agreed: bool
     save_failed: bool
+    save_due: bool
     readings: tuple[float, ...] = ()  # of all ranks, rank by rank, in steps that exchange them
 
 
@@ -122,13 +123,15 @@ class Stepper:
         lr: float,
         judge: Callable[[float, float, int], Judgement],
         save_failed: bool,
+        save_due: bool = False,
         readings: Sequence[float] = (),
     ) -> StepResult:
         """Run one step on this rank's micro-batches; update if `judge`, given loss and gradient norm, accepts it.
 
-        A refused step changes no bit of weights and moments. `save_failed` on one rank is reported on all, and so are
-        the `readings` of each: they are exchanged with the counts of the step. The host waits for the GPU once, for the
-        values to judge: the update runs while the next step is prepared, and its time counts with that one.
+        A refused step changes no bit of weights and moments. `save_failed` or `save_due` on one rank is reported on
+        all, and so are the `readings` of each: they are exchanged with the counts of the step. The host waits for the
+        GPU once, for the values to judge: the update runs while the next step is prepared, and its time counts with
+        that one.
         """
         start_s = time.monotonic()
         totals: list[float] = []  # over all ranks
@@ -140,13 +143,14 @@ class Stepper:
                 float(sum(batch.squared_lengths for batch in batches)),
                 float(self.stop.is_set),
                 float(save_failed),
+                float(save_due),
                 *placed(readings, self.world),
             ]
             totals.extend(sum_over_ranks(mine, torch.device("cpu")))  # over gloo, without the GPU
             return max(1.0, totals[0]), max(1.0, totals[1])
 
         local_sum = self.accumulate(batches, count)
-        supervised, tokens, squares, stops, failures, *of_ranks = totals
+        supervised, tokens, squares, stops, failures, dues, *of_ranks = totals
         with self.clock.phase("update"):
             loss_sum = local_sum.double()
             dist.all_reduce(loss_sum)
@@ -171,6 +175,7 @@ class Stepper:
             phases=phases,
             stop_agreed=stops > 0,
             save_failed=failures > 0,
+            save_due=dues > 0,
             readings=tuple(of_ranks),
         )
 

@@ -326,7 +326,7 @@ SAME_YAML = """\
 "train":
     epochs:   2     # passes
     'lr':     1e-4
-    save_every_steps: 100
+    save_every_steps: auto
 
 data:
     train:

@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"local_sgd_steps": 4, "precision": "fp16"}, {}, "train.local_sgd_steps", "does not work * may be bf16 or fp32"),
     ({"powersgd_rank": 8}, {}, "train.powersgd_rank", "has no effect, because * is not 'powersgd'; remove it"),
     (
-        {"local_sgd_steps": 8, "guards": {"rollback_every_steps": 80}},
+        {"local_sgd_steps": 8, "save_every_steps": 100, "guards": {"rollback_every_steps": 80}},
         {},
         "train.save_every_steps",
         "100 is not a multiple of train.local_sgd_steps * try 104",

@@ -113,13 +113,13 @@ def test_a_resolved_config_reads_again(tmp_path: Path) -> None:
 # The word `epoch` in place of a number of steps.
 
 
-@pytest.mark.parametrize("key", ["save_every_steps", "validate_every_steps"])
-def test_a_word_or_a_number_is_read_and_anything_else_is_refused_once(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(("key", "words"), [("save_every_steps", "epoch, auto"), ("validate_every_steps", "epoch")])
+def test_a_word_or_a_number_is_read_and_anything_else_is_refused_once(tmp_path: Path, key: str, words: str) -> None:
     path = tmp_path / "my.yaml"
     for value, said in (
         ("epoch", None),
         (7, None),
-        ("epochs", '"epochs" is not one of epoch, a whole number; did you mean'),
+        ("epochs", f'"epochs" is not one of {words}, a whole number; did you mean'),
         (0, "0 should be greater than or equal to 1"),
         (1.5, "1.5 is not a whole number"),
         ([3], "[3] is not a whole number"),
@@ -138,8 +138,16 @@ def test_saves_by_epoch_are_counted_with_those_for_the_guards() -> None:
     train = Train.model_validate({"save_every_steps": "epoch", "guards": {"rollback_every_steps": 100}})
     saved = {*range(30, 300, 30), *range(100, 300, 100)}
     assert train.saves(300, epoch_steps=30) == len(saved) + 1
-    assert train.keeps_one_for_guards
+    assert train.model_copy(update={"keep_last": 1}).keeps_one_for_guards
     assert train.intervals_in_words == "at the end of every epoch and, for the guards, every 100 steps"
+
+
+def test_saves_by_auto_are_not_counted_and_the_one_for_the_guards_is_kept() -> None:
+    train = Train.model_validate({"guards": {"rollback_every_steps": 100}})
+    assert train.save_every_steps == "auto"
+    assert train.saves(300, epoch_steps=30) == len({100, 200, 300})
+    assert train.model_copy(update={"keep_last": 1}).keeps_one_for_guards
+    assert train.intervals_in_words == "as often as hardly costs time and, for the guards, every 100 steps"
 
 
 def test_saving_by_epoch_changes_no_result_and_validating_by_epoch_is_part_of_it() -> None:

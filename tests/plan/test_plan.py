@@ -259,25 +259,26 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("save_every", "guards_every", "said", "kept"),
+    ("save_every", "guards_every", "keep_last", "said", "kept"),
     [
-        (100, 100, "every 100 steps, while", 3),
-        (50, 100, "every 50 steps, while", 4),
-        (200, 200, "every 200 steps, while", 3),
-        (1000, 100, "every 1,000 steps and, for the guards, every 100 steps, while", 3),
-        (80, 100, "every 80 steps and, for the guards, every 100 steps, while", 4),
+        (100, 100, 2, "every 100 steps, while", "2 kept and one being written"),
+        (100, 100, 1, "every 100 steps, while", "1 kept and one being written"),
+        (50, 100, 2, "every 50 steps, while", "2 kept and one being written"),
+        (50, 100, 1, "every 50 steps, while", "1 kept, one that the guards may need and one being written"),
+        (1000, 100, 2, "every 1,000 steps and, for the guards, every 100 steps, while", "2 kept and one being written"),
     ],
 )
 def test_the_plan_says_how_often_a_run_is_saved_and_what_is_kept(
-    tmp_path: Path, save_every: int, guards_every: int, said: str, kept: int
+    tmp_path: Path, save_every: int, guards_every: int, keep_last: int, said: str, kept: str
 ) -> None:
-    train: dict[str, Any] = {"save_every_steps": save_every, "guards": {"rollback_every_steps": guards_every}}
+    guards = {"rollback_every_steps": guards_every}
+    train: dict[str, Any] = {"save_every_steps": save_every, "guards": guards, "keep_last": keep_last}
     stage.run(job := plan_job(tmp_path, train={"global_batch_tokens": 640, **train}))
     disk = read_json(job.out / "plan.json")["disk"]
-    assert disk["needed_bytes"] == kept * disk["checkpoint_bytes"]
+    assert disk["needed_bytes"] == (keep_last + kept.count("one")) * disk["checkpoint_bytes"]
     shown_lines = detailed(job)
     assert said in shown_lines
-    assert ("one that the guards may need" in shown_lines) == (kept == 4)
+    assert f" for {kept}" in shown_lines
     saved = {*range(save_every, 10_000, save_every), *range(guards_every, 10_000, guards_every)}
     assert Train(**train).saves(10_000, epoch_steps=900) == len(saved) + 1
 

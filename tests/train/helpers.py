@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -63,6 +64,13 @@ def stopped(
     except error as raised:
         return time.monotonic() - reached_s, str(raised)
     raise AssertionError("was to end")
+
+
+def train_and_save_often(environ: Mapping[str, str], job: RankJob) -> None:
+    """Train with `save_every_steps: auto` as if a minute were over at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline_lib.plan.saving._LEAST_APART_S", 0.0)
+        train(environ, job)
 
 
 def train_until_killed(environ: Mapping[str, str], job: RankJob, step: int) -> None:

@@ -211,6 +211,16 @@ def test_retention_keeps_the_newest_and(folder: Path, kept: dict[str, Any]) -> N
     assert names_in(folder) == ["step-00000009"]
 
 
+def test_what_the_guards_may_need_is_one_of_those_that_are_kept(folder: Path) -> None:
+    retain(folder, 2, step=9, kept_with=lambda step: {3})
+    assert names_in(folder) == ["step-00000003", "step-00000009"]
+
+
+def test_what_the_guards_may_need_is_no_further_one_if_it_is_among_the_newest(folder: Path) -> None:
+    retain(folder, 2, step=9, kept_with=lambda step: {6})
+    assert names_in(folder) == ["step-00000006", "step-00000009"]
+
+
 def test_retention_counts_only_what_is_sealed(folder: Path) -> None:
     """Else the last that can be used would be deleted in favour of one that cannot."""
     (folder / "step-00000009" / "manifest.json").unlink()

@@ -21,6 +21,7 @@ from tests.train.helpers import (
     rows,
     train,
     train_and_listen,
+    train_and_save_often,
     train_and_say,
     train_and_signal_again_and_again,
     train_and_signal_one_rank,
@@ -69,6 +70,27 @@ def test_resume_on_the_same_world_is_bitwise(
     run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", **settings), 5)
     resumed = run(arena, tmp_path / "resumed", 4, resumes_at=4, **settings)
     assert_same_result(resumed, whole(4, strategy=strategy, epochs=2))
+
+
+@pytest.mark.parametrize("save_async", [True, False])
+def test_by_auto_all_ranks_save_when_the_first_ones_clock_says_so(
+    arena: Arena, whole: Callable[..., Path], tmp_path: Path, save_async: bool
+) -> None:
+    """A step of a rank that waited for the others in vain would never end."""
+    settings: dict[str, Any] = {"save_every_steps": "auto", "epochs": 2, "save_async": save_async, "keep_last": 20}
+    job = arena.job(2, tmp_path / "out", **settings)
+    run_ranks(train_and_save_often, 2, job)
+    events = read_events(job.run_dir / "events.jsonl")
+    saved = [event["step"] for event in events if event["event"] == "checkpoint.saved"]
+    assert saved[0] < 12, "it saved at the end alone"
+    assert saved[-1] == 12
+    assert_same_result(job.out, whole(2, epochs=2))
+
+
+def test_by_auto_a_short_training_is_saved_at_its_end_alone(arena: Arena, tmp_path: Path) -> None:
+    job = arena.job(2, tmp_path / "out", save_every_steps="auto")
+    run_ranks(train, 2, job)
+    assert [path.name for path in job.run_dir.glob("checkpoints/step-*")] == ["step-00000006"]
 
 
 def test_resume_on_another_world_and_strategy_keeps_the_curve(

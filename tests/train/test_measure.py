@@ -35,6 +35,7 @@ RESULT = StepResult(
     phases={"forward_s": 0.6, "backward_s": 1.0, "update_s": 0.1},
     stop_agreed=False,
     save_failed=False,
+    save_due=False,
 )
 
 

@@ -1,20 +1,36 @@
-"""What is said of a disk that does not take checkpoints as often as they are asked for."""
+"""How often a training is saved by `auto`, and what is said of a disk that does not take what is asked for."""
 
 import pytest
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventName
-from pipeline_lib.plan.saving import slow_saves
+from pipeline_lib.plan.saving import auto_apart_s, slow_saves
 from pipeline_lib.train.saving_pace import tell_of_slow_saves
 
 GB = 10**9
 EPOCH_STEPS = 1000
 
 
-def train_of(every_steps: int, is_async: bool = True) -> Train:
+def train_of(every_steps: int | str, is_async: bool = True) -> Train:
     return Train.model_validate(
         {"strategy": "zero2", "global_batch_tokens": 1024, "save_every_steps": every_steps, "save_async": is_async}
     )
+
+
+@pytest.mark.parametrize(
+    ("save_s", "is_async", "apart_s"), [(0.2, True, 60), (0.2, False, 60), (67, True, 670), (67, False, 1340)]
+)
+def test_auto_saves_once_a_minute_or_as_seldom_as_the_disk_asks_for(
+    save_s: float, is_async: bool, apart_s: float
+) -> None:
+    train = train_of("auto", is_async)
+    assert auto_apart_s(train, save_s) == apart_s
+    assert slow_saves(train, EPOCH_STEPS, 57 * GB, save_s, step_s=15.0) == ""
+
+
+def test_the_guards_saves_are_still_warned_of_with_auto() -> None:
+    said = slow_saves(train_of("auto"), EPOCH_STEPS, 57 * GB, save_s=67.0, step_s=0.1)
+    assert "with train.guards.rollback_every_steps: 670," in said
 
 
 def test_57_gb_every_15_seconds_on_a_disk_of_850_mb_a_second() -> None:
