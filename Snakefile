@@ -28,7 +28,7 @@ include: "workflow/rules/ending.smk"
 
 
 from pipeline_lib.core.files import take_out_of_future
-from pipeline_lib.workflow.outcomes import BEGUN, LOGS, note_begin
+from pipeline_lib.report.outcomes import BEGUN, LOGS, note_begin
 
 
 localrules:

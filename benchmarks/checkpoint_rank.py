@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.geometry import FP32_BYTES
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train
@@ -21,8 +23,6 @@ from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import World, process_group

@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.kernels.clock import Call, Clock
 from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.report import gradients, random
+from pipeline_lib.arch.geometry import Delta
 from pipeline_lib.model import delta
 from pipeline_lib.model.delta import convolved, delta_rule, positions_of
-from pipeline_lib.model.geometry import Delta
 from pipeline_lib.plan.machine import find_gpu
 
 KERNEL = 4  # tokens that the convolution sees

@@ -27,17 +27,16 @@ from torch import Tensor, nn
 from benchmarks.alone import RESULT, started
 from benchmarks.measure import show
 from benchmarks.sizes import config_json
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.geometry import Geometry, step_flops
+from pipeline_lib.arch.layers import LOGITS_AT_ONCE, kept_attention
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.attention import packed_attention
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import predict
-from pipeline_lib.plan.moments import LOGITS_AT_ONCE
-from pipeline_lib.plan.workload import kept_attention
 from pipeline_lib.train.dist import World, process_group
 
 KINDS = ("parts", "away", "here")  # of cases: a step's parts alone, activations on the host, and on the device

@@ -24,9 +24,9 @@ from benchmarks.network_table import leave
 from benchmarks.predictions import WAYS, machine_for, measured_of
 from benchmarks.sizes import config_json
 from benchmarks.train.cases import parsed
+from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.units import brief, gbit_per_s
-from pipeline_lib.model.families import geometry_in
 from pipeline_lib.plan.predict import Prediction
 
 SILENCE_S = 150.0

@@ -7,11 +7,11 @@ from typing import Any
 from benchmarks.groups import NO_MULTICAST, Row
 from benchmarks.predictions import BLOCK_TOKENS, USUAL_BLOCK_TOKENS, train_of, workload_of
 from benchmarks.sizes import config_json
+from pipeline_lib.arch.families import geometry_in
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.run import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.families import geometry_in
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Rate
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting

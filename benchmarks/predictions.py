@@ -22,14 +22,14 @@ from benchmarks.grid import batches_of
 from benchmarks.groups import Group, Row, measured
 from benchmarks.sizes import config_json
 from benchmarks.train.cases import LORA
+from pipeline_lib.arch.families import geometry_in
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.model.batch import Batch
-from pipeline_lib.model.families import geometry_in
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.machine import Machine

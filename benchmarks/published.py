@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import show
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, from_gigabytes
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import Figure
 from pipeline_lib.plan.predict import Prediction

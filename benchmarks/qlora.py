@@ -25,6 +25,7 @@ from benchmarks.alone import RESULT, started
 from benchmarks.measure import show
 from benchmarks.sizes import config_json
 from benchmarks.train.weights import fill
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
@@ -35,7 +36,6 @@ from pipeline_lib.data.demo import conversations
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.batch import Batch, loss_sum, make_batch
 from pipeline_lib.model.build import build_trainable
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.weights import base_parameters, load_weights, materialise, put
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline_lib.model.families import published
+from pipeline_lib.arch.families import published
 
 SIZES = ("tiny", "0.6B", "1.7B", "4B", "8B")  # that most benchmarks take
 _DEMO = {

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sizes import SIZES, model_config
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.data.blocks import Block
@@ -31,7 +32,6 @@ from pipeline_lib.export.merge import export
 from pipeline_lib.export.write import Buffers, Entry, write_files
 from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import build_trainable, load_base
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS
 from pipeline_lib.train.checkpoint import save_tensors

@@ -27,7 +27,7 @@ from pipeline_lib.data import download, shard, tokenize
 from pipeline_lib.evaluate import stage as evaluate
 from pipeline_lib.export import merge
 from pipeline_lib.plan import stage as plan
-from pipeline_lib.plan.document import read_plan
+from pipeline_lib.records.plan import read_plan
 from pipeline_lib.report import stage as report
 from pipeline_lib.train.rank import RankJob, train_rank
 from tests.data.chats import TEMPLATES, TEXT_ONLY, set_template

@@ -18,14 +18,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.budget.kinds import HEAD, UPDATE, most_expensive, shares_of
 from benchmarks.budget.trace import MARK, Kernel, read_kernels
 from benchmarks.kernels.documents import Documents
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.geometry import step_flops
 from pipeline_lib.calibrate.rank import random_stepper, take_step
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.model.batch import Batch
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.model.loss import LossHead
 from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World, process_group

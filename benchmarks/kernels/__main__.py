@@ -22,8 +22,8 @@ from benchmarks.kernels.products import measure_products
 from benchmarks.kernels.report import Report
 from benchmarks.kernels.summary import rows_of, summarise
 from benchmarks.kernels.update import measure_update
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.core.files import write_json
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.machine import Gpu, find_gpu
 from pipeline_lib.train.dist import World, process_group
 

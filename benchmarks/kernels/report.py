@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from benchmarks.kernels.clock import Call, Clock, sets_for
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.plan.machine import Gpu
 
 

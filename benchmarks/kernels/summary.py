@@ -7,8 +7,8 @@ from benchmarks.kernels.attention import DOCUMENTS
 from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.head import SUPERVISED
 from benchmarks.kernels.report import Report
+from pipeline_lib.arch.geometry import step_flops
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.geometry import step_flops
 
 POINTWISE = ("residual and norm", "norm alone", "norms of heads and RoPE", "SwiGLU")
 ONLY_FULL = ("embedding", "copies of FSDP", "update")

@@ -15,9 +15,9 @@ from benchmarks.sizes import model_config
 from benchmarks.train.cases import CASES, OURS, changed, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.ours import batches_of
+from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.units import GIB
-from pipeline_lib.model.families import geometry_in
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
 

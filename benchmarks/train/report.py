@@ -8,9 +8,9 @@ from benchmarks.sizes import model_config
 from benchmarks.train.cases import Case
 from benchmarks.train.documents import lengths_of
 from benchmarks.train.rank import WARM_UP_STEPS
+from pipeline_lib.arch.families import geometry_in
+from pipeline_lib.arch.geometry import StepFlops, step_flops
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.families import geometry_in
-from pipeline_lib.model.geometry import StepFlops, step_flops
 from pipeline_lib.plan.machine import peak_flops
 
 FLOPS = "the same for all sides: no padding, no recomputation, the head for supervised tokens only, r=16 adapters"

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from pipeline_lib.arch.geometry import FP32_BYTES, Geometry
+from pipeline_lib.arch.layers import can_compile, is_compiled
 from pipeline_lib.calibrate.run import Task, config_json, link_of, pass_of, rate_of, with_layers
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError, TrainingError
@@ -33,16 +35,14 @@ from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.attention import packed_attention
 from pipeline_lib.model.batch import Batch, make_batch
 from pipeline_lib.model.build import DTYPES, build_trainable
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.weights import local_part, materialise, put, quantized_linears
-from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.machine import MeasuredPart, Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.search import is_legal
 from pipeline_lib.plan.step_time import ADAM_BYTES, shape_of, variant_of
 from pipeline_lib.plan.traffic import Kind, leaving_share
-from pipeline_lib.plan.workload import can_compile, is_compiled, settled
+from pipeline_lib.plan.workload import settled
 from pipeline_lib.train.deepspeed import import_deepspeed
 from pipeline_lib.train.dist import LET_GO_S, World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict

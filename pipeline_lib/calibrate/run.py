@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Cluster, Config, ModelSource
 from pipeline_lib.config.section import read_settings, settings_of
 from pipeline_lib.config.train import Train
@@ -30,7 +31,6 @@ from pipeline_lib.launch.environment import (
     private_rendezvous,
     rank_environments,
 )
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.cluster import SCHEMA
 from pipeline_lib.plan.machine import Gpu, Pass, find_gpu
 from pipeline_lib.plan.workload import Workload

@@ -239,9 +239,9 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def summary(arguments: argparse.Namespace) -> None:
     """Show the table of a finished experiment; of several, a line for each, or with --experiment the table of one."""
+    from pipeline_lib.report.outcomes import outcome_table, outcomes_of
     from pipeline_lib.report.record import print_summary
     from pipeline_lib.status.selection import Selector, notes_on
-    from pipeline_lib.workflow.outcomes import outcome_table, outcomes_of
 
     selector = Selector(Store.from_env(os.environ), wants_finished=True)
     texts = [str(text) for text in arguments.experiments]

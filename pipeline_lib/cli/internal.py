@@ -124,7 +124,7 @@ def train_once(arguments: argparse.Namespace) -> None:
     except PipelineError as error:
         if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
             raise
-        from pipeline_lib.plan.document import known, read_plan
+        from pipeline_lib.records.plan import known, read_plan
         from pipeline_lib.slurm.job import Run, queue_again
 
         store = Store.around(arguments.spec, os.environ)
@@ -203,7 +203,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         from pipeline_lib.core.lock import Lock
         from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
         from pipeline_lib.launch.spawn import checkpoint_in
-        from pipeline_lib.plan.document import read_plan
+        from pipeline_lib.records.plan import read_plan
         from pipeline_lib.train.rank import RankJob, train_rank
 
     resume_from = arguments.resume_from

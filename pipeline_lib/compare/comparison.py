@@ -16,9 +16,9 @@ from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import brief
-from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, TOO_FEW, Losses
+from pipeline_lib.records.results import DocumentScore, Source, Training
 from pipeline_lib.report.facts import spent
-from pipeline_lib.report.results import DocumentScore, Source, Training
+from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, Losses
 from pipeline_lib.status.run import shown
 
 # Ranking: which experiment is best, and which of the others are worse by more than chance.

@@ -17,6 +17,7 @@ from pipeline_lib.compare.show import SECTIONS, among, cost_cells, footnotes, li
 from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.core import units
 from pipeline_lib.core.files import write_text
+from pipeline_lib.records.results import Step
 from pipeline_lib.report.charts import (
     AMBER,
     BLUE,
@@ -34,8 +35,7 @@ from pipeline_lib.report.charts import (
 )
 from pipeline_lib.report.facts import Results
 from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
-from pipeline_lib.report.results import Step
-from pipeline_lib.workflow.outcomes import outcomes
+from pipeline_lib.report.outcomes import outcomes
 
 # The figures of a comparison: the distance of each experiment from the best, and all curves on common axes.
 

@@ -18,17 +18,9 @@ from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, S
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.results import DocumentScore, Evaluation, Generation, Index, Ledger, Step, Training
 from pipeline_lib.report.facts import Results, read_one, read_rows
-from pipeline_lib.report.results import (
-    DocumentScore,
-    Evaluation,
-    Generation,
-    Index,
-    Ledger,
-    Step,
-    Training,
-)
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
 from pipeline_lib.status.run import shown
 from pipeline_lib.status.selection import Chosen, Selector, notes_on

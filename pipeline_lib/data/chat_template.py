@@ -22,9 +22,12 @@ from pipeline_lib.config.content import TEMPLATES_FOLDER, TEMPLATES_SUFFIX
 from pipeline_lib.config.schema import SET_ELSEWHERE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
+from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.text import did_you_mean, shortened
 from pipeline_lib.core.units import count
 from pipeline_lib.data.conversations import OPENS_THINKING, Message
+from pipeline_lib.lineage.record import settings_in
+from pipeline_lib.records.results import Prompts
 
 # The jinja2 sandbox for chat templates: transformers' dialect, and no access to Python or to files.
 # It provides the same names as `transformers.utils.chat_template_utils`; a test compares the two.
@@ -582,3 +585,13 @@ def repetition(conversations: int | None, samples: int | None, tokens: int | Non
         f"tokens of one sample each ({tokens:,} against {once:,}): the chat template renders an earlier "
         "turn otherwise than the last, so each answer needs its own"
     )
+
+
+def modes_in(tokenize: Manifest) -> list[Mode]:
+    """Return the settings of the chat template's variables that were trained, from the manifest of the tokenize stage.
+
+    Return no modes if the template has no variables, or if they are not known.
+    """
+    kwargs = settings_in(tokenize).get("chat_template_kwargs", {})
+    found = Prompts.model_validate({**tokenize.counts, "chat_template_kwargs": kwargs})
+    return trained_modes(found.prompts, found.thinking_default, found.chat_template_kwargs)

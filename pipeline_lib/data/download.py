@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.arch.generation_config import take_generation_config
+from pipeline_lib.arch.weight_files import refuse_not_finite
 from pipeline_lib.config.content import (
     DATA_SUFFIXES,
     GENERATION_NAME,
@@ -36,10 +38,10 @@ from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
 from pipeline_lib.data.agreement import refuse_differences
 from pipeline_lib.data.demo import build_tiny, write_rows
+from pipeline_lib.data.model_folder import problems_of
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
 from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside
-from pipeline_lib.model.files import problems_of, refuse_not_finite, take_generation_config
 
 Source = Callable[[Job], None]
 Bring = Callable[[Path, Path, str, VerifiedFiles], bool]  # of arrival

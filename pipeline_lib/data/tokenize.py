@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline_lib.arch.rope import positions_in
 from pipeline_lib.config.content import TEMPLATES_FOLDER, TOKENIZER_FILES, tokenizer_files
 from pipeline_lib.config.schema import IGNORE, VALIDATION_SOURCES, Rows, Tokenize, source_key
 from pipeline_lib.config.section import read_settings
@@ -65,7 +66,6 @@ from pipeline_lib.data.ledger import (
 from pipeline_lib.data.pool import Guard, Limits, Pool
 from pipeline_lib.data.read_files import CorpusFile, value_of
 from pipeline_lib.data.read_json import RawRow
-from pipeline_lib.model.rope import positions_in
 
 # Writes a one-dimensional .npy file in pieces, so that the array never has to fit into memory.
 

@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate, Tokenize
 from pipeline_lib.core.errors import DataError, TrainingError
@@ -19,14 +21,12 @@ from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.units import count
 from pipeline_lib.data.batches import render_prompts
 from pipeline_lib.data.blocks import BlockReader, documents_of
-from pipeline_lib.data.chat_template import Mode, has_template, last_question
+from pipeline_lib.data.chat_template import Mode, has_template, last_question, modes_in
 from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
 from pipeline_lib.model.build import load_base, load_plain
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import free_gpus
 from pipeline_lib.plan.evaluation import (
     ANSWERING_BYTES,
@@ -36,7 +36,6 @@ from pipeline_lib.plan.evaluation import (
     is_loaded_once,
     plan_answers,
 )
-from pipeline_lib.report.results import modes_in
 
 # The devices for a whole model that answers.
 

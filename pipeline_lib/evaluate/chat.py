@@ -19,6 +19,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import set_verbosity_error
 
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.generation_config import generation_config_of
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.core.errors import ERROR, DataError, IntegrityError, PipelineError
 from pipeline_lib.core.memory import host_free_bytes
@@ -33,8 +35,6 @@ from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate,
 from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record, settings_in
 from pipeline_lib.lineage.trace import store_of
 from pipeline_lib.model.build import load_plain
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.files import generation_config_of
 
 # Loading of a model where it has room.
 

@@ -25,6 +25,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.generation_config import generation_config_of
+from pipeline_lib.arch.geometry import HALF_BYTES
+from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
 from pipeline_lib.config.rope import Rope, rope_in, without_rope
 from pipeline_lib.config.schema import Evaluate
@@ -35,7 +39,7 @@ from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
-from pipeline_lib.data.chat_template import Mode
+from pipeline_lib.data.chat_template import Mode, modes_in
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
 from pipeline_lib.data.ledger import LEDGER_NAME
 from pipeline_lib.data.packing import Split
@@ -49,17 +53,13 @@ from pipeline_lib.evaluate.answers import (
     load_to_score,
     modes_of,
 )
-from pipeline_lib.evaluate.statistics import TOO_FEW, Losses
 from pipeline_lib.model.batch import IGNORED, Batch, make_batch, token_losses
 from pipeline_lib.model.build import prepare_to_generate
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.files import generation_config_of, weights_bytes
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.plan.activations import HALF_BYTES
 from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, Answers, scoring_bytes, waiting_tokens
-from pipeline_lib.report.results import modes_in
+from pipeline_lib.report.statistics import TOO_FEW, Losses
 
 SCORES_NAME = "scores.jsonl"
 GENERATIONS_NAME = "generations.jsonl"

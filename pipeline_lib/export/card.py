@@ -17,7 +17,7 @@ from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
 from pipeline_lib.core.text import one_line
 from pipeline_lib.core.units import NONE, count, seconds
-from pipeline_lib.data.chat_template import warning_of
+from pipeline_lib.data.chat_template import modes_in, warning_of
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
@@ -31,7 +31,7 @@ from pipeline_lib.lineage.record import (
     settings_in,
     sources_of,
 )
-from pipeline_lib.report.results import Ledger, Training, modes_in
+from pipeline_lib.records.results import Ledger, Training
 
 HUBS = ("huggingface", "modelscope")
 MOST_ROWS = 40  # per table; lineage.json has all of them

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline_lib.arch.config_json import read_object
+from pipeline_lib.arch.families import family_in
+from pipeline_lib.arch.weight_files import ADAPTER, Piece, refuse_unreadable_kinds
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.export.write import Buffers, Entry
 from pipeline_lib.model.build import DTYPES, build_trainable
-from pipeline_lib.model.families import family_in
-from pipeline_lib.model.files import ADAPTER, Piece, read_object, refuse_unreadable_kinds
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
 from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline_lib.arch.config_json import read_object, without_quantization
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.generation_config import generation_config_of
+from pipeline_lib.arch.geometry import OF_HEADS
+from pipeline_lib.arch.rope import stretched
+from pipeline_lib.arch.weight_files import ADAPTER, INDEX_NAME, SINGLE_NAME
 from pipeline_lib.config.content import GENERATION_NAME, MEDIA_FILES, tokenizer_files
 from pipeline_lib.config.rope import Rope, rope_in
 from pipeline_lib.config.schema import Merge
@@ -30,20 +36,9 @@ from pipeline_lib.export.proof import device_for, prove
 from pipeline_lib.export.write import Buffers, Entry, write_files
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
 from pipeline_lib.model.build import DTYPES
-from pipeline_lib.model.config_json import without_quantization
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.files import (
-    ADAPTER,
-    INDEX_NAME,
-    SINGLE_NAME,
-    generation_config_of,
-    read_object,
-)
-from pipeline_lib.model.geometry import OF_HEADS
-from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import find_tensors
+from pipeline_lib.records.results import Ledger, Training
 from pipeline_lib.report.facts import read_one
-from pipeline_lib.report.results import Ledger, Training
 from pipeline_lib.train.checkpoint import is_finite
 
 # Export of the trained adapters alone, in peft's format.

@@ -22,6 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_lib.arch.config_json import read_object
+from pipeline_lib.arch.families import family_in, read_geometry
+from pipeline_lib.arch.geometry import FP32_BYTES
+from pipeline_lib.arch.layers import PROBE_TOKENS
+from pipeline_lib.arch.weight_files import Piece, weights_bytes
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError, TrainingError
 from pipeline_lib.core.run_folder import WEIGHTS
@@ -31,8 +36,6 @@ from pipeline_lib.core.threads import READERS, threads
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
 from pipeline_lib.model.build import DTYPES, build_trainable
-from pipeline_lib.model.families import family_in, read_geometry
-from pipeline_lib.model.files import Piece, read_object, weights_bytes
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
@@ -43,10 +46,8 @@ from pipeline_lib.model.weights import (
     quantized_linears,
     without_adapters,
 )
-from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.evaluation import scoring_bytes
 from pipeline_lib.plan.stages import ADAPTERS_IN_PROOF_BYTES
-from pipeline_lib.plan.workload import PROBE_TOKENS
 from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
 

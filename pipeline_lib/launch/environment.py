@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipeline_lib.core.user_cache import UserCache, is_own
-from pipeline_lib.plan.document import PlanDocument, known
+from pipeline_lib.records.plan import PlanDocument, known
 
 RENDEZVOUS_FILE = "PIPELINE_RENDEZVOUS"  # where the ranks of one machine meet, instead of at an address
 NODE_VARIABLE = "NODE_RANK"

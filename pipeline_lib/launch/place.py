@@ -10,7 +10,7 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.launch.allocation import HERE, Allocation
 from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.launch.spawn import MODULE
-from pipeline_lib.plan.document import Ranks, known
+from pipeline_lib.records.plan import Ranks, known
 from pipeline_lib.slurm.site import Site
 
 

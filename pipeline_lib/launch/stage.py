@@ -43,7 +43,7 @@ from pipeline_lib.launch.ranks import (
     stop_requests_received,
 )
 from pipeline_lib.launch.spawn import HeldRanks
-from pipeline_lib.plan.document import PlanDocument, known, read_plan
+from pipeline_lib.records.plan import PlanDocument, known, read_plan
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 

@@ -1,1 +1,1 @@
-"""The model: its geometry and files, read without torch, and transformers' Qwen built from them."""
+"""The model with torch: transformers' Qwen built from files, loaded, adapted and computed."""

@@ -16,12 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from pipeline_lib.arch.layers import PROBE_TOKENS
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader
 from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.context import Part
 from pipeline_lib.model.dropout import Draws
-from pipeline_lib.plan.workload import PROBE_TOKENS
 
 # From packed blocks to tensors and losses. Documents do not attend to each other, and only supervised tokens are
 # predicted.

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from pipeline_lib.arch.config_json import read_object
+from pipeline_lib.arch.families import family_in
+from pipeline_lib.arch.geometry import frozen_names
+from pipeline_lib.arch.layers import can_feed_in_chunks, has_fused_adapters, keeps_on_host
+from pipeline_lib.arch.rope import stretched
 from pipeline_lib.config.checks import FP8_TILE
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Train
@@ -31,16 +36,11 @@ from pipeline_lib.model.experts import (
     tell_router_logits,
     with_router_logits,
 )
-from pipeline_lib.model.families import family_in
-from pipeline_lib.model.files import read_object
-from pipeline_lib.model.geometry import frozen_names
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
 from pipeline_lib.model.offload import HostMemory
 from pipeline_lib.model.recompute import fully_recomputed, keep_attention_of_last, selectively_recomputed
-from pipeline_lib.model.rope import stretched
 from pipeline_lib.model.weights import base_parameters
-from pipeline_lib.plan.workload import can_feed_in_chunks, has_fused_adapters, keeps_on_host
 
 # fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and gradients are each
 # scaled per tensor (torchao's recipe). Norms, attention, the head and the fp32 master weights are as under

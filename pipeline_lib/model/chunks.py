@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipeline_lib.arch import layers
+from pipeline_lib.arch.layers import tokens_at_once
 from pipeline_lib.model.dropout import rows_from
-from pipeline_lib.plan import workload
-from pipeline_lib.plan.workload import tokens_at_once
 
 
 def attended(layer: Any, hidden: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
@@ -51,7 +51,7 @@ def in_chunks(
 
     @functools.wraps(whole)
     def forward(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden.shape[:-1].numel() <= workload.FED_AT_ONCE or not torch.is_grad_enabled():
+        if hidden.shape[:-1].numel() <= layers.FED_AT_ONCE or not torch.is_grad_enabled():
             return whole(layer, hidden, *args, **kwargs)
         between = attend(layer, hidden, *args, **kwargs)
         # The empty tensor makes a node of the graph in any case, which keeps `between` before the chunks are computed.

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from pipeline_lib.arch.geometry import DELTA_CHUNK
 from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.text import how_to_install
 from pipeline_lib.model.attention import has_kernel
 from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_channels
-from pipeline_lib.model.geometry import DELTA_CHUNK
 
 _LAYERS = frozenset({"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 

@@ -22,7 +22,7 @@ from fla.ops.utils.constant import RCP_LN2
 from fla.utils import IS_NVIDIA_HOPPER
 from torch import Tensor
 
-from pipeline_lib.model.geometry import DELTA_CHUNK
+from pipeline_lib.arch.geometry import DELTA_CHUNK
 
 # Tiles, warps and stages of each kernel on Hopper: of fla-core's there the fastest over documents of 512, 4,096 and
 # 16,384 tokens at widths of 128, on an H200 (`python -m benchmarks.delta --choose`).

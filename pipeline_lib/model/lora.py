@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipeline_lib.arch.geometry import OF_HEADS
+from pipeline_lib.arch.weight_files import ADAPTER
 from pipeline_lib.config.train import Lora
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.processes import hidden
 from pipeline_lib.model.dropout import DRAWING, Drawing, SeededDropout
 from pipeline_lib.model.experts import adapted_experts
-from pipeline_lib.model.files import ADAPTER
-from pipeline_lib.model.geometry import OF_HEADS
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
 
@@ -41,7 +41,7 @@ with hidden("bitsandbytes"):
 def fuse_adapters(model: nn.Module) -> None:
     """Make the modules of `model` with adapters use the operator `adapted`; names and weights stay the same.
 
-    Call this only if `has_fused_adapters` in plan/workload.py is true, which the memory and time estimates assume.
+    Call this only if `has_fused_adapters` in arch/layers.py is true, which the memory and time estimates assume.
     """
     nested = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
     for module in model.modules():

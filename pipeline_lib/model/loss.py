@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from pipeline_lib.arch.layers import LOGITS_AT_ONCE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.model.dropout import DRAWING, Draws
 from pipeline_lib.model.experts import router_loss_sum, take_router_logits
 from pipeline_lib.model.gpu import has_triton
-from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 
 
 class LossHead(nn.Linear):

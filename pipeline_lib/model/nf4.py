@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from pipeline_lib.arch.geometry import NF4_BLOCK as BLOCK
+from pipeline_lib.arch.geometry import OF_HEADS
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.text import how_to_install
-from pipeline_lib.model.geometry import NF4_BLOCK as BLOCK
-from pipeline_lib.model.geometry import OF_HEADS
 
 # The format (Dettmers et al. 2023, arXiv 2305.14314, section 3): each block of 64 values of a row has 4-bit codes and
 # the largest magnitude in it, `absmax`. These are quantized too: less their mean over the whole weight, in blocks of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_lib.plan.moments import LAYERS_ON_DEVICE
+from pipeline_lib.arch.layers import LAYERS_ON_DEVICE
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 _LEAST_BYTES = 1 << 20  # smaller tensors stay on the device

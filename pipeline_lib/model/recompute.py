@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pipeline_lib.arch.layers import KEPT_FROM
 from pipeline_lib.model.offload import HostMemory, LayerCall
-from pipeline_lib.plan.workload import KEPT_FROM
 
 Results = tuple[Tensor, ...]
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_lib.arch.weight_files import Piece
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.core.threads import READERS
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
 from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, probe_positions, token_losses
 from pipeline_lib.model.build import decoder_layers, empty_base
-from pipeline_lib.model.files import Piece
 from pipeline_lib.model.weights import Stored, match_tensors
 
 Fill = Callable[[Tensor], object]  # fills a tensor of a parameter's shape with the parameter's values

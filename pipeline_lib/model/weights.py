@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeline_lib.arch.weight_files import Header, Piece, copies_of, find_headers, of_text, refuse_misfit
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.threads import call_all
-from pipeline_lib.model.files import Header, Piece, copies_of, find_headers, of_text, refuse_misfit
 from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
 # Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards weights and moments.

@@ -10,12 +10,10 @@ formula gives what eager layers keep.
 from collections.abc import Collection
 from typing import NamedTuple
 
+from pipeline_lib.arch.geometry import DELTA_CHUNK, FP32_BYTES, HALF_BYTES, OF_HEADS, Delta, Geometry, LayerKind
+from pipeline_lib.arch.layers import has_fused_adapters, is_compiled
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.geometry import DELTA_CHUNK, OF_HEADS, Delta, Geometry, LayerKind
-from pipeline_lib.plan.workload import has_fused_adapters, is_compiled
 
-FP32_BYTES = 4
-HALF_BYTES = 2
 _CHOICE_BYTES = 40  # for each expert of a token: index, weight, and its positions in the order by experts
 # Linears by what they multiply, where it is not theirs alone.
 _SHARED_INPUTS = {

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.layers import recompute_of
 from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Tracking
 from pipeline_lib.config.section import settings_of
@@ -13,7 +15,6 @@ from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, in_file
 from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.choose import (
     Choice,
@@ -27,7 +28,6 @@ from pipeline_lib.plan.choose import (
 )
 from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
-from pipeline_lib.plan.document import FITS, NOT_CHECKED, TIGHT, TOO_LARGE
 from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
 from pipeline_lib.plan.memory import Memory, checkpoint_bytes, host_need, predict_all
@@ -47,7 +47,8 @@ from pipeline_lib.plan.words import (
     why_chosen,
     why_not_others,
 )
-from pipeline_lib.plan.workload import Workload, in_words, recompute_of, settled
+from pipeline_lib.plan.workload import Workload, in_words, settled
+from pipeline_lib.records.plan import FITS, NOT_CHECKED, TIGHT, TOO_LARGE
 
 # plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import Any
 
+from pipeline_lib.arch.layers import can_keep_on_host, is_sharded
 from pipeline_lib.config.checks import OFFLOADS
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.context import allowed_counts, sharing_counts
-from pipeline_lib.plan.document import TO_A_BLOCK
 from pipeline_lib.plan.machine import Machine, find_gpu, gpu_names
 from pipeline_lib.plan.memory import Memory
 from pipeline_lib.plan.near import NearMiss
@@ -36,12 +36,8 @@ from pipeline_lib.plan.search import (
     least_memory,
     simplest_of_fastest,
 )
-from pipeline_lib.plan.workload import (
-    can_keep_on_host,
-    free_keys,
-    is_sharded,
-    settled,
-)
+from pipeline_lib.plan.workload import free_keys, settled
+from pipeline_lib.records.plan import TO_A_BLOCK
 
 # The choice: the fastest way to train that fits, of all that the config leaves open.
 

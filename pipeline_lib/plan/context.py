@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.checks import allows_count, has_few_blocks
 from pipeline_lib.config.train import Train
 from pipeline_lib.core import units
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.steps import is_shared_well
 from pipeline_lib.plan.workload import free_keys

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry
+from pipeline_lib.arch.layers import LOGITS_AT_ONCE
 from pipeline_lib.config.schema import Cluster, Config, Evaluate
 from pipeline_lib.core.units import GIB, GIGA, HOUR_S, TERA, brief, count, gib, gigabytes
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, Speeds
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, RESERVE_BYTES
-from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from pipeline_lib.plan.workload import Workload
 
 # The held-out loss part by part. model/streaming.py holds two parts of the model at a time, and the hidden states of

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline_lib.arch.config_json import refuse_quantized
+from pipeline_lib.arch.families import checked_geometry, geometry_in, published, read_geometry
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.compile import compile_config, pinned
 from pipeline_lib.config.content import (
     HASHES_NAME,
@@ -39,9 +42,6 @@ from pipeline_lib.core.units import MIB
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions, Snapshot
-from pipeline_lib.model.config_json import refuse_quantized
-from pipeline_lib.model.families import checked_geometry, geometry_in, published, read_geometry
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.workload import Workload, workload_from
 

@@ -5,17 +5,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from pipeline_lib.config.train import Train
-from pipeline_lib.core.units import GIB, count, gigabytes
-from pipeline_lib.model.geometry import NF4_BYTES, Geometry
-from pipeline_lib.plan.activations import (
-    FP32_BYTES,
-    compute_bytes,
-)
-from pipeline_lib.plan.document import PlanDocument, known
-from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.moments import AT_LOSS, ZERO_BUCKET, Model, kept_on_host, moments_of_step, sharded_over
-from pipeline_lib.plan.workload import (
+from pipeline_lib.arch.geometry import FP32_BYTES, NF4_BYTES, Geometry
+from pipeline_lib.arch.layers import (
     eager_under_deepspeed,
     feeds_in_chunks,
     is_sharded,
@@ -23,6 +14,12 @@ from pipeline_lib.plan.workload import (
     micro_batch_tokens,
     recompute_of,
 )
+from pipeline_lib.config.train import Train
+from pipeline_lib.core.units import GIB, count, gigabytes
+from pipeline_lib.plan.activations import compute_bytes
+from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.moments import AT_LOSS, ZERO_BUCKET, Model, kept_on_host, moments_of_step, sharded_over
+from pipeline_lib.records.plan import PlanDocument, known
 
 # The size of a checkpoint on disk.
 

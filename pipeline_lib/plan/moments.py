@@ -4,22 +4,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline_lib.config.train import Train
-from pipeline_lib.model.geometry import NF4_BLOCK, NF4_BYTES, Geometry
-from pipeline_lib.plan.activations import (
-    FED,
-    FP32_BYTES,
-    HALF_BYTES,
-    Arithmetic,
-    before_chunks,
-    compute_bytes,
-    exchanged_by_a_layer,
-    fed_per_token,
-    kept_per_token,
-    mixed_per_token,
-)
-from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.workload import (
+from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, NF4_BLOCK, NF4_BYTES, Geometry
+from pipeline_lib.arch.layers import (
+    LAYERS_ON_DEVICE,
+    LOGITS_AT_ONCE,
     feeds_in_chunks,
     is_compiled,
     is_sharded,
@@ -29,13 +17,21 @@ from pipeline_lib.plan.workload import (
     stays_gathered,
     tokens_at_once,
 )
+from pipeline_lib.config.train import Train
+from pipeline_lib.plan.activations import (
+    FED,
+    Arithmetic,
+    before_chunks,
+    compute_bytes,
+    exchanged_by_a_layer,
+    fed_per_token,
+    kept_per_token,
+    mixed_per_token,
+)
+from pipeline_lib.plan.machine import Ranks
 
-# Sizes that the training itself uses: model/offload.py, model/loss.py and train/deepspeed.py import them.
+# Sizes that train/deepspeed.py uses.
 #
-# Layers whose activations are on the device at a time with `offload_activations`.
-LAYERS_ON_DEVICE = 2
-# Logits that the loss computes at a time: 1,766 positions of Qwen3's vocabulary; up to 10 bytes per logit: 2.5 GiB.
-LOGITS_AT_ONCE = 2**28
 # Elements that DeepSpeed reduces at a time; a larger matrix is reduced alone. 256 MiB in fp32: DeepSpeed's default of
 # 5e8 would take 2 GB, and twice that to overlap.
 ZERO_BUCKET = 2**26

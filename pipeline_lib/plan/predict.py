@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from pipeline_lib.arch.geometry import step_flops
+from pipeline_lib.arch.layers import is_compiled
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train, interval_steps
 from pipeline_lib.core.units import HOUR_S
-from pipeline_lib.model.geometry import step_flops
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
 from pipeline_lib.plan.saving import auto_apart_s, save_wait_s
 from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
-from pipeline_lib.plan.workload import Case, in_words, is_compiled
+from pipeline_lib.plan.workload import Case, in_words
 
 # Training: memory, time and network of one way to train, each figure with its band.
 

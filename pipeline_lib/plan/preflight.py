@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import disk_usage
 
+from pipeline_lib.arch.families import PLANNED, SUPPORTED
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.compile import held_keys, run_digest
 from pipeline_lib.config.content import (
@@ -26,8 +28,6 @@ from pipeline_lib.core.text import how_to_install
 from pipeline_lib.core.units import gigabytes
 from pipeline_lib.data.first_rows import first_row
 from pipeline_lib.hub.snapshot import is_edited_by_nobody
-from pipeline_lib.model.families import PLANNED, SUPPORTED
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.amounts import expected_workload
 from pipeline_lib.plan.answer import in_lines, is_hopeless, lacking
 from pipeline_lib.plan.choose import Wanted, leanest, no_way, what_would_fit
@@ -99,7 +99,7 @@ def _of_model(config: Config, is_trained: bool) -> list[str]:
     if not folder.is_dir() or missing_model_files(file.name for file in model_files(folder)):
         return []  # named where the files are hashed
     # Imported here because it loads the tokenizer's library, and numpy.
-    from pipeline_lib.model.files import generation_problems, problems_of
+    from pipeline_lib.data.model_folder import generation_problems, problems_of
 
     found = generation_problems(folder) if is_trained else problems_of(folder)
     return [f"{model_key(config.model)}: {problem}" for problem in found]

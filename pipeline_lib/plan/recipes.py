@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline_lib.arch.families import geometry_in, published
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config, HubModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
-from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan import document
 from pipeline_lib.plan.answer import Question, answer
 from pipeline_lib.plan.machine import Figure, Machine
 from pipeline_lib.plan.memory import checkpoint_bytes
@@ -24,6 +23,7 @@ from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.show import banded
 from pipeline_lib.plan.words import describe
 from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records import plan as document
 
 RECIPES = Path("config/recipes")
 PAGE = Path("docs/recipes.md")

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.layers import can_keep_attention, eager_under_deepspeed, keeps_on_host, recompute_of
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import Memory, predict
 from pipeline_lib.plan.predict import usable_fraction
 from pipeline_lib.plan.search import is_legal
-from pipeline_lib.plan.workload import can_keep_attention, eager_under_deepspeed, keeps_on_host, recompute_of
 
 AT_MOST = 3
 # Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving the micro-batch

@@ -17,28 +17,25 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.layers import (
+    can_compile,
+    can_keep_attention,
+    can_keep_on_host,
+    is_compiled,
+    is_sharded,
+    keeps_on_host,
+)
 from pipeline_lib.config.checks import train_problems
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import AUTO, Train
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, Memory, host_need_with_copies
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
 from pipeline_lib.plan.predict import Prediction, fits, fits_on_gpu, host_bytes_of_node, memory_of, predict_step
 from pipeline_lib.plan.step_time import COMPILE_S, step_time
-from pipeline_lib.plan.workload import (
-    Case,
-    Workload,
-    can_compile,
-    can_keep_attention,
-    can_keep_on_host,
-    free_keys,
-    is_compiled,
-    is_sharded,
-    keeps_on_host,
-    settled,
-)
+from pipeline_lib.plan.workload import Case, Workload, free_keys, settled
 
 # Predictions cannot separate ways to train whose step times differ by less than this fraction; the simplest of them is
 # taken. The band is wider on CPUs: what separates strategies (casts, launches, overlap) was measured on GPUs.

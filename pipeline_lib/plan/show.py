@@ -9,25 +9,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline_lib.arch.geometry import FP32_BYTES, NF4_BYTES
+from pipeline_lib.arch.layers import (
+    feeds_in_chunks,
+    is_compiled,
+    is_sharded,
+    keeps_on_host,
+    micro_batch_tokens,
+    recompute_of,
+    stays_gathered,
+    tokens_at_once,
+)
 from pipeline_lib.config.train import read_train
 from pipeline_lib.core.units import GIGA, brief, count, gbit_per_s, gib, gigabytes, gpu_hours, rounded
-from pipeline_lib.model.geometry import NF4_BYTES
 from pipeline_lib.plan import machine, predict
-from pipeline_lib.plan.activations import FP32_BYTES, compute_bytes
-from pipeline_lib.plan.document import (
-    FITS,
-    NOT_CHECKED,
-    PART_NAMES,
-    TIGHT,
-    TOO_LARGE,
-    Batch,
-    Figure,
-    Memory,
-    PlanDocument,
-    Prediction,
-    bound_in_words,
-    known,
-)
+from pipeline_lib.plan.activations import compute_bytes
 from pipeline_lib.plan.machine import End
 from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS
 from pipeline_lib.plan.moments import sharded_over
@@ -42,15 +38,19 @@ from pipeline_lib.plan.step_time import (
     step_time,
     variant_of,
 )
-from pipeline_lib.plan.workload import (
-    feeds_in_chunks,
-    is_compiled,
-    is_sharded,
-    keeps_on_host,
-    micro_batch_tokens,
-    recompute_of,
-    stays_gathered,
-    tokens_at_once,
+from pipeline_lib.records.plan import (
+    FITS,
+    NOT_CHECKED,
+    PART_NAMES,
+    TIGHT,
+    TOO_LARGE,
+    Batch,
+    Figure,
+    Memory,
+    PlanDocument,
+    Prediction,
+    bound_in_words,
+    known,
 )
 
 # The plan as text of 100 columns: the answers, the strategies, what would help; on request all that they rest on.

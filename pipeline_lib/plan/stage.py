@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from typing import Any
 
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.compile import training_of
 from pipeline_lib.config.rope import rope_in
 from pipeline_lib.config.schema import Cluster, Tracking
@@ -13,8 +15,6 @@ from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.blocks import BlockIndex
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.answer import Question, answer, run_of
 from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in

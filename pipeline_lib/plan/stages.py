@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry
+from pipeline_lib.arch.layers import PROBE_TOKENS
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, gigabytes
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES
 from pipeline_lib.plan.evaluation import (
     BATCH_TOKENS,
     CPU_BYTES,
@@ -27,7 +27,7 @@ from pipeline_lib.plan.evaluation import (
 )
 from pipeline_lib.plan.machine import End, Figure, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, checkpoint_bytes
-from pipeline_lib.plan.workload import PROBE_TOKENS, Workload
+from pipeline_lib.plan.workload import Workload
 
 # All stages but the training get the time of their work at the slow end of usual rates. One process reads and writes
 # 200 MB/s on a network file system. One core hashes 400 MB/s without SHA instructions and 1.8 GB/s with them (openssl,

@@ -3,20 +3,21 @@
 import math
 from dataclasses import astuple, dataclass, replace
 
-from pipeline_lib.config.train import AUTO, Lora, Train
-from pipeline_lib.model.geometry import EMBEDDING, HEAD, NF4_BYTES, Geometry
-from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, Arithmetic, compute_bytes, exchanged_bytes_per_token
-from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
-from pipeline_lib.plan.moments import LOGITS_AT_ONCE, Model, kept_on_host, sharded_over
-from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
-from pipeline_lib.plan.workload import (
-    Case,
+from pipeline_lib.arch.geometry import EMBEDDING, FP32_BYTES, HALF_BYTES, HEAD, NF4_BYTES, Geometry
+from pipeline_lib.arch.layers import (
+    LOGITS_AT_ONCE,
     has_fused_adapters,
     is_compiled,
     kept_attention,
     recompute_of,
     stays_gathered,
 )
+from pipeline_lib.config.train import AUTO, Lora, Train
+from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_bytes_per_token
+from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
+from pipeline_lib.plan.moments import Model, kept_on_host, sharded_over
+from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
+from pipeline_lib.plan.workload import Case
 
 # Computation: passes through a layer and through the ends (all outside the layers), and the update.
 #

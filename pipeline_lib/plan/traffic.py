@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
 
+from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry, frozen_parameters
+from pipeline_lib.arch.layers import recompute_of, stays_gathered
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.units import MIB
-from pipeline_lib.model.geometry import Geometry, frozen_parameters
-from pipeline_lib.plan.activations import FP32_BYTES, HALF_BYTES, compute_bytes, exchanged_bytes_per_token
+from pipeline_lib.plan.activations import compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.machine import End, Ranks, Speeds
 from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model, sharded_over
-from pipeline_lib.plan.workload import recompute_of, stays_gathered
 
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default
 _FACTORS = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}  # times through each rank

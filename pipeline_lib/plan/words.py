@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pipeline_lib.arch.layers import has_fused_adapters
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import brief, gbit_per_s, gib, gigabytes
 from pipeline_lib.plan.choose import Choice, Wanted, fastest, host_limit_in_words
-from pipeline_lib.plan.document import PART_NAMES, bound_in_words
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import MARGIN, PARTS
 from pipeline_lib.plan.near import NearMiss, missed
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.workload import has_fused_adapters
+from pipeline_lib.records.plan import PART_NAMES, bound_in_words
 
 AT_MOST = 4  # pieces of advice
 _WORTH_SAYING = 1.05  # the least speedup worth a sentence

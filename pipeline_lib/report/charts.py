@@ -27,7 +27,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline_lib.core import units
-from pipeline_lib.plan.document import bound_in_words
+from pipeline_lib.records.plan import bound_in_words
 from pipeline_lib.report.facts import beyond
 
 # Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's style sheet, so

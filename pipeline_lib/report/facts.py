@@ -21,11 +21,10 @@ from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.units import HOUR_S
-from pipeline_lib.data.chat_template import Mode
-from pipeline_lib.evaluate.statistics import Difference, differences
+from pipeline_lib.data.chat_template import Mode, modes_in
 from pipeline_lib.lineage.record import Link, chain, settings_in
-from pipeline_lib.plan.document import Figure, PlanDocument, read_plan
-from pipeline_lib.report.results import (
+from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
+from pipeline_lib.records.results import (
     DocumentScore,
     Evaluation,
     Generation,
@@ -35,8 +34,8 @@ from pipeline_lib.report.results import (
     Sample,
     Step,
     Training,
-    modes_in,
 )
+from pipeline_lib.report.statistics import Difference, differences
 from pipeline_lib.report.wall_time import Span, wall_time
 from pipeline_lib.train.metrics import speed, training_time_s
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from pipeline_lib.core import units
 from pipeline_lib.core.units import GIB, MIB
-from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.document import PART_NAMES, Memory, PlanDocument, Segment
+from pipeline_lib.records.plan import PART_NAMES, Memory, PlanDocument, Segment
+from pipeline_lib.records.results import Ledger, Scores, Source, Step
 from pipeline_lib.report.charts import (
     AMBER,
     AMBERS,
@@ -40,7 +40,7 @@ from pipeline_lib.report.charts import (
     tick_format,
 )
 from pipeline_lib.report.facts import Facts, medians
-from pipeline_lib.report.results import Ledger, Scores, Source, Step
+from pipeline_lib.report.statistics import estimate_of
 
 # The training curves, reduced to at most a given number of points.
 

@@ -9,12 +9,12 @@ from typing import Any
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
 from pipeline_lib.data.chat_template import repetition, warning_of
-from pipeline_lib.evaluate.statistics import estimate_of
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.results import Score, Scores
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
 from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
-from pipeline_lib.report.results import Score, Scores
+from pipeline_lib.report.statistics import estimate_of
 
 LIMITS = {
     "words": 12,

@@ -27,9 +27,9 @@ from pipeline_lib.core.stage import open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
 from pipeline_lib.core.text import redact, shortened
 from pipeline_lib.report.facts import read_facts, tally
+from pipeline_lib.report.outcomes import outcomes
 from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, settings_of_run
 from pipeline_lib.report.wall_time import Span
-from pipeline_lib.workflow.outcomes import outcomes
 
 # Publishing: the git-tracked record, links to results, and the summary table.
 # results/current/ is no Snakemake output. Every publish rewrites it, since DVC compares those files, and removes the

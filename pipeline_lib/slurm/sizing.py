@@ -17,7 +17,6 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store, read_manifest
 from pipeline_lib.core.units import GIGA, brief, count
 from pipeline_lib.plan.answer import Question, answer, question_of
-from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.plan.memory import host_need_of_plan
 from pipeline_lib.plan.stages import (
     FILE_BYTES_S,
@@ -32,6 +31,7 @@ from pipeline_lib.plan.stages import (
     verifying_s,
 )
 from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import PlanDocument, known
 from pipeline_lib.slurm.cluster import Group, Request, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.site import Site
 

@@ -21,7 +21,7 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install, redact
-from pipeline_lib.plan.document import read_plan
+from pipeline_lib.records.plan import read_plan
 from pipeline_lib.tracking.trackers import Report, numbers_in
 
 # Tracker processes: each tracker has its own, so that its failure does not disturb training.

@@ -16,7 +16,7 @@ from pipeline_lib.core.processes import die_with_owner
 from pipeline_lib.core.rank_use import PEAK_MEMORY, RECENT_READINGS, UTILIZATION, RankUse
 from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
 from pipeline_lib.core.run_record import objects
-from pipeline_lib.plan.document import read_plan
+from pipeline_lib.records.plan import read_plan
 from pipeline_lib.tracking.feed import FOLDER, kept_report
 from pipeline_lib.tracking.trackers import (
     MlFlow,

@@ -13,7 +13,7 @@ from pipeline_lib.config.section import flat, read_settings
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import redact
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
 
 # The run's config in the trackers: the resolved config of its experiment, under the keys of the YAML.
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pipeline_lib.arch.geometry import FP32_BYTES
+from pipeline_lib.arch.weight_files import Piece, read_headers
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.train import DEALING, Train
 from pipeline_lib.core import files
@@ -39,9 +41,7 @@ from pipeline_lib.core.files import (
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import STATE_NAME, WEIGHTS, retain, step_name
 from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
-from pipeline_lib.model.files import Piece, read_headers
 from pipeline_lib.model.weights import KINDS, Stored, fill_box
-from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.plan.saving import auto_apart_s
 from pipeline_lib.train.dist import PATIENT, World, gather_texts

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline_lib.arch.geometry import FP32_BYTES
 from pipeline_lib.config.train import AUTO, EPOCH, Train
 from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interrupted
 from pipeline_lib.core.events import EventLog, EventName
@@ -28,7 +29,6 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.batch import Batch, Portion
-from pipeline_lib.plan.activations import FP32_BYTES
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver, Snapshot
 from pipeline_lib.train.dist import LOADING

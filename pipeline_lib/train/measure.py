@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pipeline_lib.arch.geometry import Geometry, step_flops
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.rank_use import EVERY_STEPS, PEAK_MEMORY, UTILIZATION
 from pipeline_lib.core.stage import peak_rss_bytes
 from pipeline_lib.model.batch import Prefetcher, Read
-from pipeline_lib.model.geometry import Geometry, step_flops
 from pipeline_lib.plan.machine import peak_flops
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.step import StepResult

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.units import gib
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, Memory

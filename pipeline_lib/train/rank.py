@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import set_verbosity_error
 
+from pipeline_lib.arch.families import read_geometry
+from pipeline_lib.arch.weight_files import weights_bytes
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.rope import rope_in
 from pipeline_lib.config.train import CHOSEN_KEYS, PLACEMENT_KEYS, Train, read_train
@@ -26,11 +28,9 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model import batch
 from pipeline_lib.model.build import build_trainable, decoder_layers
-from pipeline_lib.model.families import read_geometry
-from pipeline_lib.model.files import weights_bytes
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.plan.document import PlanDocument, known
+from pipeline_lib.records.plan import PlanDocument, known
 from pipeline_lib.train import checkpoint
 from pipeline_lib.train.checkpoint import Saver
 from pipeline_lib.train.deepspeed import Zero

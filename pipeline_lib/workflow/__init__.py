@@ -1,1 +1,1 @@
-"""What the rules of workflow/ do beside the stages: outcomes of a sweep, rungs of successive halving, rehearsals."""
+"""What the rules of workflow/ do beside the stages: rungs of successive halving, rehearsals, stopping."""

@@ -19,9 +19,9 @@ from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
-from pipeline_lib.plan.document import Figure, PlanDocument, read_plan
+from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
+from pipeline_lib.records.results import Parity, Step, Training
 from pipeline_lib.report.facts import FIGURES, Compared, comparison, read_one, read_rows, unjudged
-from pipeline_lib.report.results import Parity, Step, Training
 from pipeline_lib.upkeep.temporary import remove_passing
 
 if TYPE_CHECKING:

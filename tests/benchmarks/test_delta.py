@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.model.geometry import Delta
+from pipeline_lib.arch.geometry import Delta
 
 ROOT = Path(__file__).resolve().parents[2]
 

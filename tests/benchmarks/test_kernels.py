@@ -11,8 +11,8 @@ from benchmarks.kernels.documents import Documents
 from benchmarks.kernels.products import Linear, Products, measure_products
 from benchmarks.kernels.report import Report
 from benchmarks.kernels.summary import ONLY_FULL, POINTWISE, step_of
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.core.units import MIB
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import find_gpu
 
 GEOMETRY = Geometry(64, 16, 48, 2, 2, 1, 16, tied=False, max_positions=1024)

@@ -21,8 +21,8 @@ from benchmarks.train.rows import IGNORED, dealt, padded
 from benchmarks.train.rows import row_of as document_row
 from benchmarks.train.table import show_scaling
 from benchmarks.train.weights import fill, put_whole_or_zero_3
+from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.core.units import GIB
-from pipeline_lib.model.families import geometry_in
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate import rank
 from pipeline_lib.calibrate.rank import Found, measure_parts, random_stepper
 from pipeline_lib.calibrate.run import Task
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.build import decoder_layers
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Pass
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.train.dist import World, process_group

@@ -10,8 +10,8 @@ from pipeline_lib.compare.comparison import Difference
 from pipeline_lib.compare.page import write_page
 from pipeline_lib.core.store import Store
 from pipeline_lib.evaluate.stage import scores_by_source
-from pipeline_lib.evaluate.statistics import Losses
-from pipeline_lib.report.results import DocumentScore
+from pipeline_lib.records.results import DocumentScore
+from pipeline_lib.report.statistics import Losses
 from tests.compare.fakes import Samples, compared, curve, evaluated, experiment, made, seal
 from tests.compare.test_command import run
 from tests.report.fakes import realistic_files

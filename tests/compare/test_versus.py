@@ -22,8 +22,8 @@ from pipeline_lib.compare.comparison import (
 )
 from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.core.store import FileEntry, Manifest, Store
-from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS
-from pipeline_lib.report.results import DocumentScore, Evaluation
+from pipeline_lib.records.results import DocumentScore, Evaluation
+from pipeline_lib.report.statistics import MIN_DOCUMENTS
 from tests.compare.fakes import Samples, name_of
 
 TRIALS = 800

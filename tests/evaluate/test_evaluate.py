@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.sizes import model_config
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.schema import Evaluate
 from pipeline_lib.core.errors import DataError, IntegrityError
@@ -37,12 +38,11 @@ from pipeline_lib.evaluate.stage import (
     shuffle_prompts,
     unigram_loss,
 )
-from pipeline_lib.evaluate.statistics import Losses
 from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import CPU_BYTES, Answers, Place, is_loaded_once
+from pipeline_lib.report.statistics import Losses
 from tests.data.test_shard import write_samples
 from tests.families import FAMILIES, write_family
 from tests.locks import hold

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline_lib.evaluate.statistics import MIN_DOCUMENTS, Estimate, Losses, critical
+from pipeline_lib.report.statistics import MIN_DOCUMENTS, Estimate, Losses, critical
 
 
 def drawn(seed: int, documents: int = 100) -> Losses:

@@ -14,7 +14,7 @@ from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.evaluate.answers import modes_of
 from pipeline_lib.export.card import MOST_ROWS, cell, model_card
 from pipeline_lib.lineage.record import Record
-from pipeline_lib.report.results import Ledger, Source, Training
+from pipeline_lib.records.results import Ledger, Source, Training
 from tests.lineage.lineages import COMMIT, seal_model
 
 ATTACKS = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_lib.plan import workload
+from pipeline_lib.arch import layers
 from tests.gpu.test_offload_activations import TOKENS, Found, random_qwen3, two_steps
 from tests.ranks import run_ranks
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_chunks(environ: Mapping[str, str], at_once: int, folder: Path, settings: dict[str, Any]) -> Found:
-    workload.FED_AT_ONCE = at_once  # in a process of its own
+    layers.FED_AT_ONCE = at_once  # in a process of its own
     return two_steps(environ, folder, settings, "flash")
 
 

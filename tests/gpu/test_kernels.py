@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.arch.layers import LOGITS_AT_ONCE
 from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.data.documents import Document
@@ -20,7 +21,6 @@ from pipeline_lib.model.build import build_trainable, load_base, prepare_layers
 from pipeline_lib.model.lora import adapted, adapted_backward
 from pipeline_lib.model.loss import cross_entropy
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.plan.moments import LOGITS_AT_ONCE
 from tests.model.test_moe import small_moe
 
 if torch.cuda.is_available():  # Triton comes with torch for CUDA

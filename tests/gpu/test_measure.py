@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.units import gib
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import predict

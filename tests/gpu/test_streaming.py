@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.evaluate.stage import score
 from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import load_base
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.evaluation import scoring_bytes
 from tests.model.test_streaming import blocks
 from tests.train.loading import write_large

@@ -38,7 +38,7 @@ from pipeline_lib.launch.environment import (
 from pipeline_lib.launch.outcome import Cause, Report, Reporting, explain
 from pipeline_lib.launch.place import Place, srun_command
 from pipeline_lib.launch.stage import Attempt
-from pipeline_lib.plan.document import PlanDocument, Ranks
+from pipeline_lib.records.plan import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.dist import is_lost_peer
 from tests.locks import hold

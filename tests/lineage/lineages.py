@@ -16,7 +16,7 @@ from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.export.card import model_card
 from pipeline_lib.lineage.record import LINEAGE_NAME, record_of
-from pipeline_lib.report.results import Ledger, Training
+from pipeline_lib.records.results import Ledger, Training
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB_MODEL = {"source": "modelscope", "name": "Qwen/Qwen3-8B", "revision": COMMIT}

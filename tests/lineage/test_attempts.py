@@ -15,7 +15,7 @@ from pipeline_lib.core.stage import Job
 from pipeline_lib.launch.outcome import Lost, RankFailed, RanksLost
 from pipeline_lib.launch.place import Place
 from pipeline_lib.launch.stage import Attempt
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
 from tests.locks import hold
 
 

@@ -15,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.arch import layers
+from pipeline_lib.arch.layers import tokens_at_once
 from pipeline_lib.model import build, chunks, recompute
 from pipeline_lib.model.batch import loss_sum, make_batch
 from pipeline_lib.model.build import decoder_layers
 from pipeline_lib.model.chunks import attended, fed_forward
-from pipeline_lib.plan import workload
-from pipeline_lib.plan.workload import tokens_at_once
 from tests.model.graphs import compile_without_kernels
 from tests.model.test_offload import spread_steps
 from tests.model.test_recompute import LAYERS, calls, folder, model_of, step
@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def chunked(patch: pytest.MonkeyPatch, tokens: int = AT_ONCE) -> None:
-    patch.setattr(workload, "FED_AT_ONCE", tokens)
+    patch.setattr(layers, "FED_AT_ONCE", tokens)
 
 
 def in_parts(layer: nn.Module, hidden: Tensor, **kwargs: Any) -> Tensor:
@@ -243,7 +243,7 @@ def spread_in_chunks(environ: Mapping[str, str], folder: Path, strategy: str, wa
 
     def ways() -> Iterator[dict[str, Any]]:
         for at_once in (1000, AT_ONCE):
-            workload.FED_AT_ONCE = at_once
+            layers.FED_AT_ONCE = at_once
             yield way
 
     return [found for found, _ in spread_steps(environ, folder, strategy, ways())]

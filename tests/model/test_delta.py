@@ -32,7 +32,6 @@ from pipeline_lib.model.build import build_trainable, decoder_layers, load_base,
 from pipeline_lib.model.context import Part
 from pipeline_lib.model.delta import convolved, delta_rule, install, positions_of
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.plan import workload
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.mesh import portion_of
 from tests.model.test_attention import assert_documents_are_as_alone, packed, plain_model
@@ -400,7 +399,7 @@ def test_recomputation_changes_no_bit_and_selective_keeps_the_delta_rule(
 def test_chunks_of_the_mlp_change_rounding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, DENSE)
     expected, _ = step(tmp_path / "model", recompute="full")
-    monkeypatch.setattr(workload, "FED_AT_ONCE", 16)
+    monkeypatch.setattr("pipeline_lib.arch.layers.FED_AT_ONCE", 16)
     found, _ = step(tmp_path / "model", recompute="full")
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from pipeline_lib.arch.families import geometry_in
+from pipeline_lib.arch.geometry import flops_per_token
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
@@ -22,8 +24,6 @@ from pipeline_lib.export.write import Buffers
 from pipeline_lib.model.batch import loss_sums, make_batch, probe_logits
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.experts import adapted_experts
-from pipeline_lib.model.families import geometry_in
-from pipeline_lib.model.geometry import flops_per_token
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.traffic import trained_shapes

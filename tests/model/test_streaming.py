@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 from transformers import Qwen3MoeForCausalLM as Moe
 
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import Batch, make_batch, token_losses
 from pipeline_lib.model.build import load_base
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import largest_part_parameters
 from tests.ranks import run_ranks

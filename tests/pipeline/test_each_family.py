@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from pipeline_lib.config.schema import FileData, Tokenize
 from pipeline_lib.data.encode import Encoder, Sample
 from pipeline_lib.data.layouts import layout_of, to_content
-from pipeline_lib.model.files import problems_of
+from pipeline_lib.data.model_folder import problems_of
 from tests.data.chats import NO_TEMPLATE, TEMPLATES, TEXT_ONLY, set_template
 from tests.families import FAMILIES, run_family, write_family, write_rows
 from tests.ranks import run_ranks

@@ -1,7 +1,7 @@
 """Machines and models that tests of the plan share."""
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.core.units import GIB, from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Machine, Rate
 from pipeline_lib.plan.workload import Workload
 

@@ -26,18 +26,17 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
+from pipeline_lib.arch.families import geometry_in
+from pipeline_lib.arch.geometry import DELTA_CHUNK, FP32_BYTES, Geometry, LayerKind
+from pipeline_lib.arch.layers import has_fused_adapters
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.model import build, chunks, delta, experts
 from pipeline_lib.model import recompute as recompute_module
 from pipeline_lib.model.build import prepare_layers
 from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
 from pipeline_lib.model.experts import GROUPED
-from pipeline_lib.model.families import geometry_in
-from pipeline_lib.model.geometry import DELTA_CHUNK, Geometry, LayerKind
 from pipeline_lib.model.lora import fuse_adapters
-from pipeline_lib.plan import workload
-from pipeline_lib.plan.activations import FP32_BYTES, Arithmetic, before_chunks, fed_per_token, kept_per_token
-from pipeline_lib.plan.workload import has_fused_adapters
+from pipeline_lib.plan.activations import Arithmetic, before_chunks, fed_per_token, kept_per_token
 from tests.model.graphs import compile_without_kernels
 
 TOKENS = 100  # no size of a weight
@@ -340,7 +339,7 @@ def test_in_chunks_the_halves_keep_what_they_need(
     """The first half with its result, for all tokens; the second half for one chunk, whose input is a view of that."""
     chunk = TOKENS // 4
     kept: dict[int, Tensor] = {}
-    monkeypatch.setattr(workload, "FED_AT_ONCE", chunk)
+    monkeypatch.setattr("pipeline_lib.arch.layers.FED_AT_ONCE", chunk)
     monkeypatch.setattr(build, "fully_recomputed", lambda forward, *_: forward)  # which would keep the input alone
 
     def pack(tensor: Tensor) -> Tensor:

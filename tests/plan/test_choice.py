@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.answer import Question, answer
 from pipeline_lib.plan.choose import Choice, choose
 from pipeline_lib.plan.cluster import machine_of

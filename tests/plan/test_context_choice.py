@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.schema import Cluster, Tracking
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.units import from_gigabytes, gib
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.answer import Answer, Question, answer
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.context import sharing_counts
-from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.search import AS_GOOD, Setting
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import PlanDocument
 
 LONG = 131_072
 PAGES = [Path(__file__).parents[2] / "docs" / f"long-context{language}.md" for language in ("", ".zh-CN")]

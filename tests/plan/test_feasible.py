@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.choose import (
     Wanted,
     choose,

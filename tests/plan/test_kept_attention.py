@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
+from pipeline_lib.arch.layers import keeps_on_host
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.answer import answer
 from pipeline_lib.plan.choose import Wanted, choose, leanest, what_would_fit
 from pipeline_lib.plan.cluster import machine_of
-from pipeline_lib.plan.document import PlanDocument
 from pipeline_lib.plan.machine import End, MeasuredPart
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
 from pipeline_lib.plan.predict import host_bytes_of_node
@@ -24,7 +24,8 @@ from pipeline_lib.plan.search import Estimate, Setting
 from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.step_time import layer_passes, shape_of, step_time
 from pipeline_lib.plan.words import describe
-from pipeline_lib.plan.workload import Workload, keeps_on_host
+from pipeline_lib.plan.workload import Workload
+from pipeline_lib.records.plan import PlanDocument
 from tests.plan.test_context_choice import PAGES, asked
 
 LONGEST = 262_144

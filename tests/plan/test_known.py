@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.config.compile import VERSIONS, Experiment, open_experiment
 from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.load import load_config
@@ -20,7 +21,6 @@ from pipeline_lib.data.demo import build_tiny, write_tokenizer
 from pipeline_lib.data.download import run as download
 from pipeline_lib.data.shard import run as shard
 from pipeline_lib.data.tokenize import run as tokenize
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.plan.answer import question_of
 from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
 from pipeline_lib.plan.warnings import lengths_of_runs

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
+from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.layers import LOGITS_AT_ONCE, feeds_in_chunks, tokens_at_once
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
-from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan import moments, workload
+from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
-from pipeline_lib.plan.moments import LOGITS_AT_ONCE
-from pipeline_lib.plan.workload import feeds_in_chunks, tokens_at_once
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 NODE = Ranks(8, 8)
@@ -179,7 +178,7 @@ def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: i
     needed = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
     assert needed.total_bytes < from_gigabytes(gigabytes)
     assert needed.error == 0.15
-    monkeypatch.setattr(workload, "FED_AT_ONCE", tokens)
+    monkeypatch.setattr("pipeline_lib.arch.layers.FED_AT_ONCE", tokens)
     whole = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
     assert whole.total_bytes > from_gigabytes(gigabytes)
     of_mlp = tokens * QWEN3_8B.intermediate * 2 * 5  # gate, up and their product, and two gradients

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.model import build, loss, recompute
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
-from pipeline_lib.plan import moments, workload
+from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import RANK_BYTES, predict
 from tests.plan.test_activations import attention
@@ -226,7 +226,7 @@ def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, me
     build.prepare_layers(model, train)
     geometry, found = geometry_in(config.to_dict()), []
     for at_once in (LONG_TOKENS, LONG_TOKENS // 4):
-        monkeypatch.setattr(workload, "FED_AT_ONCE", at_once)
+        monkeypatch.setattr("pipeline_lib.arch.layers.FED_AT_ONCE", at_once)
         predicted = predict(geometry, train, Ranks(1, 1), LONG_TOKENS, 2)
         found.append(working_bytes(model, precision))
         assert 0.87 < found[-1] / (predicted.allocated_bytes - predicted.state_bytes) < 1.02

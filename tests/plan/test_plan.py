@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.arch.families import geometry_in, read_geometry
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.compile import run_digest, training_of
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import PLACEMENT_KEYS, Lora, Train
@@ -22,14 +24,12 @@ from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.data.order import Group, epoch_blocks
-from pipeline_lib.model.families import geometry_in, read_geometry
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.document import Summary
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
 from pipeline_lib.plan.workload import Workload, workload_from
+from pipeline_lib.records.plan import Summary
 from tests.locks import hold
 
 SMALL: dict[str, Any] = {

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline_lib.arch.families import geometry_in, published
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.run import with_layers
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks

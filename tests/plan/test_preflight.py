@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import RUNNING_PYTHON, Content, HashCache, read_content
 from pipeline_lib.config.schema import Config
@@ -20,7 +21,6 @@ from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.store import Manifest, Store, write_manifest
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.answer import question_of, run_of
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import MARGIN, predict

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.families import geometry_in, published
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.predict import usable_fraction

@@ -16,10 +16,10 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.config.train import Train
 from pipeline_lib.model import build, experts, loss, recompute
 from pipeline_lib.model.experts import GROUPED
-from pipeline_lib.model.families import geometry_in
 from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import geometry_in, published
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import brief, gib, gpu_hours, rounded
-from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.answer import Answer, answer, lacking, question_of
 from pipeline_lib.plan.choose import leanest
-from pipeline_lib.plan.document import PART_NAMES, Figure, PlanDocument
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
@@ -30,6 +29,7 @@ from pipeline_lib.plan.show import WIDTH, banded, explain, render, render_what_i
 from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import Steps
 from pipeline_lib.plan.words import describe
+from pipeline_lib.records.plan import PART_NAMES, Figure, PlanDocument
 
 PYDOC = {"train": [{"source": "pydoc"}]}
 H200 = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 1800}

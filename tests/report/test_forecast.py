@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.plan.document import PlanDocument, Prediction
 from pipeline_lib.plan.machine import Machine, Rate, Speeds
 from pipeline_lib.plan.predict import predict_step
 from pipeline_lib.plan.workload import Case, Workload
+from pipeline_lib.records.plan import PlanDocument, Prediction
+from pipeline_lib.records.results import Step, Training
 from pipeline_lib.report.facts import (
     FIGURES,
     SETTLING_STEPS,
@@ -28,7 +29,6 @@ from pipeline_lib.report.facts import (
     unjudged,
     verdict,
 )
-from pipeline_lib.report.results import Step, Training
 from tests.report.fake_plans import GIB, gpu_plan, gpu_run, plan_without_times
 from tests.report.fakes import STEPS, realistic_files
 

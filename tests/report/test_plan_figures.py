@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from bokeh.models.annotations import Span
 
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.charts import Chart
 from pipeline_lib.report.facts import _without_nulls
 from pipeline_lib.report.figures import memory_figure, phases_figure, timeline_figure

@@ -9,7 +9,7 @@ import pytest
 from pipeline_lib.compare.comparison import measured
 from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.core.files import read_json
-from pipeline_lib.report.results import Step, Training
+from pipeline_lib.records.results import Step, Training
 from pipeline_lib.report.stage import summary_of
 from pipeline_lib.status.run import finished_numbers
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.store import Manifest
-from pipeline_lib.report.results import Step
+from pipeline_lib.records.results import Step
 from pipeline_lib.report.wall_time import Span, wall_time
 
 DIGESTS = {"train": "1" * 16, "merge": "2" * 16, "data.0": "3" * 16, "data.1": "3" * 16}

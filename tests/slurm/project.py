@@ -17,7 +17,7 @@ from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Spec
 from pipeline_lib.plan import stage as plan
-from pipeline_lib.plan.document import read_plan
+from pipeline_lib.records.plan import read_plan
 from pipeline_lib.train.rank import RankJob
 from tests.locks import hold
 from tests.pipeline.conftest import Project

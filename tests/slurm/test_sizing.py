@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from pipeline_lib.arch.families import published
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_manifest
-from pipeline_lib.model.families import published
 from pipeline_lib.plan.answer import Question, question_of
-from pipeline_lib.plan.document import PlanDocument, known
 from pipeline_lib.plan.warnings import long_evaluations
+from pipeline_lib.records.plan import PlanDocument, known
 from pipeline_lib.slurm.cluster import (
     OF_STAGE,
     OF_TRAINING,

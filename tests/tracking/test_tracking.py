@@ -15,7 +15,7 @@ import pytest
 
 from pipeline_lib.config.section import flat
 from pipeline_lib.core.files import write_json
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.tracking.run import Fed, follow, numbers

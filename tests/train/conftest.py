@@ -22,7 +22,7 @@ from pipeline_lib.core.run_folder import CHECKPOINTS, newest_valid
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.train.rank import RankJob
 from tests.locks import hold
 from tests.ranks import run_ranks

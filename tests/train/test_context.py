@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.data.blocks import BlockReader
@@ -17,7 +18,6 @@ from pipeline_lib.model.attention import packed_attention
 from pipeline_lib.model.batch import IGNORED, Portion, load_probe, loss_sum, make_batch, read_batch
 from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.context import Part
-from pipeline_lib.model.families import read_geometry
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.traffic import exchanges_of

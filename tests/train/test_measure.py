@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.model.batch import read_batch
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.measure import GpuSampler, Meter, Sample, gpu_sampler, instruments, memory_fields

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.core.units import gib
-from pipeline_lib.model.geometry import Geometry
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train import out_of_memory

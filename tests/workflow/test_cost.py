@@ -8,7 +8,7 @@ import pytest
 
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.plan.document import PlanDocument
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.workflow.rehearsal import Cost
 
 SAVED: list[dict[str, Any]] = [

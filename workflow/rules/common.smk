@@ -20,7 +20,7 @@ from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
 from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
-from pipeline_lib.workflow.outcomes import LOGS
+from pipeline_lib.report.outcomes import LOGS
 from pipeline_lib.slurm.cluster import (
     EXTRA,
     OF_STAGE,

@@ -5,7 +5,7 @@ import logging
 import snakemake.logging
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from pipeline_lib.workflow.outcomes import tell_outcomes
+from pipeline_lib.report.outcomes import tell_outcomes
 from pipeline_lib.workflow.stopping import StagesStopped
 from pipeline_lib.status.failures import Failure, last_words
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline_lib.model.geometry import Geometry
+from pipeline_lib.arch.geometry import Geometry
 
 Config = Mapping[str, Any]
 

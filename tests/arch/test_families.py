@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline_lib.model.families import PUBLISHED, geometry_in, published
-from pipeline_lib.model.geometry import EMBEDDING, HEAD
+from pipeline_lib.arch.families import PUBLISHED, geometry_in, published
+from pipeline_lib.arch.geometry import EMBEDDING, HEAD
 
 # Parameters in all, and without embedding and head, in billions: as model cards and blogs of Qwen give them.
 CARDS: dict[str, tuple[float, float]] = {

@@ -1,4 +1,4 @@
-"""The parts of the stages' result files that are shown, as typed values; `plan/document.py` has those of plan.json.
+"""The parts of the stages' result files that are shown, as typed values; `plan.py` has those of plan.json.
 
 Values are optional, so that a report shows what exists instead of failing over what is missing.
 """
@@ -8,9 +8,6 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from pipeline_lib.core.lenient import Count, Lenient, Number, Text
-from pipeline_lib.core.store import Manifest
-from pipeline_lib.data.chat_template import Mode, trained_modes
-from pipeline_lib.lineage.record import settings_in
 
 # Results of the stages. Every value is optional except in a row of document scores, which is complete: a comparison
 # without some of its values would be a different one.
@@ -52,16 +49,6 @@ class Prompts(Lenient):
     prompts: dict[str, int] = {}
     thinking_default: Text = None
     chat_template_kwargs: dict[str, bool | int | str] = {}
-
-
-def modes_in(tokenize: Manifest) -> list[Mode]:
-    """Return the settings of the chat template's variables that were trained, from the manifest of the tokenize stage.
-
-    Return no modes if the template has no variables, or if they are not known.
-    """
-    kwargs = settings_in(tokenize).get("chat_template_kwargs", {})
-    found = Prompts.model_validate({**tokenize.counts, "chat_template_kwargs": kwargs})
-    return trained_modes(found.prompts, found.thinking_default, found.chat_template_kwargs)
 
 
 class Histogram(Lenient):

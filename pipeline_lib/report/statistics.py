@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline_lib.report.results import DocumentScore, Score, Scores
+from pipeline_lib.records.results import DocumentScore, Score, Scores
 
 # Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio of sums over
 # documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques, section 6.4, without the finite

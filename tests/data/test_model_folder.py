@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline_lib.arch.generation_config import read_generation_config, take_generation_config
+from pipeline_lib.arch.weight_files import refuse_not_finite
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.files import problems_of, read_generation_config, refuse_not_finite, take_generation_config
+from pipeline_lib.data.model_folder import problems_of
 
 Damage = Callable[[Path], object]
 NORM = "model.norm.weight"

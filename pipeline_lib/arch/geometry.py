@@ -8,10 +8,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
+from pipeline_lib.arch.rope import original_positions, refuse_scaled, stretched_positions
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.model.rope import original_positions, refuse_scaled, stretched_positions
+
+FP32_BYTES, HALF_BYTES = 4, 2  # of a number
 
 # A base in 4 bits (model/nf4.py): values of a row that share a scale, and the bytes of a value with all scales.
 NF4_BLOCK = 64

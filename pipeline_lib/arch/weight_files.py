@@ -1,32 +1,24 @@
-"""Reading and checking the files of a model folder without torch: tensors, generation_config.json, tokenizer."""
+"""Which tensors the safetensors files of a model folder hold, and how they map to the model's parameters.
+
+Without torch. Only headers are read, but for `refuse_not_finite`. Other formats are not supported, since a pickle can
+run code.
+"""
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pipeline_lib.config.content import GENERATION_NAME, model_files, not_json
+from pipeline_lib.arch.config_json import read_object
+from pipeline_lib.arch.families import family_in
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
-from pipeline_lib.core.stage import Sealed
-from pipeline_lib.core.text import cut
-from pipeline_lib.data.batches import check_template
-from pipeline_lib.data.chat_template import has_template
-from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.model.config_json import is_whole, refuse_quantized, short
-from pipeline_lib.model.families import family_in, read_geometry
-from pipeline_lib.model.geometry import EMBEDDING, HEAD, Geometry
-
-# Which tensors the safetensors files of a model folder hold, and how they map to the model's parameters.
-# Only headers are read. Other formats are not supported, since a pickle can run code.
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -224,174 +216,3 @@ def _first_not_finite(path: Path) -> str | None:
                 if (chunk & chunk.dtype.type(exponent)).max() == exponent:
                     return f"{path}: {name}"
     return None
-
-
-# generation_config.json, the generation settings that are published with a model. It does not affect training.
-
-_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
-_SEVERAL_IDS = ("eos_token_id", "forced_eos_token_id")
-_NUMBERS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_length", "max_new_tokens")
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the content of generation_config.json in `folder`; empty if there is none.
-
-    Raises DataError with all problems that can be found without transformers.
-    """
-    path = folder / GENERATION_NAME
-    if not path.exists():
-        return {}
-    config = read_object(path)
-    problems = []
-    for key in _IDS:
-        value = config.get(key)
-        values = value if isinstance(value, list) and value else [value]
-        if value is not None and not all(map(is_whole, values)):
-            problems.append(f"{key}: {short(value)} is not a token id, or a list of them")
-    for key in _NUMBERS:
-        value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            problems.append(f"{key}: {short(value)} is not a number")
-    if problems:
-        raise DataError(f"{path}: {'; '.join(problems)}")
-    return config
-
-
-def take_generation_config(folder: Path) -> dict[str, Any]:
-    """Return `read_generation_config(folder)`. Raises DataError also if transformers rejects it."""
-    config = read_generation_config(folder)
-    if not config:
-        return {}
-    from transformers import GenerationConfig  # takes a second
-
-    try:
-        GenerationConfig.from_dict(config)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise DataError(
-            f"{folder / GENERATION_NAME}: transformers does not take it ({cut(str(error), 200)})"
-        ) from error
-    return config
-
-
-def generation_config_of(inputs: Mapping[str, Sealed]) -> dict[str, Any]:
-    """Return the content of the base model's generation_config.json; empty if there is none.
-
-    A local model's file is sealed as an input of its own, any other together with the model. Raises DataError if the
-    file is invalid.
-    """
-    folder = inputs.get("generation", inputs["model"]).folder(GENERATION_NAME)
-    try:
-        return take_generation_config(folder)
-    except DataError as error:
-        mend = "mend it in the model's folder" if "generation" in inputs else f"delete {folder}"
-        raise DataError(f"{error}; {mend} and run snakemake again") from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file at `path`.
-
-    Raises DataError if the file is no JSON object, or if it holds values that JSON does not allow.
-    """
-    try:
-        content = read_json(path)
-        wrong = next(not_json(content), None)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: does not read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: holds no JSON object")
-    if wrong is not None:
-        raise DataError(f"{path}: {wrong}")
-    return content
-
-
-# Checks of a model folder before anything is computed with it: all small files are parsed, and the headers of the
-# weights are checked. `refuse_not_finite` reads the weights themselves.
-
-
-def problems_of(folder: Path) -> list[str]:
-    """Return all problems that prevent training and publishing the model in `folder`; each text names its file."""
-    stamps = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model_files(folder))
-    return list(_problems(folder, stamps))
-
-
-def generation_problems(folder: Path) -> list[str]:
-    """Return the problems of generation_config.json in `folder`."""
-    try:
-        read_generation_config(folder)
-    except DataError as error:
-        return [f"{error}; mend that, or delete the file"]
-    return []
-
-
-@lru_cache(maxsize=16)
-def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[str, ...]:
-    """Return the problems of `folder`, cached by the `stamps` of its files: a sweep checks the same model often."""
-    problems: list[str] = []
-    with _collected(problems):
-        config_path = folder / "config.json"
-        config = read_object(config_path)
-        geometry = read_geometry(folder)
-        refuse_quantized(config, str(config_path))
-        if wrong := list(_wrong_ids(family_in(config).text(config), geometry.vocab)):
-            raise DataError(f"{config_path}: {'; '.join(wrong)}")
-        problems += generation_problems(folder)
-        with _collected(problems):
-            _check_tokenizer(folder, geometry.vocab)
-        _check_weights(folder, geometry, problems)
-    return tuple(problems)
-
-
-@contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
-    """Append the message of a DataError raised in the block to `problems`."""
-    try:
-        yield
-    except DataError as error:
-        problems.append(str(error))
-
-
-def _wrong_ids(config: Mapping[str, Any], vocab: int) -> Iterator[str]:
-    """Yield a message for each invalid token id in a config.json with a vocabulary of `vocab` tokens."""
-    for key in _IDS:
-        value = config.get(key)
-        if value is None:
-            continue
-        values = value if isinstance(value, list) and value and key in _SEVERAL_IDS else [value]
-        # Some tools write -1 for "none"; no token has this id.
-        if not all(is_whole(each) and -1 <= each < vocab for each in values):
-            which = "a token id, or a list of them," if key in _SEVERAL_IDS else "a token id"
-            yield f"{key}: {short(value)} is not {which} of a vocabulary of {vocab:,}"
-
-
-def _check_tokenizer(folder: Path, vocab: int) -> None:
-    """Raise DataError if the tokenizer or template does not load, or if a token's id exceeds the vocabulary."""
-    if has_template(folder):
-        check_template(folder)
-    token, largest = max(load_tokenizer(folder).get_vocab().items(), key=lambda item: item[1])
-    if largest >= vocab:
-        raise DataError(
-            f"{folder / 'tokenizer.json'}: the token {token!r} has the id {largest}, and config.json says vocab_size "
-            f"{vocab}: they belong to different models; get the whole model again"
-        )
-
-
-def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> None:
-    """Append the problems of the weights' headers to `problems`. Raises DataError for a damaged index."""
-    index = read_index(folder)
-    headers: list[Header] = []
-    damaged: list[str] = []
-    for path in weight_files(folder, index):
-        with _collected(damaged):
-            headers += read_headers(path)
-    if damaged:  # their tensors are unknown, so missing ones cannot be reported
-        problems += damaged
-        return
-    stored = of_text(named(headers, index), folder)
-    copies = [
-        copies_of(shape, [name, HEAD] if geometry.tied and name == EMBEDDING else [name], stored)
-        for name, shape in geometry.shapes().items()
-    ]
-    with _collected(problems):
-        refuse_misfit(folder, copies, stored)
-    with _collected(problems):
-        refuse_unreadable_kinds(stored.values())

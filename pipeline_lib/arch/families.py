@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline_lib.arch.config_json import short
+from pipeline_lib.arch.family import Family
+from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.qwen3 import LIKE_QWEN2, QWEN3
+from pipeline_lib.arch.qwen3_5 import QWEN3_5
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
-from pipeline_lib.model.config_json import short
-from pipeline_lib.model.family import Family
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.model.qwen3 import LIKE_QWEN2, QWEN3
-from pipeline_lib.model.qwen3_5 import QWEN3_5
 
 _FAMILIES = (QWEN3, QWEN3_5, LIKE_QWEN2)
 _BY_TYPE = {kind: family for family in _FAMILIES for kind in family.types}

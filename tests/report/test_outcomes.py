@@ -8,7 +8,7 @@ import pytest
 
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.store import Store
-from pipeline_lib.workflow.outcomes import note_begin, tell_outcomes
+from pipeline_lib.report.outcomes import note_begin, tell_outcomes
 from tests.status.stubs import CONFIG
 
 

@@ -8,10 +8,10 @@ head that predicts several tokens at once. Only the text model is trained; the o
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline_lib.model.config_json import short, wrong_heads, wrong_numbers
-from pipeline_lib.model.family import Config, Family
-from pipeline_lib.model.geometry import Delta, Geometry
-from pipeline_lib.model.rope import positions_in, scaling_type
+from pipeline_lib.arch.config_json import short, wrong_heads, wrong_numbers
+from pipeline_lib.arch.family import Config, Family
+from pipeline_lib.arch.geometry import Delta, Geometry
+from pipeline_lib.arch.rope import positions_in, scaling_type
 
 _TYPES = ("qwen3_5", "qwen3_5_moe")  # of whole models; that of the text model in one ends in `_text`
 _TEXT = "_text"

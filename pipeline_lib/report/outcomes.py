@@ -13,8 +13,8 @@ from pipeline_lib.core import units
 from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Spec
+from pipeline_lib.records.results import Evaluation, Training
 from pipeline_lib.report.facts import Read, read_one
-from pipeline_lib.report.results import Evaluation, Training
 
 LOGS = Path("logs")
 BEGUN = "begun"  # a file beside the logs, stamped by the same clock, which may be a file server's

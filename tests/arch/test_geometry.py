@@ -17,12 +17,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pipeline_lib.arch.families import geometry_in, read_geometry
+from pipeline_lib.arch.geometry import Geometry, frozen_names
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import write_json
 from pipeline_lib.model.build import build_trainable
-from pipeline_lib.model.families import geometry_in, read_geometry
-from pipeline_lib.model.geometry import Geometry, frozen_names
 from pipeline_lib.model.lora import add_adapters
 
 SMALL: dict[str, Any] = {

@@ -1,9 +1,12 @@
 """Checks of a model's config.json, which came from anywhere: its numbers, and how its weights are stored."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from pipeline_lib.config.content import not_json
 from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import cut
 
 # Upper bounds far above any real model, to catch typing errors. That of layers and experts is lower, since the code
@@ -66,3 +69,20 @@ def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
             yield key
         elif isinstance(value, dict):
             yield from (f"{key}.{inner}" for inner in _quantizations(value))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file at `path`.
+
+    Raises DataError if the file is no JSON object, or if it holds values that JSON does not allow.
+    """
+    try:
+        content = read_json(path)
+        wrong = next(not_json(content), None)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: does not read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: holds no JSON object")
+    if wrong is not None:
+        raise DataError(f"{path}: {wrong}")
+    return content

@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from pipeline_lib.arch.families import geometry_in, published
+from pipeline_lib.arch.geometry import Geometry, flops_per_token, step_flops
 from pipeline_lib.config.train import Train
-from pipeline_lib.model.families import geometry_in, published
-from pipeline_lib.model.geometry import Geometry, flops_per_token, step_flops
 
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
 SMALL: dict[str, Any] = {

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline_lib.model.config_json import is_whole, short, wrong_heads, wrong_numbers
-from pipeline_lib.model.family import Config, Family
-from pipeline_lib.model.geometry import Geometry
-from pipeline_lib.model.rope import positions_in, scaling_type
+from pipeline_lib.arch.config_json import is_whole, short, wrong_heads, wrong_numbers
+from pipeline_lib.arch.family import Config, Family
+from pipeline_lib.arch.geometry import Geometry
+from pipeline_lib.arch.rope import positions_in, scaling_type
 
 # Geometry of published Qwen models, so that a plan can be made before the download.
 # The values are from the config.json files on the Hugging Face hub.

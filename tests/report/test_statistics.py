@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.evaluate.statistics import differences, estimate_of
-from pipeline_lib.report.results import DocumentScore, Scores
+from pipeline_lib.records.results import DocumentScore, Scores
+from pipeline_lib.report.statistics import differences, estimate_of
 from tests.report.fakes import evaluation, scores
 
 
