@@ -24,10 +24,11 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import Saver, Snapshot
+from pipeline_lib.train.checkpoint import Snapshot
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.replicas import refuse_differing_replicas
+from pipeline_lib.train.saver import Saver
 from pipeline_lib.train.staging import HostBuffers, new_copies
 from pipeline_lib.train.step import Stepper
 

@@ -31,8 +31,8 @@ from pipeline_lib.model.batch import load_probe, loss_sum, make_batch, probe_log
 from pipeline_lib.model.build import DTYPES, build_trainable, prepare_layers
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import save_tensors
 
 CPU = torch.device("cpu")
 STEPS, TOKENS, VOCABULARY = 6, 256, 512

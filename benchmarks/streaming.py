@@ -34,8 +34,8 @@ from pipeline_lib.model.batch import make_batch, token_losses
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import BATCH_TOKENS
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import save_tensors
 
 SHARD_BYTES = 4_000_000_000
 DOCUMENT_TOKENS = 1000  # on average

@@ -23,8 +23,8 @@ from pipeline_lib.export.write import Buffers, Entry
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.weights import Stored, find_tensors, match_tensors, quantized_linears
-from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
 
 PEFT_PREFIX = "base_model.model."
 _NAMED_AT_MOST = 5

@@ -39,7 +39,7 @@ from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
 from pipeline_lib.records.results import Ledger, Training
 from pipeline_lib.report.facts import read_one
-from pipeline_lib.train.checkpoint import is_finite
+from pipeline_lib.train.state import is_finite
 
 # Export of the trained adapters alone, in peft's format.
 

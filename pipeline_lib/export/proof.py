@@ -48,8 +48,8 @@ from pipeline_lib.model.weights import (
 )
 from pipeline_lib.plan.evaluation import scoring_bytes
 from pipeline_lib.plan.stages import ADAPTERS_IN_PROOF_BYTES
-from pipeline_lib.train.checkpoint import SavedTensor, fill_saved, find_saved
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
 
 # By what `python -m benchmarks.merges` measured (benchmarks/RESULTS.md).
 VALUE_TOLERANCE = 1e-5  # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order

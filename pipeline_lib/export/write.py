@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline_lib.core.files import write_hashed
 from pipeline_lib.plan.stages import MERGED_AT_ONCE
-from pipeline_lib.train.checkpoint import bytes_of, header_of
+from pipeline_lib.train.shard_files import bytes_of, header_of
 
 _METADATA = {"format": "pt"}  # required by transformers
 

@@ -29,14 +29,16 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.batch import Batch, Portion
-from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import Saver, Snapshot
+from pipeline_lib.train import checkpoint, saved_tensors, state
+from pipeline_lib.train.checkpoint import Snapshot
 from pipeline_lib.train.dist import LOADING
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import Rows
 from pipeline_lib.train.replicas import refuse_differing_replicas
+from pipeline_lib.train.saver import Saver
 from pipeline_lib.train.step import Stepper, StepResult
+from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
 
 # The learning rate: a pure function of the step.
@@ -257,7 +259,7 @@ class Loop:
             self.saver.lock.require()
             set_all_aside(steps_after(folder, from_step), from_step, self.events)
 
-        checkpoint.together(self.saver.group, folder, set_newer_aside)
+        together(self.saver.group, folder, set_newer_aside)
         start = "the start" if before is None else before.name
         return Interrupted(
             f"the guards go back from step {self.step} to step {to_step}, and {folder / step_name(to_step)} is missing"
@@ -377,12 +379,12 @@ class Loop:
         self.events.notify(EventName.RANK_DOING, what=LOADING)
         scalars = checkpoint.read_state(path)
         strategy = self.stepper.strategy
-        saved = checkpoint.find_state(path)
+        saved = saved_tensors.find_state(path)
         damaged: list[str] = []
 
         def read(tensors: Mapping[str, Tensor]) -> None:
-            checkpoint.fill_saved(path, saved, tensors)
-            damaged.extend(checkpoint.not_finite(tensors))
+            saved_tensors.fill_saved(path, saved, tensors)
+            damaged.extend(state.not_finite(tensors))
 
         strategy.restore(read, int(scalars["updates"]))
         if names := self.agree_on(damaged):
@@ -395,7 +397,7 @@ class Loop:
 
     def agree_on(self, names: list[str]) -> list[str]:
         """Return the names that any rank has found, sorted; the same on all ranks."""
-        of_ranks = checkpoint.together(self.saver.group, self.saver.folder, lambda: names)
+        of_ranks = together(self.saver.group, self.saver.folder, lambda: names)
         return sorted({name for of_rank in of_ranks for name in of_rank})
 
     def take_best(self) -> int:
@@ -418,7 +420,7 @@ class Loop:
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
         """Return on all ranks what `choice` returns on the first."""
         is_first, folder = self.stepper.world.is_first, self.saver.folder
-        name = checkpoint.together(self.saver.group, folder, lambda: str((choice() if is_first else None) or ""))[0]
+        name = together(self.saver.group, folder, lambda: str((choice() if is_first else None) or ""))[0]
         return Path(name) if name else None
 
     def reject(self, path: Path, reason: str) -> None:

@@ -31,8 +31,7 @@ from pipeline_lib.model.build import build_trainable, decoder_layers
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.records.plan import PlanDocument, known
-from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import Saver
+from pipeline_lib.train import checkpoint, saved_tensors, state
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum_over_ranks
 from pipeline_lib.train.loop import Batches, Loop, listed
@@ -41,10 +40,12 @@ from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
+from pipeline_lib.train.saver import Saver
 from pipeline_lib.train.saving_pace import tell_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
+from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, leave_samples
 
 DEEPSPEED_NAME = "deepspeed.json"
@@ -215,19 +216,19 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
     source, folder = job.run_dir / CHECKPOINTS / step_name(result_step), job.out / WEIGHTS
-    is_linked = checkpoint.together(None, folder, lambda: world.is_first and checkpoint.link_weights(source, folder))[0]
+    is_linked = together(None, folder, lambda: world.is_first and saved_tensors.link_weights(source, folder))[0]
     damaged: list[str] = []
 
     def checked_parts() -> Iterator[Mapping[str, Tensor]]:
         for part in loop.saver.parts(strategy, (WEIGHTS,)):
-            damaged.extend(checkpoint.not_finite(part))
+            damaged.extend(state.not_finite(part))
             yield part
 
     if is_linked:
         for _part in checked_parts():
             continue
     else:
-        checkpoint.save_parts(job.out, checked_parts(), world)
+        saved_tensors.save_parts(job.out, checked_parts(), world)
     if names := loop.agree_on(damaged):
         raise TrainingError(
             f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no result: try a lower"

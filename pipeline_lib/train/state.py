@@ -1,5 +1,6 @@
-"""Names of what a checkpoint holds."""
+"""The state of a training: the names of its tensors, its part on this rank, and whether that is finite."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -23,3 +24,16 @@ def of_kind(tensors: Mapping[str, Value], kind: str) -> dict[str, Value]:
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, sharing its memory: all of a plain tensor, the local shard of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those `tensors` whose part on this rank holds NaN or infinity, without copying them."""
+    return [name for name, tensor in tensors.items() if not is_finite(own_part(tensor))]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no value of `tensor` is NaN or infinite, without another tensor of its size."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    low, high = tensor.aminmax()  # both are NaN if any value is
+    return math.isfinite(low) and math.isfinite(high)

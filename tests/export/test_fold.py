@@ -35,8 +35,8 @@ from pipeline_lib.model.batch import probe_logits, save_probe
 from pipeline_lib.model.build import freeze, load_base
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import save_tensors
 from tests.locks import hold
 from tests.train.loading import SIZES, write_multimodal, write_random
 

@@ -17,8 +17,8 @@ from pipeline_lib.export.merge import export
 from pipeline_lib.export.proof import Reference, compare_tensors
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import save_tensors
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, grown_during, write_random
 

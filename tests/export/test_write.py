@@ -23,8 +23,9 @@ from pipeline_lib.export.merge import export, export_adapter, run, unquantized
 from pipeline_lib.export.write import Buffers, Entry, write_files
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.lora import add_adapters
-from pipeline_lib.train.checkpoint import bytes_of, save_tensors
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import save_tensors
+from pipeline_lib.train.shard_files import bytes_of
 from tests.export.test_fold import LORAS, leave_training, write_base
 from tests.export.test_nf4 import TRAIN as NF4
 from tests.export.test_nf4 import write_wide

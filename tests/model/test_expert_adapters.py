@@ -27,8 +27,8 @@ from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
 from pipeline_lib.plan.traffic import trained_shapes
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.optimizer import trainable
+from pipeline_lib.train.saved_tensors import save_tensors
 from tests.model.test_lora import CPU, alone, block, train_and_leave
 from tests.ranks import run_ranks
 from tests.train.loading import SIZES, write_random

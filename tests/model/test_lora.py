@@ -22,8 +22,8 @@ from pipeline_lib.model.batch import make_batch, probe_logits
 from pipeline_lib.model.build import build_trainable, load_base
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.dist import World, process_group
+from pipeline_lib.train.saved_tensors import save_tensors
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from tests.ranks import run_ranks

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pipeline_lib.core.errors import Interrupted, PipelineError, TrainingError
 from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.train import rank as rank_module
-from pipeline_lib.train.checkpoint import fill_saved, find_saved, find_state
 from pipeline_lib.train.rank import RankJob, train_rank
+from pipeline_lib.train.saved_tensors import fill_saved, find_saved, find_state
 
 
 def train(environ: Mapping[str, str], job: RankJob) -> None:

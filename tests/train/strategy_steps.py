@@ -14,11 +14,11 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.launch.ranks import StopRequest
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.train.checkpoint import save_tensors
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.guards import Judgement, Verdict
 from pipeline_lib.train.loop import Batches, learning_rate
 from pipeline_lib.train.mesh import portion_of
+from pipeline_lib.train.saved_tensors import save_tensors
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 from pipeline_lib.train.strategy import Strategy

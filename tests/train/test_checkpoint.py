@@ -28,10 +28,12 @@ from pipeline_lib.core.files import sha256_file
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import newest_valid, retain
 from pipeline_lib.core.store import Ref, Spec
-from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import SaveFailed, Saver, Snapshot, publish_checkpoint
+from pipeline_lib.train import checkpoint, saved_tensors
+from pipeline_lib.train.checkpoint import Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
+from pipeline_lib.train.saver import Saver
+from pipeline_lib.train.together import SaveFailed
 from tests.locks import hold, take_over
 from tests.processes import free_port, lines_of, wait_for
 from tests.ranks import rank_environment, run_ranks
@@ -149,13 +151,13 @@ def test_the_newest_up_to_a_step_is_found_and_loads(folder: Path) -> None:
 
 def test_a_result_is_links_to_a_checkpoints_weights_where_it_has_such_files(folder: Path, tmp_path: Path) -> None:
     source, target = folder / "step-00000009", tmp_path / "out" / "weights"
-    assert checkpoint.link_weights(source, target)
+    assert saved_tensors.link_weights(source, target)
     loaded = {"a": torch.zeros(8)}
     load_tensors(target, loaded)
     assert loaded["a"].tolist() == [9.0] * 8
     shutil.rmtree(target)
     (source / "weights").rename(source / "elsewhere")  # earlier code had them in `tensors`
-    assert not checkpoint.link_weights(source, target)
+    assert not saved_tensors.link_weights(source, target)
     assert not target.exists()
 
 

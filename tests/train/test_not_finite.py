@@ -14,8 +14,8 @@ from pipeline_lib.config.compile import run_digest
 from pipeline_lib.core.run_folder import CHECKPOINTS, WEIGHTS
 from pipeline_lib.core.store import describe_file
 from pipeline_lib.train import loop
-from pipeline_lib.train.checkpoint import not_finite
 from pipeline_lib.train.rank import RankJob
+from pipeline_lib.train.state import not_finite
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import train, train_and_say

@@ -30,10 +30,14 @@ from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import sha256_file, write_json
 from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.store import Spec, verify
-from pipeline_lib.train import checkpoint, staging
-from pipeline_lib.train.checkpoint import Saver, Snapshot, save_tensors, split, write_file
+from pipeline_lib.train import checkpoint, saved_tensors, shard_files, staging
+from pipeline_lib.train import saver as saving
+from pipeline_lib.train.checkpoint import Snapshot
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
+from pipeline_lib.train.saved_tensors import save_tensors
+from pipeline_lib.train.saver import Saver
+from pipeline_lib.train.shard_files import split, write_file
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.state import own_part
 from tests.locks import hold
@@ -282,7 +286,7 @@ def _note(events: list[dict[str, Any]], name: str, fields: dict[str, Any]) -> No
 def save_at_once_and_in_parts(environ: Mapping[str, str], folder: Path, runs: list[dict[str, Any]]) -> list[list[int]]:
     """Save the state of each strategy in both ways; the bytes of each part that this rank copied."""
     torch.set_num_threads(1)
-    checkpoint.COPIED_AT_ONCE_BYTES = AT_ONCE_BYTES  # type: ignore[attr-defined]
+    saving.COPIED_AT_ONCE_BYTES = AT_ONCE_BYTES  # type: ignore[attr-defined]
     world = World.from_env(environ, "cpu")
     batch, spec, found = batch_of_documents(64, 32, 0.5, 2048), Spec("train", 1, {}, {}), []
     with process_group(world, 60):
@@ -328,7 +332,7 @@ def test_a_part_is_gone_before_the_next_is_made(tmp_path: Path) -> None:
             yield part
             del part
 
-    written = checkpoint.save_parts(tmp_path, map(dict, made()), WORLD)
+    written = saved_tensors.save_parts(tmp_path, map(dict, made()), WORLD)
     assert (len(written), alive) == (3, [0, 0, 0])
 
 
@@ -338,8 +342,8 @@ def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: 
     of_ranks = run_ranks(save_at_once_and_in_parts, 2, tmp_path, runs)
     for number in range(len(runs)):
         at_once, in_parts = (tmp_path / f"{number}-{is_async}" / "step-00000001" for is_async in (True, False))
-        shapes = {name: saved.shape for name, saved in checkpoint.find_state(at_once).items()}
-        assert {name: saved.shape for name, saved in checkpoint.find_state(in_parts).items()} == shapes
+        shapes = {name: saved.shape for name, saved in saved_tensors.find_state(at_once).items()}
+        assert {name: saved.shape for name, saved in saved_tensors.find_state(in_parts).items()} == shapes
         largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
         for sizes in (found[number] for found in of_ranks.values()):
             assert len(sizes) > 5
@@ -383,7 +387,7 @@ def test_the_folder_is_what_torch_writes(alone: World, tmp_path: Path) -> None:
 
 
 def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "LEAST_FILE_BYTES", 5000)
+    monkeypatch.setattr(shard_files, "LEAST_FILE_BYTES", 5000)
     monkeypatch.setattr(files, "COPIED_AT_ONCE", 1000)
     tensors = {f"weights.{number}": torch.randn(number, 100) for number in range(1, 12)}
     assert [len(file) for file in split({})] == []
