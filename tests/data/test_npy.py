@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.data.tokenize import NpyWriter
+from pipeline_lib.data.samples_writer import NpyWriter
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.bool_])

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline_lib.data.documents import Samples
-from pipeline_lib.data.tokenize import SampleWriter, preview_of
+from pipeline_lib.data.preview import preview_of
+from pipeline_lib.data.samples_writer import SampleWriter
 
 from .test_ledger import encoded_of
 

@@ -12,15 +12,9 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.batches import Batch
 from pipeline_lib.data.layouts import to_content
 from pipeline_lib.data.ledger import FileLedger, SourceLedger
+from pipeline_lib.data.lost_rows import refuse_missing_columns
 from pipeline_lib.data.read_files import CorpusFile, value_of
-from pipeline_lib.data.tokenize import (
-    BATCH_BYTES,
-    BATCH_ROWS,
-    Source,
-    fraction_read,
-    open_sources,
-    refuse_missing_columns,
-)
+from pipeline_lib.data.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
 
 
 def row(number: int, answer: str = "It is.") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import DataError, IntegrityError, Interrupted
 from pipeline_lib.core.files import list_files, read_json, read_jsonl, sha256_file
 from pipeline_lib.core.stage import run_stage
-from pipeline_lib.data import batches, tokenize
+from pipeline_lib.data import batches, sources, tokenize
 from pipeline_lib.data.conversations import Conversation
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.encode import Encoder, Sample
@@ -145,7 +145,7 @@ def test_any_number_of_workers_makes_the_same_bytes(
     path = jsonl(rows * 2)
     settings: dict[str, Any] = {"max_quarantined_fraction": 0.5, "max_dropped_fraction": 0.9}
     settings |= {"duplicates": "drop", "near_duplicates": 0.9}
-    monkeypatch.setattr(tokenize, "BATCH_ROWS", 32)
+    monkeypatch.setattr(sources, "BATCH_ROWS", 32)
     made = []
     for workers in (1, 3):
         monkeypatch.setattr(tokenize, "worker_count", lambda size_bytes, cores, workers=workers: workers)

@@ -1,0 +1,149 @@
+"""Limits on lost data: the stage fails if it lost more than the config allows, with the numbers and a remedy."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pipeline_lib.arch.rope import positions_in
+from pipeline_lib.config.schema import IGNORE, Tokenize
+from pipeline_lib.core import units
+from pipeline_lib.core.errors import DataError
+from pipeline_lib.core.files import read_json
+from pipeline_lib.core.stage import Sealed
+from pipeline_lib.core.text import did_you_mean
+from pipeline_lib.data.encode import Drop
+from pipeline_lib.data.ledger import FileLedger, SourceLedger, TooLong, too_many_lost, too_many_unusable, total_of
+from pipeline_lib.data.sources import Source
+
+NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
+ALWAYS_NAMED = (
+    *(Drop.PROMPT_NOT_PREFIX, Drop.NO_END_OF_TURN, Drop.THINKING_NOT_RENDERED),
+    *(Drop.CALLS_NOT_RENDERED, Drop.TOOLS_NOT_RENDERED, Drop.MESSAGE_NOT_RENDERED),
+)
+NAMED_KEYS = 20
+OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # rows may lack these
+TRUNCATED = "truncated"
+TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
+
+
+def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> list[str]:
+    """Check that each key that `columns` of a source names is in a row of each file or in the file's schema.
+
+    An optional key may be missing in some files of a source, but not in all of them. If it is missing in all and
+    `max_rows` ended the reading, later rows may have it: then return a warning line instead of raising.
+    """
+    lines = []
+    for ledger, source in zip(ledgers, sources, strict=True):
+        files = [pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first]
+        is_cut = ledger.rows == source.reading.max_rows
+        for ours, theirs in source.reading.columns.items():
+            if theirs == IGNORE:
+                continue
+            unseen = [(booked, file) for booked, file in files if theirs not in booked.keys.named]
+            missing = [booked for booked, file in unseen if theirs not in file.schema_names()]
+            if not missing or (ours in OPTIONAL_KEYS and len(missing) < len(files)):
+                continue
+            if ours not in OPTIONAL_KEYS or not is_cut:
+                where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
+                raise _missing_column(where, missing[0], source.key, ours, theirs)
+            what = f"{theirs!r}, which {source.key}.columns names as {ours}"
+            lines.append(f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has {what}")
+    return lines
+
+
+def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> Iterator[str]:
+    """Yield a warning for each ignored key and for each role of a source's settings that none of its rows has."""
+    for ledger, source in zip(ledgers, sources, strict=True):
+        keys = [file.keys for file in ledger.files]
+        seen = set().union(*(one.named for one in keys), *(file.schema_names() for file in source.files))
+        roles = set[str]().union(*(one.roles for one in keys))
+        rows = units.count(ledger.rows, "rows")
+        for name in sorted(source.reading.ignored - seen):
+            yield f"tokenize: {ledger.name}: of {rows} read none has {name!r}, which {source.key}.columns ignores"
+        for name in source.reading.roles:
+            if name not in roles:
+                what = f"a turn of {name!r}, which {source.key}.roles names"
+                yield f"tokenize: {ledger.name}: of {rows} read none has {what}"
+
+
+def _missing_column(where: str, file: FileLedger, source_key: str, ours: str, theirs: str) -> DataError:
+    hint = did_you_mean(theirs, file.keys.first)
+    remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
+    return DataError(
+        f"{where}: no row has {theirs!r}, which {source_key}.columns names as {ours}; its first row has "
+        f"{', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name, or {remedy}"
+    )
+
+
+def refuse_lost_rows(
+    ledgers: Sequence[SourceLedger],
+    settings: Tokenize,
+    first_rejects: Sequence[Sequence[str]],
+    quarantine_path: Path,
+) -> None:
+    """Raise DataError if more rows are unusable than `settings` allow, or all of a source; it names the first."""
+    total = total_of(ledgers)
+    for ledger, rejects in zip(ledgers, first_rejects, strict=True):
+        if ledger.quarantined.total() == ledger.rows:
+            details = _rejects_text(ledger, rejects, quarantine_path)
+            raise DataError(
+                f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable conversation: {details}"
+            )
+    if problem := too_many_unusable(total, settings):
+        details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
+        raise DataError(f"{problem}: mend the rows or raise it. {details}")
+
+
+def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sealed) -> None:
+    """Raise DataError if any of the `rows` are too long; it names the `max_tokens` that holds all of them.
+
+    None is named that is beyond the positions of the model, which `model.rope` may raise.
+    """
+    if not too_long.rows:
+        return
+    config = read_json(model.file("config.json"))
+    positions = positions_in(config.get("text_config", config))
+    shorten = "shorten the rows, or set tokenize.over_long to drop, truncate or split"
+    if too_long.tokens <= positions:
+        remedy = f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less), {shorten}"
+    else:
+        remedy = f"{shorten}; max_tokens beyond the {positions:,} positions of the model needs model.rope"
+    raise DataError(
+        f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of {rows:,}, and "
+        f"tokenize.over_long is error. The longest, {too_long.place}, has {too_long.tokens:,} tokens: {remedy}"
+    )
+
+
+def refuse_lost_samples(
+    ledgers: Sequence[SourceLedger],
+    settings: Tokenize,
+    length_percentiles: Sequence[Mapping[str, float]],
+    hints: Mapping[str, str],
+) -> None:
+    """Raise DataError if more samples are lost than `settings` allow, or all; `hints` say what helps, by reason."""
+    total = total_of(ledgers)
+    if not total.kept:
+        raise DataError(
+            f"no sample is left of {units.count(total.conversations, 'conversations')}:{_advice(total, hints)}"
+        )
+    problems = []
+    for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
+        if problem := too_many_lost(ledger, settings):
+            left = ", ".join(f"{name} {value:,.0f}" for name, value in lengths.items())
+            of_left = f"\n  The samples that are left have {left} tokens" if left else ""
+            problems.append(f"{problem}:{_advice(ledger, hints)}{of_left}")
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
+    lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
+    return "".join(
+        f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}" for reason, number in lost.most_common()
+    )
+
+
+def _rejects_text(ledger: SourceLedger, rejects: Sequence[str], quarantine_path: Path) -> str:
+    listed = "\n".join(f"  {line}" for line in rejects[:NAMED_REJECTS])
+    counts = ", ".join(f"{number} {reason}" for reason, number in ledger.quarantined.most_common())
+    return f"{counts}; the first:\n{listed}\nAll of them: {quarantine_path}"
