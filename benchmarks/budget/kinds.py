@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from benchmarks.budget.trace import Kernel
-from pipeline_lib.train import measure
-from pipeline_lib.train.measure import Interval, length
+from pipeline_lib.train import gpu_activity
+from pipeline_lib.train.gpu_activity import Interval, length
 
 COMMUNICATION, COPIES, IDLE = "communication", "copies", "idle"
 UPDATE, HEAD = "update", "head"  # marks
@@ -55,13 +55,13 @@ class Share:
 def kind_of(kernel: Kernel) -> str:
     """One of KINDS, by the marks and operators that it was given out in, and by its name."""
     name, operators = kernel.name, kernel.operators
-    if measure.kind_of(name) == "communication":
+    if gpu_activity.kind_of(name) == "communication":
         return COMMUNICATION
     if UPDATE in kernel.marks or any(one.startswith("Optimizer.") for one in operators):
         return "optimizer"
     if HEAD in kernel.marks or any("CrossEntropy" in one for one in operators):
         return "head and loss"
-    if measure.kind_of(name) == "copy" or _COPY.search(name) or any(map(_COPY_OPERATORS.search, operators)):
+    if gpu_activity.kind_of(name) == "copy" or _COPY.search(name) or any(map(_COPY_OPERATORS.search, operators)):
         return COPIES
     if _INDUCTOR.search(name):
         return "pointwise and norms"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.train.measure import Interval
+from pipeline_lib.train.gpu_activity import Interval
 
 MARK = "budget:"  # begins the names of ranges that rank.py marks
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -25,7 +25,8 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.lora import draw_adapters
 from pipeline_lib.model.weights import materialise, put, whole
 from pipeline_lib.train.dist import World, process_group
-from pipeline_lib.train.measure import GpuSampler, StepProfiler, gpu_sampler
+from pipeline_lib.train.gpu_activity import StepProfiler
+from pipeline_lib.train.gpu_sampler import GpuSampler, gpu_sampler
 from pipeline_lib.train.mesh import portion_of
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy

@@ -19,7 +19,7 @@ from benchmarks.train.recipes import build, recipe
 from benchmarks.train.rows import Rows, dealt, padded, row_of
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.data.documents import Document
-from pipeline_lib.train.measure import GpuSampler, gpu_sampler
+from pipeline_lib.train.gpu_sampler import GpuSampler, gpu_sampler
 
 
 class InOrder(Trainer):

@@ -354,7 +354,7 @@ def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _Sta
         of_host = sum(sizes) - stays
         return _State(stays, 0, 0, of_host, of_host)
     if is_sharded(train):
-        # Gradients of earlier micro-batches: on the host by fsdp (train/native.py), on the device by hsdp. They are
+        # Gradients of earlier micro-batches: on the host by fsdp (train/fsdp.py), on the device by hsdp. They are
         # counted for a step of one micro-batch too, which has none: so a smaller micro-batch never needs more memory,
         # as `leanest` in plan/choose.py takes for granted.
         on_host, on_device = (sizes[1], 0) if train.strategy == "fsdp" else (0, sizes[1])

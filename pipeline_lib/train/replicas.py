@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.native import let_go
+from pipeline_lib.train.fsdp import let_go
 
 _SUM_BYTES = 8  # of each integer that is summed
 

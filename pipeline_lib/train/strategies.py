@@ -1,9 +1,10 @@
 """The registry of distribution strategies by `train.strategy`; the training loop knows none by name."""
 
 from pipeline_lib.config.train import Train
+from pipeline_lib.train.ddp import Ddp
 from pipeline_lib.train.deepspeed import Zero
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.native import Ddp, Fsdp, Hsdp
+from pipeline_lib.train.fsdp import Fsdp, Hsdp
 from pipeline_lib.train.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {

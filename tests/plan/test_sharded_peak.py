@@ -24,7 +24,7 @@ from pipeline_lib.model.lora import add_adapters, fuse_adapters
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
-from pipeline_lib.train import native
+from pipeline_lib.train import fsdp
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.mesh import state_mesh
 from pipeline_lib.train.strategies import make_strategy
@@ -139,7 +139,7 @@ def test_the_peak_of_a_sharded_step(
     experts.register()
     train = Train.model_validate({"precision": "bf16", "recompute": "none", **settings})
     mesh = state_mesh(WORLD, train)  # made of tensors with data
-    monkeypatch.setattr(native, "state_mesh", lambda *_: mesh)
+    monkeypatch.setattr(fsdp, "state_mesh", lambda *_: mesh)
     model = model_of(AutoConfig.for_model(**config), train)
     predicted = predict(geometry_in(config), train, Ranks(WORLD.size, WORLD.local_size), tokens, accumulation)
     assert predicted.allocated_bytes == pytest.approx(peak_bytes(model, train, tokens, accumulation), rel=TOLERANCE)

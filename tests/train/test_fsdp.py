@@ -12,7 +12,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.model.batch import loss_sum, read_batch
 from pipeline_lib.model.weights import local_part
 from pipeline_lib.train.dist import World
-from pipeline_lib.train.native import Fsdp
+from pipeline_lib.train.fsdp import Fsdp
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result, losses, train, train_until_killed

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.model.batch import loss_sum, read_batch
 from pipeline_lib.model.weights import local_part
-from pipeline_lib.train.native import Fsdp
+from pipeline_lib.train.fsdp import Fsdp
 from pipeline_lib.train.replicas import refuse_differing_replicas
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena

@@ -15,9 +15,11 @@ from pipeline_lib.data import order
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.model.batch import read_batch
 from pipeline_lib.train.dist import World
+from pipeline_lib.train.gpu_sampler import GpuSampler, Sample, gpu_sampler
 from pipeline_lib.train.guards import Judgement, Verdict
-from pipeline_lib.train.measure import GpuSampler, Meter, Sample, gpu_sampler, instruments, memory_fields
+from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.metrics import append_metrics, print_progress
+from pipeline_lib.train.rank_meter import memory_fields
 from pipeline_lib.train.step import StepResult
 from tests.train.conftest import Arena
 

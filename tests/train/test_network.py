@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.train.measure import SYS, SentMeter, sent_bytes
+from pipeline_lib.train.sent_bytes import SYS, SentMeter, sent_bytes
 
 ETHERNET, INFINIBAND, LOOPBACK = 1, 32, 772
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeline_lib.core.rank_use import RankUse
 from pipeline_lib.train import measure
-from pipeline_lib.train.measure import GpuSampler, Sample
+from pipeline_lib.train.gpu_sampler import GpuSampler, Sample
 from pipeline_lib.train.rank import RankJob, train_rank
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx, mark
 
-from pipeline_lib.train.measure import Interval, describe, kind_of, length, row_fields, shares_of
+from pipeline_lib.train.gpu_activity import Interval, describe, kind_of, length, row_fields, shares_of
 
 NAMES = ("gemm_kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096>)", "Memcpy HtoD (Pinned)")
 ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
