@@ -11,7 +11,8 @@ from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.models.annotations import Span
 from numpy.typing import NDArray
 
-from pipeline_lib.compare.comparison import BEST, Comparison
+from pipeline_lib.compare.comparison import Comparison
+from pipeline_lib.compare.ranking import BEST
 from pipeline_lib.compare.read import MAX_COMPARED, Subject
 from pipeline_lib.compare.show import SECTIONS, among, cost_cells, footnotes, listed, loss_cells, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag

@@ -7,7 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline_lib.compare.comparison import BEST, PAIRED, UNKNOWN, Comparison, Difference, Measured, Versus
+from pipeline_lib.compare.comparison import Comparison, Measured
+from pipeline_lib.compare.differences import Difference
+from pipeline_lib.compare.ranking import BEST, PAIRED, UNKNOWN, Versus
 from pipeline_lib.core import units
 from pipeline_lib.status.run import shown
 from pipeline_lib.status.survey import plain_table

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.compare.comparison import Difference
+from pipeline_lib.compare.differences import Difference
 from pipeline_lib.compare.page import write_page
 from pipeline_lib.core.store import Store
 from pipeline_lib.evaluate.stage import scores_by_source

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline_lib.compare.comparison import Difference, Differences, filled
+from pipeline_lib.compare.differences import Difference, Differences, filled
 from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config

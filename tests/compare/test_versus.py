@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline_lib.compare.comparison import (
+from pipeline_lib.compare.ranking import (
     BEST,
     OTHER_DATA,
     OTHER_TOKENS,

@@ -1,0 +1,211 @@
+"""Differences between experiments: config keys, software, data, plans. Equal values are omitted."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline_lib.compare.read import Known
+from pipeline_lib.config.compile import WHERE_KEYS
+from pipeline_lib.config.schema import Config, Data, PydocData, source_key
+from pipeline_lib.config.train import PLACEMENT_KEYS
+from pipeline_lib.core import units
+from pipeline_lib.core.files import canonical_json
+from pipeline_lib.core.units import brief
+from pipeline_lib.records.results import Source
+
+NONE = "-"
+MAX_VALUE_CHARS = 60
+_SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "numpy")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A row that is not the same in all experiments: its name, and its value in each, `-` where it has none."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All differences; only those in `changing` can change the result.
+
+    `changing` and `placing` are config keys; `placing` are those that only tell where and how the training runs.
+    `sources` are the held-out losses of the tuned models by source, in nats per supervised token.
+    """
+
+    changing: list[Difference]
+    placing: list[Difference]
+    software: list[Difference]
+    data: list[Difference]
+    plan: list[Difference]
+    sources: list[Difference]
+
+    @staticmethod
+    def between(found: Sequence[Known]) -> "Differences":
+        """Return the differences between all of `found`."""
+        keys = _differing([by_dotted_key(filled(known.subject.config)) for known in found], _value_text)
+        changing = [one for one in keys if not _is_place(one.name)]
+        return Differences(
+            changing=changing + _contents(found, [one.name for one in changing]),
+            placing=[one for one in keys if _is_place(one.name)],
+            software=_differing([_software(known) for known in found], str),
+            data=_differing([_data(known) for known in found], str),
+            plan=_differing([_plan(known) for known in found], str),
+            sources=_differing([_by_source(known) for known in found], str),
+        )
+
+
+def filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with every missing key set to its default in this version of the code."""
+    sections = {name: field.default for name, field in Config.model_fields.items() if not field.is_required()}
+    any_data = Data(train=(PydocData(source="pydoc"),))
+    of_data = any_data.model_dump(mode="json", exclude={"train"})
+    defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    return _merged({**defaults, "data": of_data}, config)
+
+
+def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    result = {**defaults, **given}
+    for key, default in defaults.items():
+        if isinstance(default, dict) and isinstance(given.get(key), dict):
+            result[key] = _merged(default, given[key])
+    return result
+
+
+def by_dotted_key(value: Any, key: str = "") -> dict[str, Any]:
+    """Return the leaves of `value` by dotted key, like `data.train[0].path`, without the experiment's name."""
+    if isinstance(value, dict):
+        inner = [by_dotted_key(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()]
+        return {name: leaf for each in inner for name, leaf in each.items() if name != "experiment"}
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        inner = [by_dotted_key(item, f"{key}[{index}]") for index, item in enumerate(value)]
+        return {name: leaf for each in inner for name, leaf in each.items()}
+    return {key: value}
+
+
+def _is_place(key: str) -> bool:
+    """Return whether `key` only tells where and how something is computed, or where content with a hash is located."""
+    section, _, rest = key.partition(".")
+    if section == "train":
+        return rest in PLACEMENT_KEYS or rest == "replica"
+    is_where = section in ("model", "data") and key.rpartition(".")[2] in WHERE_KEYS
+    return is_where or section in ("cluster", "tracking")
+
+
+def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[Difference]:
+    """Return the sources whose content differs, by the digest of their download, unless one of `keys` explains it."""
+    differences = []
+    parts = [
+        {part: digest for part, digest in known.subject.parts.items() if part.partition(".")[0] in ("model", "data")}
+        for known in found
+    ]
+    trained = [len(known.subject.config.get("data", {}).get("train", ())) for known in found]
+    for difference in _differing(parts, str):
+        section, _, index = difference.name.partition(".")
+        places = {f"{source_key(int(index), number)}." if section == "data" else f"{section}." for number in trained}
+        if not any(key.startswith(tuple(places)) for key in keys):
+            differences.append(Difference(f"{difference.name} (content)", difference.values))
+    return differences
+
+
+def _software(known: Known) -> dict[str, str]:
+    """Return the versions that the training ran with, or else those of the last sealed stage before it."""
+    order = ("train", "shard", "tokenize", "model")
+    manifest = next((known.manifests[part] for part in order if part in known.manifests), None)
+    versions = manifest.versions if manifest else {}
+    return {name: versions[name] for name in _SOFTWARE if name in versions}
+
+
+def _data(known: Known) -> dict[str, str]:
+    total = known.ledger.total if known.ledger.sources else Source()
+    index, held_out = known.train_index, known.validation_index
+    numbers: dict[str, Any] = {
+        "sources": len(known.ledger.sources) or None,
+        "rows": total.rows,
+        "conversations": total.conversations,
+        **{f"rows quarantined: {reason}": number for reason, number in total.quarantined.items()},
+        "duplicates dropped": total.duplicates_dropped,
+        "samples": total.samples,
+        **{f"samples dropped: {reason}": number for reason, number in total.dropped.items()},
+        "samples kept": total.kept,
+        "of them cut": total.truncated,
+        "of them pieces": total.split,
+        "tokens": total.tokens,
+        "supervised tokens": total.supervised_tokens,
+        "training blocks": index.blocks,
+        "tokens of a block": index.block_tokens,
+        "training documents": index.documents,
+        "held-out documents": held_out.documents,
+        "held-out supervised tokens": held_out.supervised_tokens,
+    }
+    padding = {"padding": units.percent(index.padding_fraction)} if index.blocks else {}
+    return {name: units.count(number) for name, number in numbers.items() if number is not None} | padding
+
+
+def _by_source(known: Known) -> dict[str, str]:
+    scores = known.evaluation.eval.by_source
+    return {one.source: units.real(one.tuned.loss, "", 4) for one in scores if one.tuned.loss is not None}
+
+
+def _plan(known: Known) -> dict[str, str]:
+    plan = known.plan
+    batch, way, reshard = plan.batch, plan.prediction, plan.prediction.changes.reshard
+    shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
+        "strategy": (plan.chosen.strategy, str),
+        "machine": (plan.machine.name, str),
+        "nodes": (plan.cluster.nodes, units.count),
+        "ranks": (plan.cluster.ranks, units.count),
+        "device": (plan.cluster.device, str),
+        "blocks of a step": (batch.global_batch_blocks, units.count),
+        "micro-batch, blocks": (batch.micro_batch_blocks, units.count),
+        "accumulation": (batch.accumulation, units.count),
+        "tokens of a step": (batch.tokens_per_step, units.count),
+        "samples of a step": (batch.samples_per_step, units.compact),
+        "steps": (batch.steps, units.count),
+        "epochs": (batch.epochs, units.compact),
+        "activation checkpointing": (way.changes.recompute, str),
+        "offload": (way.changes.offload, str),
+        "no reshard after forward": (None if reshard is None else not reshard, _value_text),
+        "compiled": (way.changes.compile, _value_text),
+        "a step, predicted": (way.step_s.value, brief),
+        "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),
+        "all steps, predicted": (way.run_s.value, brief),
+        "GPU hours, predicted": (way.gpu_hours.value, units.rounded),
+    }
+    return {name: show(value) for name, (value, show) in shown.items() if value is not None}
+
+
+def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[Difference]:
+    """Return the keys whose values differ, in order of first appearance; an empty table counts as unknown.
+
+    The values are compared, not their displayed texts.
+    """
+    known = [table for table in tables if table]
+    keys = dict.fromkeys(key for table in known for key in table)
+    found = []
+    for key in keys:
+        values = [canonical_json(table[key]) if key in table else None for table in known]
+        if len(set(values)) > 1:
+            texts = (show(table[key]) if key in table else NONE for table in tables)
+            cells = (text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..." for text in texts)
+            found.append(Difference(key, tuple(cells)))
+    return found
+
+
+def as_number(value: Any) -> float | None:
+    """Return `value` if it is a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _value_text(value: Any) -> str:
+    """Return a config value as a user would write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else canonical_json(value)

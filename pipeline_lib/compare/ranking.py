@@ -1,0 +1,166 @@
+"""Ranking: which experiment is best, and which of the others are worse by more than chance.
+
+The held-out documents are a sample. Two models that were scored on the same documents are compared document by
+document, which cancels the difficulty of each document; where no document is shared, the noise of both samples
+counts. The best is selected for its loss, so the intervals are widened to hold for all pairs at once (Bonferroni):
+among experiments that are equally good, 5 % of comparisons find any difference at all. A loss is per token, so only
+experiments with the same tokenizer are compared.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline_lib.compare.read import Known
+from pipeline_lib.records.results import DocumentScore
+from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, Losses
+
+PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
+OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"
+OTHER_DATA = "they share too few held-out documents, and their data differs"
+Document = tuple[str, int]  # its hash, and the number of equal documents before it
+
+
+@dataclass(frozen=True)
+class Versus:
+    """The excess of an experiment's loss over that of the best, in nats per supervised token.
+
+    `documents` is the number of documents that both were scored on. `kind` is the method of the comparison; for
+    UNKNOWN, `why` is the reason why there is no interval.
+    """
+
+    kind: str
+    documents: int = 0
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    why: str = ""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the loss is above that of the best by more than chance."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval is known and contains 0."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the loss on shared documents is below that of the best, which is best on its own documents."""
+        return self.high is not None and self.high < 0
+
+    @property
+    def meaning(self) -> str:
+        """The result in a few words."""
+        if self.kind == BEST:
+            return BEST
+        known = {"worse": self.is_worse, "within noise": self.is_noise, "better where shared": self.is_better}
+        return next((word for word, holds in known.items() if holds), "unknown")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best of the evaluated experiments, how each compares with it, and the number of pairs the intervals hold for.
+
+    Experiments are identified by their place in the list. `shared` is the number of documents that all experiments with
+    losses by document were scored on, 0 if these are too few. `loss` is the lowest among `ranked`: each loss on the
+    experiment's own documents, or, if `is_part`, on the shared documents only. There is no best without an evaluated
+    experiment, or where no two can be compared.
+    """
+
+    best: int | None
+    versus: Mapping[int, Versus]
+    pairs: int
+    shared: int
+    ranked: Collection[int] = ()
+    loss: float | None = None
+    is_part: bool = False
+
+
+def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
+    """Rank those of `found` that have a held-out loss; `names` are their names in messages."""
+    losses = {place: one.loss for place, one in enumerate(found) if one.loss is not None}
+    if not losses:
+        return Ranking(None, {}, 0, 0)
+    tables = {place: table for place in losses if (table := _table(found[place].document_scores))}
+    alike = _alike({place: found[place].tokenizer_hash for place in losses})
+    why = dict.fromkeys(losses.keys() - set(alike), OTHER_TOKENS)
+    scored = [place for place in alike if place in tables]
+    common = _shared([tables[place] for place in scored]) if len(scored) > 1 else []
+    if len(common) < MIN_DOCUMENTS:
+        common = []
+        of_data = _alike({place: found[place].data for place in alike})
+        why |= dict.fromkeys(set(alike) - set(of_data), OTHER_DATA)
+        alike = of_data
+        scored = [place for place in alike if place in tables]
+    if len(alike) < min(2, len(losses)):
+        reason = OTHER_TOKENS if OTHER_TOKENS in why.values() else OTHER_DATA
+        return Ranking(None, {place: Versus(UNKNOWN, why=reason) for place in losses}, 1, 0)
+    is_part = bool(common) and any(len(tables[place]) > len(common) for place in scored)
+    means = {place: losses[place] for place in alike}
+    if is_part:  # losses on different documents are not comparable
+        means = {place: _losses(tables[place], common).mean for place in scored}
+    best = min(means, key=lambda place: (means[place], place))
+    pairs = max(1, len(scored) * (len(scored) - 1) // 2)
+    versus = {best: Versus(BEST, len(common))}
+    for place in losses:
+        if place == best:
+            continue
+        if place in why:
+            versus[place] = Versus(UNKNOWN, why=why[place])
+        elif place not in tables or best not in tables:
+            without = names[place if place not in tables else best]
+            reason = f"the evaluation of {without} has no losses by document (scores.jsonl); run evaluate again"
+            versus[place] = Versus(UNKNOWN, difference=losses[place] - losses[best], why=reason)
+        else:
+            versus[place] = compare(tables[place], tables[best], pairs, common)
+    return Ranking(best, versus, pairs, len(common), tuple(sorted(means)), means[best], is_part)
+
+
+def compare(
+    one: Mapping[Document, DocumentScore],
+    best: Mapping[Document, DocumentScore],
+    pairs: int = 1,
+    common: Sequence[Document] = (),
+) -> Versus:
+    """Return how far `one` is above `best` on the `common` documents, or else on those that the two share.
+
+    The interval is widened so that `pairs` intervals hold together.
+    """
+    shared = list(common) or _shared([one, best])
+    if len(shared) >= MIN_DOCUMENTS:
+        kind, difference = PAIRED, _losses(best, shared).gain_over(_losses(one, shared))
+    else:
+        kind, difference = UNPAIRED, _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
+    if not difference.has_enough:
+        return Versus(UNKNOWN, len(shared), why=TOO_FEW)
+    return Versus(kind, len(shared), difference.value, *difference.interval(pairs))
+
+
+def _alike(hashes: Mapping[int, str | None]) -> list[int]:
+    """Return the places whose hash is the most common one (of several, the first) or is not known."""
+    known = Counter(one for one in hashes.values() if one is not None).most_common(1)
+    return [place for place, one in hashes.items() if one is None or one == known[0][0]]
+
+
+def _table(scores: Sequence[DocumentScore]) -> dict[Document, DocumentScore]:
+    """Return the scores by document, without documents of 0 tokens; equal documents are numbered, since each counts."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for score in scores:
+        if score.tokens:
+            found[score.document, seen[score.document]] = score
+            seen[score.document] += 1
+    return found
+
+
+def _shared(tables: Sequence[Mapping[Document, DocumentScore]]) -> list[Document]:
+    """Return the documents of all `tables` with equal token counts, in the order of the first table."""
+    first, *others = tables
+    return [key for key in first if all(key in other and other[key].tokens == first[key].tokens for other in others)]
+
+
+def _losses(table: Mapping[Document, DocumentScore], documents: Sequence[Document]) -> Losses:
+    return Losses.of([table[document] for document in documents], "tuned")
