@@ -35,8 +35,9 @@ from pipeline_lib.launch.environment import (
     last_host,
     launch_environment,
 )
-from pipeline_lib.launch.outcome import Cause, Report, Reporting, explain
+from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.place import Place, srun_command
+from pipeline_lib.launch.rank_report import Cause, Report, Reporting
 from pipeline_lib.launch.stage import Attempt
 from pipeline_lib.records.plan import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob

@@ -12,7 +12,8 @@ from pipeline_lib.core.errors import CONTINUES, DiskFull, Interrupted, PipelineE
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Job
-from pipeline_lib.launch.outcome import Lost, RankFailed, RanksLost
+from pipeline_lib.launch.heartbeat import Lost
+from pipeline_lib.launch.outcome import RankFailed, RanksLost
 from pipeline_lib.launch.place import Place
 from pipeline_lib.launch.stage import Attempt
 from pipeline_lib.records.plan import PlanDocument

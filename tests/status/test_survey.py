@@ -19,7 +19,8 @@ from pipeline_lib.core.errors import CONTINUES, ConfigError, Interrupted, Pipeli
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.text import cut
-from pipeline_lib.launch.outcome import Reporting, explain
+from pipeline_lib.launch.outcome import explain
+from pipeline_lib.launch.rank_report import Reporting
 from pipeline_lib.status.survey import show
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row

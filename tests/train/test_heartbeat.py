@@ -9,8 +9,8 @@ import pytest
 
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.files import write_json
-from pipeline_lib.launch import outcome
-from pipeline_lib.launch.outcome import Heartbeat, Sign, find_lost, read_signs
+from pipeline_lib.launch import heartbeat
+from pipeline_lib.launch.heartbeat import Heartbeat, Sign, find_lost, read_signs
 from tests.processes import running, wait_for
 from tests.train.conftest import Arena
 from tests.train.launching import make_stage
@@ -77,12 +77,12 @@ def test_a_frozen_process_stops_beating_and_a_free_one_goes_on(tmp_path: Path) -
 
 def test_a_rank_that_goes_on_after_long_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before its next sign, it is not taken for one that others waited for while it was starting."""
-    monkeypatch.setattr(outcome, "EVERY_S", 1000.0)
-    with Heartbeat(tmp_path, 0, "n1", timeout_s=10_000) as heartbeat:
-        heartbeat.observe("rank.doing", {"what": "loading"})
+    monkeypatch.setattr(heartbeat, "EVERY_S", 1000.0)
+    with Heartbeat(tmp_path, 0, "n1", timeout_s=10_000) as beating:
+        beating.observe("rank.doing", {"what": "loading"})
         assert read_signs(tmp_path, 1)[0].doing == "starting"
-        monkeypatch.setattr(outcome, "MISSED_BEATS", 0)
-        heartbeat.observe("step.begin", {"step": 1})
+        monkeypatch.setattr(heartbeat, "MISSED_BEATS", 0)
+        beating.observe("step.begin", {"step": 1})
         wait_for(lambda: read_signs(tmp_path, 1)[0].step == 1, "a sign in the first step")
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.sizes import model_config
-from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
+from pipeline_lib.calibrate.random_model import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.train import Train
 from pipeline_lib.core import files
 from pipeline_lib.core.events import EventLog

@@ -23,7 +23,8 @@ from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Spec, Store
-from pipeline_lib.launch.outcome import Reporting, explain
+from pipeline_lib.launch.outcome import explain
+from pipeline_lib.launch.rank_report import Reporting
 from pipeline_lib.report.outcomes import outcome_table, outcomes
 from pipeline_lib.workflow.rungs import conclude_rung, reach
 from tests.status.stubs import CONFIG
