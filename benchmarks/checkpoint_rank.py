@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.geometry import FP32_BYTES
-from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
+from pipeline_lib.calibrate.random_model import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog

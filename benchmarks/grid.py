@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.sizes import config_json
 from benchmarks.strategies import chat_documents
-from pipeline_lib.calibrate.rank import random_stepper, take_step
+from pipeline_lib.calibrate.random_model import random_stepper, take_step
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError

@@ -30,7 +30,7 @@ from benchmarks.sizes import config_json
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.geometry import Geometry, step_flops
 from pipeline_lib.arch.layers import LOGITS_AT_ONCE, kept_attention
-from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper, take_step
+from pipeline_lib.calibrate.random_model import batch_of_documents, random_stepper, take_step
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.processes import die_with_parent

@@ -26,7 +26,7 @@ from benchmarks.measure import show
 from benchmarks.sizes import config_json
 from benchmarks.train.weights import fill
 from pipeline_lib.arch.families import read_geometry
-from pipeline_lib.calibrate.rank import batch_of_documents, random_stepper
+from pipeline_lib.calibrate.random_model import batch_of_documents, random_stepper
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import write_json

@@ -20,7 +20,7 @@ from benchmarks.budget.trace import MARK, Kernel, read_kernels
 from benchmarks.kernels.documents import Documents
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.arch.geometry import step_flops
-from pipeline_lib.calibrate.rank import random_stepper, take_step
+from pipeline_lib.calibrate.random_model import random_stepper, take_step
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import read_json

@@ -12,7 +12,7 @@ from benchmarks.train.cases import Case, train_settings
 from benchmarks.train.documents import documents_of
 from benchmarks.train.rank import WARM_UP_STEPS, Side, memory_fields, rank_arguments, say, start_fields
 from benchmarks.train.weights import fill
-from pipeline_lib.calibrate.rank import take_step
+from pipeline_lib.calibrate.random_model import take_step
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.processes import die_with_parent

@@ -22,8 +22,8 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_text
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.units import GIGA, TERA, brief, gbit_per_s
-from pipeline_lib.doctor import machine
-from pipeline_lib.doctor.machine import UNMEASURED, Unmeasured, measured
+from pipeline_lib.doctor import probes
+from pipeline_lib.doctor.facts import UNMEASURED, Unmeasured, measured
 from pipeline_lib.launch.environment import (
     PLACE_IN_WORLD,
     allocator_settings,
@@ -225,7 +225,7 @@ class Calibration:
         Under torchrun or srun with several ranks only this process's rank is measured, and no others are started.
         Raises PipelineError if torch does not start.
         """
-        facts = measured(lambda: machine.probe("torch", environ, DEADLINE_S))
+        facts = measured(lambda: probes.probe("torch", environ, DEADLINE_S))
         if UNMEASURED in facts:
             raise PipelineError(f"calibrate: torch does not start ({facts[UNMEASURED]}); see `doctor`")
         device = "cuda" if facts["cuda_works"] else "cpu"
@@ -256,7 +256,7 @@ class Calibration:
             write_text(path, self.task.as_json())
             environs = [{**environ, **rendezvous} for environ in self.environs]
             try:
-                answers = machine.run_children(["measure", "--task", str(path)], environs, self.deadline_s)
+                answers = probes.run_children(["measure", "--task", str(path)], environs, self.deadline_s)
             except Unmeasured as error:
                 advice = "`python -m pipeline_lib doctor` says what is wrong with this machine"
                 raise PipelineError(f"calibrate: a rank did not measure: {error}; {advice}") from error
@@ -264,7 +264,7 @@ class Calibration:
         left_out = list(found.pop("left_out"))
         if self.is_first:
             arguments = ("--store", str(self.store.absolute()))
-            disk = measured(lambda: machine.probe("disk", self.environs[0], DISK_DEADLINE_S, *arguments))
+            disk = measured(lambda: probes.probe("disk", self.environs[0], DISK_DEADLINE_S, *arguments))
             if UNMEASURED in disk:
                 left_out.append(f"disk_bytes_s: {disk[UNMEASURED]}")
             else:

@@ -201,7 +201,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     os.environ.update(dist_environment(os.environ) | compile_caches(os.environ))
     with importing():
         from pipeline_lib.core.lock import Lock
-        from pipeline_lib.launch.outcome import Heartbeat, Reporting, host_of
+        from pipeline_lib.launch.heartbeat import Heartbeat, host_of
+        from pipeline_lib.launch.rank_report import Reporting
         from pipeline_lib.launch.spawn import checkpoint_in
         from pipeline_lib.records.plan import read_plan
         from pipeline_lib.train.rank import RankJob, train_rank
@@ -276,7 +277,8 @@ def probe(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what starts it on a host has SIGTERM ignored
     die_with_owner(os.environ)
 
-    from pipeline_lib.doctor.machine import disk, gpus
+    from pipeline_lib.doctor.gpus import gpus
+    from pipeline_lib.doctor.resources import disk
 
     if arguments.name == "node":
         with importing():

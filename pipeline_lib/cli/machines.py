@@ -78,7 +78,8 @@ def doctor(arguments: argparse.Namespace) -> None:
     """Examine this machine, hosts, or nodes of a cluster, and report facts and problems."""
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
-    from pipeline_lib.doctor.machine import advice, examine
+    from pipeline_lib.doctor.advice import advice
+    from pipeline_lib.doctor.machine import examine
     from pipeline_lib.doctor.report import report
 
     if arguments.hosts is not None:

@@ -63,7 +63,8 @@ def days(text: str) -> float:
 def list_store(arguments: argparse.Namespace) -> None:
     """List the experiments; with names also their directories, with --all every directory instead."""
     from pipeline_lib.upkeep.gc import directory_lines, experiment_lines
-    from pipeline_lib.upkeep.inventory import Inventory, shares, used_by
+    from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.usage import shares, used_by
 
     inventory, now_s = Inventory.read(Store.from_env(os.environ)), time.time()
     found, digests = used_by(inventory, arguments.names, "store ls")
@@ -79,7 +80,8 @@ def measure(arguments: argparse.Namespace) -> None:
     """Show the bytes that stages and experiments take."""
     from pipeline_lib.status.run import LOGS
     from pipeline_lib.upkeep.gc import use_lines
-    from pipeline_lib.upkeep.inventory import Inventory, shares, used_by
+    from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.usage import shares, used_by
 
     inventory = Inventory.read(Store.from_env(os.environ))
     found, _ = used_by(inventory, arguments.names, "store du")
@@ -91,7 +93,8 @@ def collect(arguments: argparse.Namespace) -> None:
     """Remove what nothing needs, or with --dry-run show it."""
     from pipeline_lib.core.lock import locked
     from pipeline_lib.upkeep.gc import Removal, Request, find_garbage, garbage_lines, removal_lines
-    from pipeline_lib.upkeep.inventory import DAY_S, Inventory
+    from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.live import DAY_S
 
     store = Store.from_env(os.environ)
     names = arguments.keep_experiments
@@ -127,7 +130,8 @@ def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
 def verify(arguments: argparse.Namespace) -> None:
     """Verify all sealed directories, or those that some experiments use. Raise IntegrityError with all damage found."""
     from pipeline_lib.upkeep.check import damaged, progress_on, to_verify, verify_all
-    from pipeline_lib.upkeep.inventory import Inventory, used_by
+    from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.usage import used_by
 
     store = Store.from_env(os.environ)
     inventory = Inventory.read(store)

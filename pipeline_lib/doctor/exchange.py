@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline_lib.doctor.machine import Section, Unmeasured, clocks
+from pipeline_lib.doctor.facts import Section, Unmeasured
+from pipeline_lib.doctor.gpus import clocks
 from pipeline_lib.launch.rendezvous import Rendezvous
 from pipeline_lib.model.gpu import why_no_kernels
 

@@ -23,19 +23,12 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import redact
 from pipeline_lib.core.units import count, to_gbit_per_s
-from pipeline_lib.doctor.machine import (
-    UNMEASURED,
-    Facts,
-    Section,
-    Unmeasured,
-    deadline,
-    existing_folder,
-    measure_machine,
-    measured,
-)
+from pipeline_lib.doctor.facts import UNMEASURED, Facts, Section, Unmeasured, measured
+from pipeline_lib.doctor.machine import deadline, measure_machine
+from pipeline_lib.doctor.resources import existing_folder
 from pipeline_lib.hosts.checks import token_in, unseen_answers
 from pipeline_lib.hosts.facts import PACKAGE, code_digest
-from pipeline_lib.launch.outcome import host_of
+from pipeline_lib.launch.heartbeat import host_of
 from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs, sbatch_options
 from pipeline_lib.slurm.job import SlurmError
 from pipeline_lib.slurm.site import Site

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline_lib.core.units import count
-from pipeline_lib.doctor.machine import UNMEASURED, Facts, advice
+from pipeline_lib.doctor.advice import advice
+from pipeline_lib.doctor.facts import UNMEASURED, Facts
 from pipeline_lib.doctor.nodes import Findings
 
 WIDTH = 110

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.text import shortened
 from pipeline_lib.doctor.exchange import MEET_S, Place, clock_offsets, gpu_at_work, measure_all, measure_pairs
-from pipeline_lib.doctor.machine import log_nccl, logged_transports
 from pipeline_lib.doctor.nodes import lines_of, node_facts
+from pipeline_lib.doctor.probes import log_nccl, logged_transports
 from pipeline_lib.launch.environment import (
     HOST_VARIABLE,
     INTERFACE_VARIABLES,
@@ -26,7 +26,7 @@ from pipeline_lib.launch.environment import (
     choose_interface,
     dist_environment,
 )
-from pipeline_lib.launch.outcome import host_of
+from pipeline_lib.launch.heartbeat import host_of
 from pipeline_lib.launch.rendezvous import Rendezvous
 from pipeline_lib.slurm.job import SlurmError, node_address
 

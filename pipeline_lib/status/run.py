@@ -23,7 +23,7 @@ from pipeline_lib.core.run_record import Event, RunRecord, number, objects, tail
 from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import MANIFEST_NAME, Ref
 from pipeline_lib.core.text import one_line, shortened
-from pipeline_lib.launch.outcome import Report
+from pipeline_lib.launch.rank_report import Report
 from pipeline_lib.records.plan import read_plan
 from pipeline_lib.slurm.job import PENDING, QueuedJob
 from pipeline_lib.status.catalog import changed_at, json_object

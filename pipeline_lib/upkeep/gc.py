@@ -19,26 +19,19 @@ from pipeline_lib.status.run import shown
 from pipeline_lib.upkeep.inventory import (
     EXPERIMENTS,
     OWN_FOLDERS,
-    RECENT_S,
     Inventory,
     Leftover,
-    Live,
     Made,
-    Needs,
     RunFolder,
-    Share,
-    ago,
-    by_stage,
     chosen,
-    find_live,
     folders_in,
     is_digest,
-    named,
     runs_beside,
     specs_in,
-    sweeps,
-    unmatched,
 )
+from pipeline_lib.upkeep.live import RECENT_S, Live, ago, find_live, sweeps
+from pipeline_lib.upkeep.needs import Needs, named, unmatched
+from pipeline_lib.upkeep.usage import Share, by_stage
 
 # Finding what may go from a store when some experiments are kept.
 #

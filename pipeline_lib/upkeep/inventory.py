@@ -1,33 +1,28 @@
-"""The contents of a store, which experiments use them, and what is being worked on."""
+"""The contents of a store: experiments, stage directories, run folders, specs, and leftovers of killed writers.
+
+Sizes of sealed directories are those that their manifests record; all others are measured. Nothing is changed, and
+nothing that cannot be read hides the rest: it is listed, with the reason. Stores that lie side by side have their own
+directories, and share their runs and locks.
+"""
 
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pipeline_lib.config.compile import WHERE_KEYS, run_digest
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.halving import DECISIONS, RUNGS
-from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
+from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import STAGE_PREFIX, TRASH_PREFIX
-from pipeline_lib.core.lock import describe, holder
 from pipeline_lib.core.run_folder import CHECKPOINTS, SET_ASIDE, sealed_steps
 from pipeline_lib.core.store import DIGEST_CHARS, MANIFEST_NAME, Manifest, Ref, Spec, Store, read_manifest
-from pipeline_lib.core.text import did_you_mean
-from pipeline_lib.slurm.job import QueuedJob
-from pipeline_lib.status.catalog import Catalog, Frozen, changed_at, json_object
-from pipeline_lib.status.run import shown
-
-# The contents of a store: experiments, stage directories, run folders, specs, and leftovers of killed writers.
-#
-# Sizes of sealed directories are those that their manifests record; all others are measured. Nothing is changed, and
-# nothing that cannot be read hides the rest: it is listed, with the reason.
+from pipeline_lib.status.catalog import Catalog, Frozen, changed_at
 
 SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "unfinished"
 SPECS, EXPERIMENTS, SWEEPS, REHEARSALS = "specs", "experiments", "sweeps", "rehearse"
@@ -332,9 +327,6 @@ def _run_folder(path: Path) -> RunFolder:
     )
 
 
-# Stores that lie side by side: each has its own directories, and all share their runs and locks.
-
-
 def runs_beside(store: Store) -> frozenset[str]:
     """Return the names of run folders of the other stores beside `store`; the same training has the same in each."""
     paths: list[Path] = []
@@ -355,262 +347,3 @@ def runs_beside(store: Store) -> frozenset[str]:
 def run_name(spec: Spec) -> str:
     """Return the name of the lock and of the run folder of a stage instance; trainings share those of their run."""
     return run_digest(spec) if spec.stage == "train" else spec.digest
-
-
-# What is being worked on, or is about to be: by locks, by SLURM's queue, and by recent writes.
-#
-# Between two stages a local snakemake leaves no trace but what the first one wrote, and a job that waits in the queue
-# has no lock yet. So whatever changed within RECENT_S counts as live, and so does everything that one snakemake makes.
-
-RECENT_S = 600.0
-DAY_S = 86400.0
-_DIGESTS = re.compile(rf"(?<![0-9a-f])[0-9a-f]{{{DIGEST_CHARS}}}(?![0-9a-f])")
-
-
-@dataclass(frozen=True)
-class Live:
-    """The digests of stage instances and runs in work, and the live experiments by path, each with the reason."""
-
-    digests: Mapping[str, str]
-    experiments: Mapping[Path, str]
-
-
-def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> Live:
-    """Return what is live at `now_s`, in seconds since 1970; `jobs` are those in SLURM's queue."""
-    digests: dict[str, str] = {}
-    for digest, why in _live_digests(inventory, jobs, now_s):
-        digests.setdefault(digest, why)
-        digests.setdefault(inventory.lock_of(digest), why)  # a training to a rung of halving: the full one's run
-    experiments: dict[Path, str] = {}
-    for experiment in inventory.experiments:
-        used = [*experiment.parts.values()]
-        if train := experiment.parts.get("train"):
-            used.append(inventory.lock_of(train))
-        reason = next((digests[digest] for digest in used if digest in digests), None)
-        if now_s - experiment.frozen_at < RECENT_S:
-            reason = f"snakemake was started with it {ago(now_s - experiment.frozen_at)}"
-        if reason:
-            experiments[experiment.path] = reason
-    known = {experiment.path for experiment in inventory.experiments}  # some of an older sweep may be gone
-    for _, swept in sweeps(inventory.store.root):
-        if live := next((path for path in swept if path in experiments), None):
-            for path in known.intersection(swept):
-                experiments.setdefault(path, f"in one sweep with an experiment that is in use ({experiments[live]})")
-    return Live(digests, experiments)
-
-
-def _live_digests(inventory: Inventory, jobs: Iterable[QueuedJob], now_s: float) -> Iterator[tuple[str, str]]:
-    """Yield digests of stage instances and runs with the reason: locked, in the queue, written to recently."""
-    for path in sorted((inventory.store.root.parent / "runs" / LOCKS).glob("*")):
-        if is_digest(path.name) and (owner := holder(path)) is not None:
-            yield path.name, f"{describe(owner)} works on {path.name}"
-    for job in jobs:
-        for digest in _DIGESTS.findall(job.comment):
-            yield digest, f"SLURM job {job.id} makes {digest}: {job.shown}"
-    for one in inventory.made:
-        if now_s - one.used_at < RECENT_S:
-            yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}"
-    for run in inventory.runs:
-        if now_s - run.used_at < RECENT_S:
-            yield run.name, f"{run.path} was written to {ago(now_s - run.used_at)}"
-
-
-def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield the frozen sweeps of the store at `root`, each with its experiments: one snakemake makes them all."""
-    for path in sorted((root / SWEEPS).glob("*.json")):
-        names = json_object(path).get("experiments")
-        if isinstance(names, list):
-            yield path, [root / EXPERIMENTS / name for name in names if isinstance(name, str)]
-
-
-def ago(age_s: float) -> str:
-    """Format an age roughly: `5 d ago`, `3 h ago`, `0 min ago`."""
-    for unit, size_s in (("d", DAY_S), ("h", 3600.0)):
-        if age_s >= 2 * size_s:
-            return f"{int(age_s // size_s)} {unit} ago"
-    return f"{max(0, int(age_s // 60))} min ago"
-
-
-# Selecting experiments by name, and what they and live work need from a store.
-
-
-def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> list[Frozen]:
-    """Return the frozen experiments that match `names`: names, patterns (`lr-*`), or what `ls NAME` shows as frozen.
-
-    Raises ConfigError, with `where` as its place, for a name that matches none, with the nearest name.
-    """
-    found: dict[Path, Frozen] = {}
-    problems = []
-    for name in names:
-        exact = [one for one in experiments if name in (one.name, one.path.stem)]
-        meant = exact or [one for one in experiments if fnmatchcase(one.name, name)]
-        found |= {one.path: one for one in meant}
-        if not meant:
-            known = sorted({one.name for one in experiments})
-            hint = did_you_mean(name, known) or f"; known: {shown(', '.join(known[:10])) or 'none'}"
-            problems.append(f"{name!r}: no experiment of that name{hint}")
-    if problems:
-        raise ConfigError(where, problems)
-    return list(found.values())
-
-
-def unmatched(experiments: Sequence[Frozen], names: Iterable[str]) -> list[str]:
-    """Return the patterns among `names` that match no experiment; a plain name is not a pattern."""
-    patterns = [name for name in names if set("*?[") & set(name)]
-    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in experiments)]
-
-
-@dataclass
-class Needs:
-    """The needed digests of stage instances, and names of run folders."""
-
-    inventory: Inventory
-    digests: set[str] = field(default_factory=set)
-    runs: set[str] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-    _downloads: set[str] = field(default_factory=set)
-
-    def add_experiment(self, experiment: Frozen) -> None:
-        """Add all parts of an experiment; what cannot be read is added to `problems`."""
-        if not experiment.parts:
-            self.problems.append(experiment.unreadable or f"{experiment.path}: not a valid experiment file")
-        for path in _paths_of_sources(json_object(experiment.path).get("config")):
-            self._add_path(path)
-        for part, digest in experiment.parts.items():
-            try:
-                self._add(self.inventory.spec(digest))
-            except IntegrityError as error:
-                self.problems.append(f"{part} of {experiment.name!r}: {error}")
-
-    def add_digest(self, digest: str) -> None:
-        """Add a stage instance or run in work, with everything that it is made from, as far as that is known."""
-        waiting = [digest]
-        while waiting:
-            current = waiting.pop()
-            if current in self.digests and current in self.runs:
-                continue
-            self.digests.add(current)
-            self.runs.add(current)
-            try:
-                spec = self.inventory.spec(current)
-                self._add(spec)
-            except IntegrityError:
-                continue
-            waiting += [ref.digest for ref in spec.inputs.values()]
-
-    def _add(self, spec: Spec) -> None:
-        self.digests.add(spec.digest)
-        self.runs.add(run_name(spec))
-        if spec.stage != "download" or spec.digest in self._downloads:
-            return
-        # Live work is known by its spec alone. A manifest contains no paths.
-        for value in self.inventory.frozen_spec(spec.digest).where.values():
-            self._add_path(str(value))
-        self._downloads.add(spec.digest)
-
-    def _add_path(self, path: str) -> None:
-        """Add what a local model or data path leads to if that is in this store, as `results/NAME/model` is."""
-        with suppress(ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
-            self.digests.update(Path(path).resolve().relative_to(self.inventory.store.root.resolve()).parts[1:2])
-
-
-def _paths_of_sources(config: Any) -> Iterator[str]:
-    """Yield the local paths in a frozen config, which may be damaged.
-
-    Specs have them too, but another clone with other paths to the same content writes its own to the same specs.
-    """
-    sections = [config] if isinstance(config, dict) else []
-    while sections:
-        section = sections.pop()
-        for key, value in section.items():
-            if key in WHERE_KEYS and isinstance(value, str):
-                yield value
-            of_key = value if isinstance(value, list) else [value]
-            sections += [one for one in of_key if isinstance(one, dict)]
-
-
-# Usage of a store: by experiment name, its own and shared bytes; by stage, the total.
-
-
-@dataclass(frozen=True)
-class Share:
-    """The usage by the frozen experiments of one name: sealed and damaged directories, and bytes.
-
-    `shared` are the bytes that another name uses too, `checkpoints` those in its run folders. `used_at` is when it was
-    last frozen or made, in seconds since 1970.
-    """
-
-    name: str
-    configs: Sequence[Frozen]
-    parts: int
-    sealed: int
-    damaged: int
-    own: int
-    shared: int
-    checkpoints: int
-    used_at: float
-
-
-def shares(inventory: Inventory) -> list[Share]:
-    """Return the usage of each name, the most recently used first."""
-    by_name: dict[str, list[Frozen]] = {}
-    for experiment in inventory.experiments:
-        by_name.setdefault(experiment.name, []).append(experiment)
-    found = []
-    for name, configs in by_name.items():
-        digests = {digest for one in configs for digest in one.parts.values()}
-        made = [inventory.by_digest[digest] for digest in digests if digest in inventory.by_digest]
-        own = [one for one in made if all(user.name == name for user in inventory.users[one.ref.digest])]
-        own_bytes = sum(one.bytes for one in own)
-        runs = [inventory.by_run[run] for run in run_names(inventory, configs) if run in inventory.by_run]
-        share = Share(
-            name,
-            configs,
-            parts=len(digests),
-            sealed=sum(one.state == SEALED for one in made),
-            damaged=sum(one.state == DAMAGED for one in made),
-            own=own_bytes,
-            shared=sum(one.bytes for one in made) - own_bytes,
-            checkpoints=sum(run.checkpoint_bytes for run in runs),
-            used_at=max([*(one.frozen_at for one in configs), *(one.used_at for one in own)]),
-        )
-        found.append(share)
-    return sorted(found, key=lambda share: (-share.used_at, share.name))
-
-
-def run_names(inventory: Inventory, experiments: Iterable[Frozen]) -> set[str]:
-    """Return the names of the run folders of the stage instances of `experiments`."""
-    parts = [(part, digest) for one in experiments for part, digest in one.parts.items()]
-    return {inventory.lock_of(digest) if part == "train" else digest for part, digest in parts}
-
-
-def used_by(inventory: Inventory, names: Sequence[str], where: str) -> tuple[set[str], set[str] | None]:
-    """Return the names of the experiments that match `names` (all if empty), and the digests of what they use.
-
-    Without `names` the digests are None, which means all. Raises ConfigError, with `where` as its place, for an unknown
-    name.
-    """
-    found = named(inventory.experiments, names, where) if names else list(inventory.experiments)
-    digests = {digest for one in found for digest in one.parts.values()} | run_names(inventory, found)
-    return {one.name for one in found}, digests if names else None
-
-
-def by_stage(inventory: Inventory, logs: Path) -> list[tuple[str, int, int]]:
-    """Return what takes space, with its count and bytes: every stage, then everything beside the stages."""
-    stages: dict[str, list[int]] = {}
-    for one in inventory.made:
-        stages.setdefault(one.ref.stage, []).append(one.bytes)
-    runs, left, others = inventory.runs, inventory.leftovers, inventory.others
-    small = [folder for folder in folders_in(inventory.store.root) if folder.name in (SPECS, EXPERIMENTS, SWEEPS)]
-    saved = [run.checkpoint_bytes for run in runs if run.checkpoint_bytes > 0]
-    aside = [one.bytes for run in runs for one in run.set_aside]
-    return [
-        *sorted(((stage, len(made), sum(made)) for stage, made in stages.items()), key=lambda use: -use[2]),
-        ("checkpoints in runs/", len(saved), sum(saved)),
-        ("checkpoints set aside in runs/", len(aside), sum(aside)),
-        ("other files in runs/", len(runs), sum(run.bytes - run.checkpoint_bytes for run in runs) - sum(aside)),
-        ("of other stores in runs/", len(others), sum(one.bytes for one in others)),
-        ("left by killed jobs", len(left), sum(one.bytes for one in left)),
-        ("specs, experiments", len(small), sum(size_below(folder)[0] for folder in small)),
-        (f"logs in {logs}", int(logs.is_dir()), size_below(logs)[0]),
-    ]

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline_lib.calibrate.rank import group_of_node, link_rates, sent_by_node
+from pipeline_lib.calibrate.links import group_of_node, link_rates, sent_by_node
 from pipeline_lib.calibrate.run import Calibration, launched_environment, local_environments
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Cluster

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.calibrate import rank
-from pipeline_lib.calibrate.rank import Found, measure_parts, random_stepper
+from pipeline_lib.calibrate import parts
+from pipeline_lib.calibrate.parts import Found, measure_parts
+from pipeline_lib.calibrate.random_model import random_stepper
 from pipeline_lib.calibrate.run import Task
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.batch import Batch
@@ -80,15 +81,15 @@ def test_parts_are_told_apart_by_models_that_take_exactly_so_long(tmp_path: Path
         for name, measured in (("forward_s", part.forward), ("backward_s", part.backward)):
             assert measured.fixed_s == pytest.approx(wanted[name].fixed_s, abs=1e-9)
             assert measured.per_token_s == pytest.approx(wanted[name].per_token_s, rel=1e-6)
-            assert measured.host_s == pytest.approx(wanted[name].device_s(rank.TINY_TOKENS), rel=1e-6)
+            assert measured.host_s == pytest.approx(wanted[name].device_s(parts.TINY_TOKENS), rel=1e-6)
 
 
 @pytest.mark.parametrize("hidden", ["layer", "ends"])
-@pytest.mark.parametrize("attempts", [1, rank.ATTEMPTS])
+@pytest.mark.parametrize("attempts", [1, parts.ATTEMPTS])
 def test_a_disturbed_variant_is_measured_again(tmp_path: Path, hidden: str, attempts: int) -> None:
     """The clock is made up: for as many attempts as are disturbed, a layer or the ends take no time."""
     found = run_ranks(measure_while_disturbed, 1, tmp_path, [hidden] * attempts)[0]
-    is_seen = attempts < rank.ATTEMPTS
+    is_seen = attempts < parts.ATTEMPTS
     backward_s = {part.part: part.backward.device_s(512) for part in found.parts if part.variant == "ddp/full/none"}
     left_out = [line for line in found.left_out if line.startswith("ddp/full/none") and "so much was disturbed" in line]
     if hidden == "layer" and not is_seen:
@@ -125,8 +126,8 @@ def measure_while_disturbed(environ: Mapping[str, str], folder: Path, hidden: li
     train = Train.model_validate({"precision": "fp32"})
     task = Task(GEOMETRY, train, Workload(512, 1.0, 0.5, 128.0, None, None), "cpu", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "random_stepper", count_builds)
-        patch.setattr(rank, "take_step", take_step_on_paper)
+        patch.setattr(parts, "random_stepper", count_builds)
+        patch.setattr(parts, "take_step", take_step_on_paper)
         return measure(environ, task, folder)
 
 
@@ -144,7 +145,7 @@ def measure_by_a_made_up_clock(environ: Mapping[str, str], folder: Path) -> Foun
     train = Train.model_validate({"precision": "fp32"})
     task = Task(GEOMETRY, train, Workload(512, 1.0, 0.5, 128.0, None, None), "cpu", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "take_step", take_step_on_paper)
+        patch.setattr(parts, "take_step", take_step_on_paper)
         return measure(environ, task, folder)
 
 
@@ -173,14 +174,14 @@ def measure_with_a_failure(environ: Mapping[str, str], folder: Path) -> Found:
     train = Train.model_validate({"precision": "fp32"})
     task = Task(GEOMETRY, train, Workload(512, 1.0, 0.5, 128.0, None, None), "cpu", 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "random_stepper", fail_under_ddp)
+        patch.setattr(parts, "random_stepper", fail_under_ddp)
         return measure(environ, task, folder)
 
 
 def test_ways_that_the_precision_does_not_allow_are_not_measured() -> None:
     task = Task(GEOMETRY, Train(), Workload(512, 1.0, 0.5, 128.0, None, None), "cuda", 0.0)
     strategies = {
-        precision: {way.strategy for way in rank.variants(replace(task, train=Train(precision=precision)))}
+        precision: {way.strategy for way in parts.variants(replace(task, train=Train(precision=precision)))}
         for precision in ("bf16", "fp8")
     }
     assert strategies == {"bf16": {"ddp", "fsdp", "zero1", "zero2", "zero3"}, "fp8": {"ddp", "fsdp"}}

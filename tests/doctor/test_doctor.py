@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from pipeline_lib.cli.main import parser
-from pipeline_lib.doctor import machine
-from pipeline_lib.doctor.machine import UNMEASURED, Facts, Unmeasured, advice, links, measured
+from pipeline_lib.doctor import probes, resources, software
+from pipeline_lib.doctor.advice import advice
+from pipeline_lib.doctor.facts import UNMEASURED, Facts, Unmeasured, measured
+from pipeline_lib.doctor.gpus import links
 from pipeline_lib.doctor.report import report
 
 ROOT = Path(__file__).parents[2]
@@ -105,24 +107,24 @@ def test_links_and_transports_are_read_from_what_programs_say(tmp_path: Path) ->
     assert links(TOPOLOGY) == {"0-1": "NV18", "0-2": "SYS", "1-2": "PHB"}
     assert links("") == {}
     environ: dict[str, str] = {}
-    machine.log_nccl(environ, str(tmp_path))
+    probes.log_nccl(environ, str(tmp_path))
     Path(environ["NCCL_DEBUG_FILE"].replace("%p", "812")).write_text(NCCL_LOG)
     used = ["NET/IB/3/GDRDMA", "NET/Socket/0", "P2P/CUMEM/read", "SHM/direct/direct"]
-    assert machine.logged_transports(str(tmp_path)) == used
+    assert probes.logged_transports(str(tmp_path)) == used
 
 
 def test_variables_are_shown_without_secrets() -> None:
     environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "abc", "SLURM_JOB_ID": "7", "SLURM_JWT": "x", "HF_TOKEN": "hf_a"}
 
-    assert machine.variables(environ) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
+    assert software.variables(environ) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
 
 
 def test_a_disk_probe_leaves_nothing_even_if_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it writes has no name, so that the system takes it back when the process ends."""
     seen: list[list[Path]] = []
-    monkeypatch.setattr(machine, "WRITE_BYTES", machine.CHUNK_BYTES)
+    monkeypatch.setattr(resources, "WRITE_BYTES", resources.CHUNK_BYTES)
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(list(tmp_path.iterdir())))
-    found = machine.disk(tmp_path / "store")
+    found = resources.disk(tmp_path / "store")
 
     assert seen == [[]]
     assert found["write_bytes_per_s"] > 0
@@ -141,7 +143,7 @@ def test_a_probe_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pyte
 
     def reason(code: str, timeout_s: float = 90) -> str:
         (tmp_path / "pipeline_lib.py").write_text(code)
-        return str(measured(lambda: machine.probe("gpus", os.environ, timeout_s))[UNMEASURED])
+        return str(measured(lambda: probes.probe("gpus", os.environ, timeout_s))[UNMEASURED])
 
     start_s = time.monotonic()
     assert reason("import time; time.sleep(100)", 1) == "it took longer than 1 s"
@@ -154,7 +156,7 @@ def test_a_probe_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pyte
 def test_a_missing_program_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Unmeasured, match=r"nvidia-smi topo -m: .*No such file"):
-        machine.topology(5)
+        probes.topology(5)
 
 
 def test_it_examines_this_machine(tmp_path: Path) -> None:

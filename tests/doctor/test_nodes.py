@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.doctor.exchange import rounds_of
-from pipeline_lib.doctor.machine import UNMEASURED, Facts
+from pipeline_lib.doctor.facts import UNMEASURED, Facts
 from pipeline_lib.doctor.nodes import Allocation, Findings, Inbox, Pair, lines_of, outside_of_jobs
 from pipeline_lib.doctor.report import nodes_report, to_set, together
 from pipeline_lib.hosts.checks import token_in

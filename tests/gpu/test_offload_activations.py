@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline_lib.calibrate.rank import batch_of_documents
+from pipeline_lib.calibrate.random_model import batch_of_documents
 from pipeline_lib.config.train import Train
 from pipeline_lib.model import attention
 from pipeline_lib.model.batch import Batch, loss_sum
