@@ -25,73 +25,33 @@ EXPERIMENT = "a name (* and ? as in file names), the beginning of a digest, a co
 
 def add_to(commands: Any) -> None:
     """Add the commands of this module to the subparsers `commands`."""
-    default: dict[str, Any] = {
-        "type": Path,
-        "nargs": "?",
-        "default": DEFAULT_CONFIG,
-        "help": f"default: {DEFAULT_CONFIG}",
-    }
+    _add_import(commands)
+    _add_check(commands)
+    _add_plan(commands)
+    _add_status(commands)
+    _add_rewind(commands)
+    _add_summary(commands)
+    _add_compare(commands)
+    _add_record(commands)
+    _add_publish(commands)
+    _add_trace(commands)
+    _add_those_for_rules(commands)
+
+
+def _add_import(commands: Any) -> None:
     text = "make a config from LLaMA-Factory's YAML, a DeepSpeed JSON or TrainingArguments, and say what differs"
     sub = commands.add_parser("import", help=text, description=f"{text}; docs/from-other-tools.md")
     which = "one or several that belong together; the kind is recognised by the content"
     sub.add_argument("files", type=Path, nargs="+", metavar="FILE", help=which)
     sub.add_argument("-o", "--out", type=Path, metavar="CONFIG", help="write the config here; else it goes to stdout")
     sub.set_defaults(command=import_config, when_stopped="nothing was written")
+
+
+def _add_check(commands: Any) -> None:
     text = "read a config and name all of its problems"
     sub = commands.add_parser("check", help=text, description=text)
-    sub.add_argument("config", **default)
+    sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     sub.set_defaults(command=check)
-    _add_plan(commands)
-    text = "show the state of every experiment in the store"
-    sub = commands.add_parser("status", help=text, description=text)
-    sub.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}")
-    sub.add_argument("--all", action="store_true", help="also older configs of the same name")
-    how = sub.add_mutually_exclusive_group()
-    how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: 5 s")
-    how.add_argument("--json", action="store_true", help="print a JSON list of objects")
-    sub.set_defaults(command=status)
-    text = "make snakemake continue an unfinished training from an earlier checkpoint; newer ones are set aside"
-    sub = commands.add_parser("rewind", help=text, description=text)
-    add_arguments(sub)
-    sub.add_argument("--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from")
-    sub.set_defaults(command=rewind)
-    text = "show the results of a finished experiment, or a line for each of several"
-    sub = commands.add_parser("summary", help=text, description=text)
-    which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
-    sub.add_argument("experiments", nargs="*", default=[DEFAULT_CONFIG], metavar="EXPERIMENT", help=which)
-    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file")
-    sub.set_defaults(command=summary)
-    text = "show which of several experiments is best, whether its lead is noise, and what differs"
-    sub = commands.add_parser("compare", help=text, description=text)
-    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=EXPERIMENT)
-    sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
-    sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    sub.set_defaults(command=compare)
-    text = "publish a finished experiment and save it as a DVC experiment"
-    sub = commands.add_parser("record", help=text, description=text)
-    sub.add_argument("name", metavar="NAME", help="name of the DVC experiment")
-    add_arguments(sub)
-    sub.add_argument("--model", action="store_true", help="also store its model folder, as results/current/model")
-    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
-    sub.set_defaults(command=record)
-    text = "copy the small results of an experiment (the best one of a sweep) to results/current, for DVC"
-    sub = commands.add_parser("publish", help=text, description=text)
-    add_arguments(sub)
-    sub.set_defaults(command=publish)
-    text = "show where a model folder comes from, back to hub commits and data files, and check every digest"
-    sub = commands.add_parser("trace", help=text, description=text)
-    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="results/NAME/model, or a copy of it")
-    sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
-    sub.add_argument("--json", action="store_true", help="print nested JSON objects")
-    sub.set_defaults(command=trace)
-    sub = commands.add_parser("rehearse", description="say what a rehearsal found; people run `snakemake rehearse`")
-    sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
-    sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
-    run_as_rule(sub, rehearse)
-    sub = commands.add_parser("overrides", description="refuse what `dvc exp run -S` changed and no run reads")
-    sub.set_defaults(command=overrides)
-    docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
-    docs.set_defaults(command=write_docs)
 
 
 def _add_plan(commands: Any) -> None:
@@ -111,6 +71,81 @@ def _add_plan(commands: Any) -> None:
     how.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
     how.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     run_as_rule(sub, plan, stage="plan")
+
+
+def _add_status(commands: Any) -> None:
+    text = "show the state of every experiment in the store"
+    sub = commands.add_parser("status", help=text, description=text)
+    sub.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}")
+    sub.add_argument("--all", action="store_true", help="also older configs of the same name")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: 5 s")
+    how.add_argument("--json", action="store_true", help="print a JSON list of objects")
+    sub.set_defaults(command=status)
+
+
+def _add_rewind(commands: Any) -> None:
+    text = "make snakemake continue an unfinished training from an earlier checkpoint; newer ones are set aside"
+    sub = commands.add_parser("rewind", help=text, description=text)
+    add_arguments(sub)
+    sub.add_argument("--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from")
+    sub.set_defaults(command=rewind)
+
+
+def _add_summary(commands: Any) -> None:
+    text = "show the results of a finished experiment, or a line for each of several"
+    sub = commands.add_parser("summary", help=text, description=text)
+    which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
+    sub.add_argument("experiments", nargs="*", default=[DEFAULT_CONFIG], metavar="EXPERIMENT", help=which)
+    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file")
+    sub.set_defaults(command=summary)
+
+
+def _add_compare(commands: Any) -> None:
+    text = "show which of several experiments is best, whether its lead is noise, and what differs"
+    sub = commands.add_parser("compare", help=text, description=text)
+    sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=EXPERIMENT)
+    sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
+    sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    sub.set_defaults(command=compare)
+
+
+def _add_record(commands: Any) -> None:
+    text = "publish a finished experiment and save it as a DVC experiment"
+    sub = commands.add_parser("record", help=text, description=text)
+    sub.add_argument("name", metavar="NAME", help="name of the DVC experiment")
+    add_arguments(sub)
+    sub.add_argument("--model", action="store_true", help="also store its model folder, as results/current/model")
+    sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
+    sub.set_defaults(command=record)
+
+
+def _add_publish(commands: Any) -> None:
+    text = "copy the small results of an experiment (the best one of a sweep) to results/current, for DVC"
+    sub = commands.add_parser("publish", help=text, description=text)
+    add_arguments(sub)
+    sub.set_defaults(command=publish)
+
+
+def _add_trace(commands: Any) -> None:
+    text = "show where a model folder comes from, back to hub commits and data files, and check every digest"
+    sub = commands.add_parser("trace", help=text, description=text)
+    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="results/NAME/model, or a copy of it")
+    sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
+    sub.add_argument("--json", action="store_true", help="print nested JSON objects")
+    sub.set_defaults(command=trace)
+
+
+def _add_those_for_rules(commands: Any) -> None:
+    """Add the commands that rules and tools call."""
+    sub = commands.add_parser("rehearse", description="say what a rehearsal found; people run `snakemake rehearse`")
+    sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
+    sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
+    run_as_rule(sub, rehearse)
+    sub = commands.add_parser("overrides", description="refuse what `dvc exp run -S` changed and no run reads")
+    sub.set_defaults(command=overrides)
+    docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
+    docs.set_defaults(command=write_docs)
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:

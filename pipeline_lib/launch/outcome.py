@@ -2,6 +2,8 @@
 
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from pipeline_lib.core.errors import (
@@ -15,8 +17,8 @@ from pipeline_lib.core.errors import (
     TrainingError,
 )
 from pipeline_lib.core.run_folder import CHECKPOINTS, sealed_steps
-from pipeline_lib.launch.heartbeat import Lost, find_lost, read_signs
-from pipeline_lib.launch.rank_report import Blame, Cause, read_reports
+from pipeline_lib.launch.heartbeat import Lost, Sign, find_lost, read_signs
+from pipeline_lib.launch.rank_report import Blame, Cause, Report, read_reports
 
 # None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
 # that waited in vain; launchers end the others by the rest.
@@ -49,6 +51,47 @@ class RanksLost(Interrupted):
         self.lost = tuple(lost)
 
 
+NO_REPORT = Blame.COMPLAINT + 1  # tells less than any report
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What ranks left that have ended; the rest is what `explain` is given."""
+
+    launcher: str
+    exit_code: int
+    rank: int | None
+    ranks: int
+    run_dir: Path
+    reports: Mapping[int, Report]
+    signs: Mapping[int, Sign]
+
+    @cached_property
+    def first(self) -> Report | None:
+        """The most telling report."""
+        return min(self.reports.values(), key=lambda report: (report.blame, report.rank), default=None)
+
+    @property
+    def blame(self) -> int:
+        """How telling that is; without a report, less than any."""
+        return NO_REPORT if self.first is None else self.first.blame
+
+    @property
+    def has_no_cause(self) -> bool:
+        """Whether no report tells more than that a peer was missing."""
+        return self.blame >= Blame.COMPLAINT
+
+    @property
+    def without_report(self) -> list[int]:
+        """The ranks that left no report."""
+        return [rank for rank in range(self.ranks) if rank not in self.reports]
+
+    @property
+    def signal_number(self) -> int | None:
+        """The signal behind the exit code."""
+        return _signal_of(self.exit_code)
+
+
 def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir: Path) -> PipelineError:
     """Return the most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
 
@@ -56,36 +99,75 @@ def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir
     `exit_code` the launcher's own. It is negative if a signal killed the process.
     """
     reports = read_reports(run_dir, ranks)
-    silent = [number for number in range(ranks) if number not in reports]
-    first = min(reports.values(), key=lambda report: (report.blame, report.rank), default=None)
-    if rank is None and exit_code < 0 and (first is None or first.blame > Blame.OWN_ERROR):
-        name = signal.Signals(-exit_code).name
-        return Interrupted(f"{launcher} was killed by {name}, and its ranks with it; {how_to_continue(run_dir)}")
-    is_complaint = first is not None and first.blame == Blame.COMPLAINT
-    signs = read_signs(run_dir, ranks)
-    number = _signal_of(exit_code)
-    may_be_others = rank in reports or number in ENDED_WITH_OTHERS
-    lost = [one for one in find_lost(signs, ranks) if one.rank in silent]
-    if lost and may_be_others and (first is None or is_complaint):
-        named = "; ".join(map(str, lost[:3]))
-        if len(lost) > 3:
-            named += f"; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
-        return RanksLost(f"{named}; {how_to_continue(run_dir)}", lost)
-    is_killed = is_complaint or number is not None
-    if is_killed and silent and rank not in reports and (first is None or first.blame > Blame.KILLED):
-        suspects = [rank] if rank is not None else silent
-        killed = [signs[one].lost("killed") if one in signs else Lost(one, "killed") for one in suspects]
-        # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks by it.
-        return _killed(killed, None if rank is None and number == signal.SIGTERM else number, run_dir)
-    if first is None:
-        who = launcher if rank is None else f"rank {rank}"
-        ended = f"{who} ended with code {exit_code}{MEANINGS.get(exit_code, '')}"
-        return RankFailed(f"{ended}; its output is above", max(1, exit_code))
-    if is_complaint and len(hosts := sorted({sign.host for sign in signs.values()})) > 1:
-        where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
-        return Interrupted(f"{first.message}; {where}")
+    evidence = _Evidence(launcher, exit_code, rank, ranks, run_dir, reports, read_signs(run_dir, ranks))
+    killed = _launcher_killed(evidence) or _ranks_waited_for(evidence) or _ranks_killed(evidence)
+    if killed is not None:
+        return killed
+    if evidence.first is None:
+        return _exit_code_alone(evidence)
+    return _network_between_hosts(evidence, evidence.first) or _error_of_rank(evidence.first)
+
+
+def _launcher_killed(evidence: _Evidence) -> PipelineError | None:
+    """Return the end of all by a signal to the launcher, unless a rank had an error of its own."""
+    if evidence.rank is not None or evidence.exit_code >= 0 or evidence.blame <= Blame.OWN_ERROR:
+        return None
+    name = signal.Signals(-evidence.exit_code).name
+    how = how_to_continue(evidence.run_dir)
+    return Interrupted(f"{evidence.launcher} was killed by {name}, and its ranks with it; {how}")
+
+
+def _ranks_waited_for(evidence: _Evidence) -> PipelineError | None:
+    """Return the loss of ranks whose signs stopped, if nothing else tells a cause and others may have ended for it."""
+    may_be_others = evidence.rank in evidence.reports or evidence.signal_number in ENDED_WITH_OTHERS
+    if not may_be_others or not evidence.has_no_cause:
+        return None
+    lost = [one for one in find_lost(evidence.signs, evidence.ranks) if one.rank in evidence.without_report]
+    if not lost:
+        return None
+    named = "; ".join(map(str, lost[:3]))
+    if len(lost) > 3:
+        named += f"; so were ranks {', '.join(str(one.rank) for one in lost[3:])}"
+    return RanksLost(f"{named}; {how_to_continue(evidence.run_dir)}", lost)
+
+
+def _ranks_killed(evidence: _Evidence) -> PipelineError | None:
+    """Return the end by a signal of the first rank to fail, or of those without a report, unless a report says more."""
+    is_complaint = evidence.blame == Blame.COMPLAINT
+    is_killed = is_complaint or evidence.signal_number is not None
+    if not is_killed or not evidence.without_report or evidence.rank in evidence.reports:
+        return None
+    if evidence.blame <= Blame.KILLED:
+        return None
+    suspects = evidence.without_report if evidence.rank is None else [evidence.rank]
+    signs = evidence.signs
+    killed = [signs[rank].lost("killed") if rank in signs else Lost(rank, "killed") for rank in suspects]
+    # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks by it.
+    is_guess = evidence.rank is None and evidence.signal_number == signal.SIGTERM
+    return _killed(killed, None if is_guess else evidence.signal_number, evidence.run_dir)
+
+
+def _exit_code_alone(evidence: _Evidence) -> PipelineError:
+    """Return what the exit code alone tells."""
+    who = evidence.launcher if evidence.rank is None else f"rank {evidence.rank}"
+    ended = f"{who} ended with code {evidence.exit_code}{MEANINGS.get(evidence.exit_code, '')}"
+    return RankFailed(f"{ended}; its output is above", max(1, evidence.exit_code))
+
+
+def _network_between_hosts(evidence: _Evidence, first: Report) -> PipelineError | None:
+    """Return a peer's complaint with the hosts whose network may be the cause, if there are several."""
+    hosts = sorted({sign.host for sign in evidence.signs.values()})
+    if first.blame != Blame.COMPLAINT or len(hosts) < 2:
+        return None
+    where = f"every rank was heard to the end: look at the network between {', '.join(hosts[:4])}"
+    return Interrupted(f"{first.message}; {where}")
+
+
+def _error_of_rank(first: Report) -> PipelineError:
     message = f"rank {first.rank}: {first.message}"
-    return Diverged(message) if first.cause is Cause.DIVERGED else RankFailed(message, first.exit_code)
+    if first.cause is Cause.DIVERGED:
+        return Diverged(message)
+    return RankFailed(message, first.exit_code)
 
 
 def explain_lost_hosts(error: PipelineError, lost: Mapping[str, str], ranks: int, run_dir: Path) -> PipelineError:

@@ -65,53 +65,99 @@ class Numbers:
 
 def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
     """Return the numbers of `run`, read by `read_ends`. Those about speed are known only of a run that is alive."""
-    rewound = whole(run.last_event.get("step")) if _is_rewound(run) else None
-    counted = [row for row in run.rows if rewound is None or row["step"] <= rewound]
+    counted = _counted_rows(run)
     rows = [row for row in counted if whole(row.get("attempt")) == run.attempt]
     recent = rows[-(RECENT_STEPS + 1) :] if is_alive else []
-    step: int | None
-    if rewound is not None:
-        step = rewound
-    elif rows or not is_alive:
-        made = rows or counted
-        step = whole(made[-1]["step"]) if made else None
-    else:  # a live attempt that has made no step yet is at the step it resumed from
-        resumed = run.newest(EventName.RUN_RESUMED)
-        step = whole(resumed.get("step")) if resumed.get("attempt") == run.attempt else None
-    last_step = whole(run.newest(EventName.RUN_START).get("last_step"))
-    if not is_alive and run.last_event.get("event") in (EventName.RUN_END, EventName.RUN_REWOUND):
-        last_step = None  # the last attempt may have stopped short of what is asked for now
+    step = _step_of(run, counted, rows, is_alive)
+    last_step = _last_step_of(run, is_alive)
     each_s = _each_s(recent)
     since_step_s = age_s(run.folder / METRICS_NAME) if recent else None
-    is_late = since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
-    is_stalled = is_late and (step is None or step != last_step)
-    eta_s = None
-    if step is not None and last_step is not None and each_s is not None and not is_stalled:
-        eta_s = round(max(0, last_step - step) * each_s, 1)
-    requeues = None
-    if run.is_whole:
-        refused = [event.get("attempt") for event in run.named(EventName.RUN_REQUEUE_REFUSED)]
-        requeues = sum(event.get("attempt") not in refused for event in run.named(EventName.RUN_REQUEUED))
+    is_stalled = _is_late(since_step_s, each_s) and (step is None or step != last_step)
     checkpoint_step, checkpoint_age_s = newest_checkpoint(run.folder / CHECKPOINTS)
-    use, peaks = RankUse.of(rows), [whole(row.get("peak_memory_bytes")) or 0 for row in rows]
-    with_loss = (row for row in reversed(rows if is_alive else counted) if "verdict" not in row)
+    use = RankUse.of(rows)
     return Numbers(
         step=step,
         last_step=last_step,
-        loss=next((number(row.get("loss")) for row in with_loss), None),
+        loss=_newest_loss(rows if is_alive else counted),
         tokens_per_s=speed(number(row.get("tokens_per_s")) for row in recent),
-        eta_s=eta_s,
+        eta_s=None if is_stalled else _eta_s(step, last_step, each_s),
         elapsed_s=number(rows[-1].get("elapsed_s")) if rows else None,
         since_step_s=since_step_s,
         attempt=run.attempt,
-        requeues=requeues,
-        peak_memory_bytes=round(max([*peaks, *use.peak_memory_bytes], default=0)) or None,
+        requeues=_requeues_of(run),
+        peak_memory_bytes=_peak_memory_bytes(rows, use),
         checkpoint_step=checkpoint_step,
         checkpoint_age_s=checkpoint_age_s,
         is_stalled=is_stalled,
         gpu_utilization=use.utilization or None,
         warnings=tuple(use.warnings().values()) if is_alive else (),
     )
+
+
+def _rewound_to(run: RunRecord) -> int | None:
+    """Return the step that `run` was rewound to, if no attempt has begun since."""
+    return whole(run.last_event.get("step")) if _is_rewound(run) else None
+
+
+def _counted_rows(run: RunRecord) -> list[Event]:
+    """Return the rows of steps that still count: not those that were taken back by a rewind."""
+    rewound = _rewound_to(run)
+    if rewound is None:
+        return list(run.rows)
+    return [row for row in run.rows if row["step"] <= rewound]
+
+
+def _step_of(run: RunRecord, counted: Sequence[Event], rows: Sequence[Event], is_alive: bool) -> int | None:
+    """Return the newest step, from the `counted` rows of all attempts and the `rows` of the last one."""
+    rewound = _rewound_to(run)
+    if rewound is not None:
+        return rewound
+    if rows:
+        return whole(rows[-1]["step"])
+    if not is_alive:
+        return whole(counted[-1]["step"]) if counted else None
+    # A live attempt that has made no step yet is at the step it resumed from.
+    resumed = run.newest(EventName.RUN_RESUMED)
+    return whole(resumed.get("step")) if resumed.get("attempt") == run.attempt else None
+
+
+def _last_step_of(run: RunRecord, is_alive: bool) -> int | None:
+    """Return the step at which `run` will end; None if it has ended, maybe short of what is asked for now."""
+    if not is_alive and run.last_event.get("event") in (EventName.RUN_END, EventName.RUN_REWOUND):
+        return None
+    return whole(run.newest(EventName.RUN_START).get("last_step"))
+
+
+def _newest_loss(rows: Sequence[Event]) -> float | None:
+    """Return the loss of the newest step that was not skipped or rolled back."""
+    applied = (row for row in reversed(rows) if "verdict" not in row)
+    return next((number(row.get("loss")) for row in applied), None)
+
+
+def _is_late(since_step_s: float | None, each_s: float | None) -> bool:
+    """Return whether the last step is so long ago that the run seems to hang."""
+    return since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
+
+
+def _eta_s(step: int | None, last_step: int | None, each_s: float | None) -> float | None:
+    """Return the seconds that the remaining steps will take."""
+    if step is None or last_step is None or each_s is None:
+        return None
+    return round(max(0, last_step - step) * each_s, 1)
+
+
+def _requeues_of(run: RunRecord) -> int | None:
+    """Return how often SLURM took the job back; None if the record of the run is not whole."""
+    if not run.is_whole:
+        return None
+    refused = [event.get("attempt") for event in run.named(EventName.RUN_REQUEUE_REFUSED)]
+    return sum(event.get("attempt") not in refused for event in run.named(EventName.RUN_REQUEUED))
+
+
+def _peak_memory_bytes(rows: Sequence[Event], use: RankUse) -> int | None:
+    """Return the most that a rank has used, from the rows of the first rank and the `use` of all."""
+    peaks = [whole(row.get("peak_memory_bytes")) or 0 for row in rows]
+    return round(max([*peaks, *use.peak_memory_bytes], default=0)) or None
 
 
 def finished_numbers(sealed: Path) -> Numbers:
