@@ -53,7 +53,8 @@ def micro_batch_tokens(train: Train, block_tokens: int) -> int:
     return train.micro_batch_blocks * block_tokens // train.ranks_per_block
 
 
-# The tokens of the block whose logits prove the export, at most: the merge passes them through the model on CPUs.
+# The tokens of the block whose logits prove the export, at most: the merge passes them through the model, on a GPU
+# if one has room.
 PROBE_TOKENS = 16_384
 
 

@@ -44,6 +44,7 @@ from pipeline_lib.launch.ranks import (
 )
 from pipeline_lib.launch.spawn import HeldRanks
 from pipeline_lib.records.plan import PlanDocument, known, read_plan
+from pipeline_lib.records.results import Training
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
@@ -207,12 +208,11 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
 
 def warning_of_lost_best(train: Train, summary: Mapping[str, Any]) -> str | None:
     """Return what to tell of a training that should have left its best step and could not; None if it did."""
-    best, left = summary["best_step"], summary["result_step"]
-    if not train.keep_best or best is None or best == left:
+    if not Training.model_validate(summary).has_lost_best(train.keep_best):
         return None
     return (
-        f"the held-out loss was lowest after step {best:,}, and the checkpoint of that step was damaged or missing, so"
-        f" the result is step {left:,}"
+        f"the held-out loss was lowest after step {summary['best_step']:,}, and the checkpoint of that step was damaged"
+        f" or missing, so the result is step {summary['result_step']:,}"
     )
 
 

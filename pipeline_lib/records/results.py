@@ -122,6 +122,13 @@ class Training(Lenient):
     blocks: Count = None
     batch_blocks: Count = None
 
+    def has_lost_best(self, keeps_best: bool) -> bool:
+        """Return whether the best step should be the result and is not: its checkpoint was damaged or missing.
+
+        `keeps_best` is `train.keep_best` of the run.
+        """
+        return keeps_best and self.best_step is not None and self.result_step != self.best_step
+
 
 class Step(Lenient):
     """One line of metrics.jsonl: one optimizer step and the attempt that took it. A non-finite number is None."""

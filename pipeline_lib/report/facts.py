@@ -411,8 +411,7 @@ class Facts(Results):
     @property
     def has_lost_best(self) -> bool:
         """Whether the result should be the best step and is another, since the best one's checkpoint was damaged."""
-        wants_best = settings_in(self.manifests["train"]).get("keep_best")
-        return bool(wants_best) and self.training.result_step != self.training.best_step
+        return self.training.has_lost_best(bool(settings_in(self.manifests["train"]).get("keep_best")))
 
     @property
     def planned_steps(self) -> list[Step]:

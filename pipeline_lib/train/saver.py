@@ -50,7 +50,6 @@ class Saver:
     trained_parameters: int = 0
     buffers: HostBuffers | None = None
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
-    _expects: bool = field(default=False, init=False)  # whether the buffers know their size
     _reported_trouble: str = field(default="", init=False)
     _counted_from_s: float | None = field(default=None, init=False)  # when the last save, or the training, began
     _took_s: float = field(default=0.0, init=False)  # the last save
@@ -153,14 +152,17 @@ class Saver:
 
         Call it between steps. The first call, when the training has its memory, also starts to allocate the buffers.
         """
-        if self.buffers is not None and self.trained_parameters and not self._expects:
-            size_bytes = FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size
-            self.buffers.expect(size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES))
-        self._expects = True
-        if self._counted_from_s is None:
+        if self._counted_from_s is None:  # the training begins
             self._counted_from_s = time.monotonic()
+            self._expect_copies()
         if self._flight is not None and self._flight.done() and not self.has_failed:
             self.wait()
+
+    def _expect_copies(self) -> None:
+        if self.buffers is None or not self.trained_parameters:
+            return
+        size_bytes = FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size
+        self.buffers.expect(size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES))
 
     def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int) -> dict[str, Any]:
         def kept_with(step: int) -> set[int]:
