@@ -63,7 +63,7 @@ class LeftOut(PipelineError):
 
 
 @dataclass(frozen=True)
-class Run:
+class PassSeconds:
     """Seconds of one micro-batch by phase: of TINY_TOKENS tokens, of half as many as fit, and of as many as fit.
 
     For compiled layers only the last is measured, and the others are derived from it. `kernels` is the number of
@@ -147,9 +147,9 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
     batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
     # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have memory for both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
-    measured: tuple[Run, Run] | None = None
+    measured: tuple[PassSeconds, PassSeconds] | None = None
     for _ in range(ATTEMPTS):
-        runs: dict[int, Run] = {}
+        runs: dict[int, PassSeconds] = {}
         for layers in together:
             runs |= _runs(task, train, layers, batches, world, folder)
             _give_memory_back(world)
@@ -186,7 +186,7 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
         found.launch_s = host_s / ((many.kernels - few.kernels) / (MANY - FEW))
 
 
-def _layer_and_ends(few: Run, many: Run) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+def _layer_and_ends(few: PassSeconds, many: PassSeconds) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Return the seconds of one layer and of the ends, for forward and for backward, each by the number of tokens."""
     of_layer = [_per_layer(getattr(few, name), getattr(many, name), MANY - FEW) for name in PHASES]
     of_ends = [
@@ -240,7 +240,7 @@ def _batch(task: Task, tokens: int) -> Batch:
 
 def _runs(
     task: Task, train: Train, layers: tuple[int, ...], batches: list[Batch], world: World, folder: Path
-) -> dict[int, Run]:
+) -> dict[int, PassSeconds]:
     steppers = {number: random_stepper(_model_folder(task, number, folder), train, 1, world) for number in layers}
     largest_first = [_usual_steps(list(steppers.values()), batch) for batch in reversed(batches)]
     is_plain = train.strategy == "ddp" and train.recompute == "none" and not is_compiled(train)
@@ -250,7 +250,7 @@ def _runs(
         if is_compiled(train):
             forward, backward = ((0.0, seconds / 2, seconds) for (seconds,) in (forward, backward))
         counts = is_plain and world.device.type == "cuda"
-        found[number] = Run(forward, backward, _count_kernels(steppers[number], batches[0]) if counts else 0)
+        found[number] = PassSeconds(forward, backward, _count_kernels(steppers[number], batches[0]) if counts else 0)
     return found
 
 

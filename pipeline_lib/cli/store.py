@@ -92,13 +92,13 @@ def measure(arguments: argparse.Namespace) -> None:
 def collect(arguments: argparse.Namespace) -> None:
     """Remove what nothing needs, or with --dry-run show it."""
     from pipeline_lib.core.lock import locked
-    from pipeline_lib.upkeep.gc import Removal, Request, find_garbage, garbage_lines, removal_lines
+    from pipeline_lib.upkeep.gc import CleanupRequest, Removal, find_garbage, garbage_lines, removal_lines
     from pipeline_lib.upkeep.inventory import Inventory
     from pipeline_lib.upkeep.live import DAY_S
 
     store = Store.from_env(os.environ)
     names = arguments.keep_experiments
-    request = Request(tuple(names) if names else None, arguments.newest, arguments.older_than * DAY_S)
+    request = CleanupRequest(tuple(names) if names else None, arguments.newest, arguments.older_than * DAY_S)
     jobs = partial(known_jobs, arguments.ignore_queue)
     if arguments.dry_run:
         garbage = find_garbage(Inventory.read(store), request, jobs(is_asked_only=True), time.time())

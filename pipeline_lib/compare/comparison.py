@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from pipeline_lib.compare.differences import Difference, Differences, as_number, by_dotted_key, filled
+from pipeline_lib.compare.differences import Differences, DifferingRow, as_number, by_dotted_key, filled
 from pipeline_lib.compare.ranking import Ranking, Versus, rank
 from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.compare.sameness import Sameness, describe_sameness, sameness
@@ -20,7 +20,7 @@ DIGEST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Measured:
+class ExperimentNumbers:
     """The numbers of an experiment: losses in nats per supervised token, speed over all ranks, hours of a `device`.
 
     All attempts count. `training_time_s` is the time from the first step to the last; `held_s` is how long the devices
@@ -47,7 +47,7 @@ class Measured:
     restarts: int
 
 
-def measured(known: Known) -> Measured:
+def measured(known: Known) -> ExperimentNumbers:
     """Return the numbers of `known`, from its sealed files, or from the steps that it has taken so far."""
     scores, training, steps = known.evaluation.eval, known.training, known.steps
     if known.is_trained:
@@ -57,7 +57,7 @@ def measured(known: Known) -> Measured:
     supervised = [step.supervised_tokens for step in steps if step.supervised_tokens is not None]
     losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
     planned_device = "GPU" if known.plan.cluster.is_gpu else "CPU core"
-    return Measured(
+    return ExperimentNumbers(
         state=known.state,
         stopped_at=known.stop.step if known.stop else None,
         rung_loss=known.stop.loss if known.stop else None,
@@ -117,7 +117,7 @@ class Comparison:
         return labels
 
     @cached_property
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[ExperimentNumbers]:
         """The numbers of each experiment."""
         return [measured(known) for known in self.found]
 
@@ -182,7 +182,7 @@ class Comparison:
         """Return everything but the curves as JSON values; the keys are stable."""
         ranking = self.ranking
 
-        def rows(of: Sequence[Difference]) -> dict[str, list[str]]:
+        def rows(of: Sequence[DifferingRow]) -> dict[str, list[str]]:
             return {row.name: list(row.values) for row in of}
 
         return {

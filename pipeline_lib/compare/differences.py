@@ -20,7 +20,7 @@ _SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "n
 
 
 @dataclass(frozen=True)
-class Difference:
+class DifferingRow:
     """A row that is not the same in all experiments: its name, and its value in each, `-` where it has none."""
 
     name: str
@@ -35,12 +35,12 @@ class Differences:
     `sources` are the held-out losses of the tuned models by source, in nats per supervised token.
     """
 
-    changing: list[Difference]
-    placing: list[Difference]
-    software: list[Difference]
-    data: list[Difference]
-    plan: list[Difference]
-    sources: list[Difference]
+    changing: list[DifferingRow]
+    placing: list[DifferingRow]
+    software: list[DifferingRow]
+    data: list[DifferingRow]
+    plan: list[DifferingRow]
+    sources: list[DifferingRow]
 
     @staticmethod
     def between(found: Sequence[Known]) -> "Differences":
@@ -94,7 +94,7 @@ def _is_place(key: str) -> bool:
     return is_where or section in ("cluster", "tracking")
 
 
-def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[Difference]:
+def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[DifferingRow]:
     """Return the sources whose content differs, by the digest of their download, unless one of `keys` explains it."""
     differences = []
     parts = [
@@ -106,7 +106,7 @@ def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[Difference]:
         section, _, index = difference.name.partition(".")
         places = {f"{source_key(int(index), number)}." if section == "data" else f"{section}." for number in trained}
         if not any(key.startswith(tuple(places)) for key in keys):
-            differences.append(Difference(f"{difference.name} (content)", difference.values))
+            differences.append(DifferingRow(f"{difference.name} (content)", difference.values))
     return differences
 
 
@@ -177,7 +177,7 @@ def _plan(known: Known) -> dict[str, str]:
     return {name: show(value) for name, (value, show) in shown.items() if value is not None}
 
 
-def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[Difference]:
+def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[DifferingRow]:
     """Return the keys whose values differ, in order of first appearance; an empty table counts as unknown.
 
     The values are compared, not their displayed texts.
@@ -190,7 +190,7 @@ def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) 
         if len(set(values)) > 1:
             texts = (show(table[key]) if key in table else NONE for table in tables)
             cells = (text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..." for text in texts)
-            found.append(Difference(key, tuple(cells)))
+            found.append(DifferingRow(key, tuple(cells)))
     return found
 
 

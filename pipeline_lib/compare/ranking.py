@@ -18,7 +18,7 @@ from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, Losses
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
 OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"
 OTHER_DATA = "they share too few held-out documents, and their data differs"
-Document = tuple[str, int]  # its hash, and the number of equal documents before it
+DocumentKey = tuple[str, int]  # its hash, and the number of equal documents before it
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
 
 
 def compare(
-    one: Mapping[Document, DocumentScore],
-    best: Mapping[Document, DocumentScore],
+    one: Mapping[DocumentKey, DocumentScore],
+    best: Mapping[DocumentKey, DocumentScore],
     pairs: int = 1,
-    common: Sequence[Document] = (),
+    common: Sequence[DocumentKey] = (),
 ) -> Versus:
     """Return how far `one` is above `best` on the `common` documents, or else on those that the two share.
 
@@ -145,7 +145,7 @@ def _alike(hashes: Mapping[int, str | None]) -> list[int]:
     return [place for place, one in hashes.items() if one is None or one == known[0][0]]
 
 
-def _table(scores: Sequence[DocumentScore]) -> dict[Document, DocumentScore]:
+def _table(scores: Sequence[DocumentScore]) -> dict[DocumentKey, DocumentScore]:
     """Return the scores by document, without documents of 0 tokens; equal documents are numbered, since each counts."""
     seen: Counter[str] = Counter()
     found = {}
@@ -156,11 +156,11 @@ def _table(scores: Sequence[DocumentScore]) -> dict[Document, DocumentScore]:
     return found
 
 
-def _shared(tables: Sequence[Mapping[Document, DocumentScore]]) -> list[Document]:
+def _shared(tables: Sequence[Mapping[DocumentKey, DocumentScore]]) -> list[DocumentKey]:
     """Return the documents of all `tables` with equal token counts, in the order of the first table."""
     first, *others = tables
     return [key for key in first if all(key in other and other[key].tokens == first[key].tokens for other in others)]
 
 
-def _losses(table: Mapping[Document, DocumentScore], documents: Sequence[Document]) -> Losses:
+def _losses(table: Mapping[DocumentKey, DocumentScore], documents: Sequence[DocumentKey]) -> Losses:
     return Losses.of([table[document] for document in documents], "tuned")

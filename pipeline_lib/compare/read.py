@@ -23,7 +23,7 @@ from pipeline_lib.records.results import DocumentScore, Evaluation, Generation, 
 from pipeline_lib.report.facts import Results, read_one, read_rows
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
 from pipeline_lib.status.run import shown
-from pipeline_lib.status.selection import Chosen, Selector, notes_on
+from pipeline_lib.status.selection import SelectedExperiment, Selector, notes_on
 
 # The experiments to compare.
 
@@ -72,7 +72,7 @@ class Subject:
         return Subject(dag.store, experiment.name, config, parts, stop_of(dag, experiment))
 
     @staticmethod
-    def chosen(one: Chosen, selector: Selector) -> "Subject":
+    def chosen(one: SelectedExperiment, selector: Selector) -> "Subject":
         """Return the subject of an experiment that was named. Raise IntegrityError or Unreadable if it is not read."""
         if one.dag is not None:
             return Subject.of(one.of(one.dag), one.dag)
@@ -200,7 +200,7 @@ class Known(Results):
 
 def read_known(subject: Subject) -> Known:
     """Read everything known about `subject`. A damaged file raises nothing: a note names it."""
-    reader = _Reader(subject)
+    reader = _ExperimentReader(subject)
     reader.read_manifests()
     if "train" in reader.manifests:
         steps = reader.rows(Step, "train", METRICS_NAME)
@@ -225,7 +225,7 @@ def read_known(subject: Subject) -> Known:
 
 
 @dataclass
-class _Reader:
+class _ExperimentReader:
     """A reader of one experiment's files that notes what it cannot use."""
 
     subject: Subject

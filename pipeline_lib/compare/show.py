@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline_lib.compare.comparison import Comparison, Measured
-from pipeline_lib.compare.differences import Difference
+from pipeline_lib.compare.comparison import Comparison, ExperimentNumbers
+from pipeline_lib.compare.differences import DifferingRow
 from pipeline_lib.compare.ranking import BEST, PAIRED, UNKNOWN, Versus
 from pipeline_lib.core import units
 from pipeline_lib.status.run import shown
@@ -159,7 +159,7 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
         parts += [Text(""), *map(Text, notes)]
     alike = []
     for name, title in SECTIONS:
-        rows: list[Difference] = getattr(comparison.differences, name)
+        rows: list[DifferingRow] = getattr(comparison.differences, name)
         if rows:
             parts += [Text(""), Text(title, "bold"), _differences(rows, comparison, width)]
         elif name != "sources":  # most evaluations have no such losses
@@ -201,7 +201,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     return found
 
 
-def loss_cells(numbers: Measured, versus: Versus | None) -> tuple[str, str, str]:
+def loss_cells(numbers: ExperimentNumbers, versus: Versus | None) -> tuple[str, str, str]:
     """Return the held-out loss with its standard error, its excess over the best, and what that means."""
     loss = UNKNOWN_CELL if numbers.loss is None else units.real(numbers.loss, "", 4)
     if numbers.standard_error is not None:
@@ -211,7 +211,7 @@ def loss_cells(numbers: Measured, versus: Versus | None) -> tuple[str, str, str]
     return loss, UNKNOWN_CELL if versus.difference is None else interval(versus), versus.meaning
 
 
-def cost_cells(numbers: Measured) -> dict[str, str]:
+def cost_cells(numbers: ExperimentNumbers) -> dict[str, str]:
     """Return the cost cells by the names of their columns."""
 
     def cell(show: Callable[[float | None], str], value: float | None) -> str:
@@ -253,7 +253,7 @@ def _costs(comparison: Comparison) -> Table:
     return table
 
 
-def _differences(rows: Sequence[Difference], comparison: Comparison, width: int) -> RenderableType:
+def _differences(rows: Sequence[DifferingRow], comparison: Comparison, width: int) -> RenderableType:
     """Return a table with one column or row per experiment if it fits, else a line per value with its experiments."""
     names = [comparison.names[place] for place in comparison.order]
     lines = [(shown(row.name), *(shown(row.values[place]) for place in comparison.order)) for row in rows]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.content import DATA_SUFFIXES, data_files
-from pipeline_lib.config.import_draft import Draft, Given, Part, Row, shown
+from pipeline_lib.config.import_draft import AccountPart, Draft, Given, Row, shown
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import did_you_mean
 
@@ -87,7 +87,7 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
     if info is not None and (others := [name for name in info.entries if name not in every]):
         given = tuple(Given(info.file, name, None) for name in others)
         text = f"{len(others)} other data sets of {info.file}"
-        draft.rows.append(Row(Part.NONE, given, text, "", "used by neither `dataset` nor `eval_dataset`"))
+        draft.rows.append(Row(AccountPart.NONE, given, text, "", "used by neither `dataset` nor `eval_dataset`"))
     why = _mixing(draft, names)
     if why:
         draft.changed("dataset dataset_dir max_samples", {"data.train": sources}, why)

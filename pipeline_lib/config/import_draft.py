@@ -31,7 +31,7 @@ SECRETS = ("token", "api_key", "secret", "password", "webhook_url")  # keys that
 Values = Mapping[str, Any]  # our keys, as `train.lr`, and their values
 
 
-class Part(StrEnum):
+class AccountPart(StrEnum):
     """The parts of the account."""
 
     TAKEN = "taken over"
@@ -57,7 +57,7 @@ class Given:
 class Row:
     """A line of the account: keys of the files, or a default that applies `there`, and what became of them here."""
 
-    part: Part
+    part: AccountPart
     keys: tuple[Given, ...]
     there: str
     here: str
@@ -151,15 +151,15 @@ class Draft:
 
     def taken(self, keys: str, values: Values | None = None, why: str = "") -> None:
         """Account for `keys`, words: what they say holds here by `values`, or without any."""
-        self._account(Part.TAKEN, keys, values or {}, why)
+        self._account(AccountPart.TAKEN, keys, values or {}, why)
 
     def changed(self, keys: str, values: Values | None, why: str) -> None:
         """Account for `keys`: `values` do not say the same, or not in the same way."""
-        self._account(Part.CHANGED, keys, values or {}, why)
+        self._account(AccountPart.CHANGED, keys, values or {}, why)
 
     def without(self, keys: str, why: str) -> None:
         """Account for `keys`, which have no equivalent here."""
-        self._account(Part.NONE, keys, {}, why)
+        self._account(AccountPart.NONE, keys, {}, why)
 
     def default(self, key: str, values: Values, why: str) -> None:
         """Write down `values`, which follow from the default of a `key` that no file gives, unless ours says the same.
@@ -169,7 +169,7 @@ class Draft:
         if not why and all(value == DEFAULTS.get(ours) for ours, value in values.items()):
             return
         self._put(values, why or f"the default of {key} there", f"{key}, which no file gives")
-        part = Part.CHANGED if why else Part.TAKEN
+        part = AccountPart.CHANGED if why else AccountPart.TAKEN
         self.rows.append(Row(part, (), f"{key}, not given", _values_text(values), why or "the default there"))
 
     def same(self, key: str, ours: str, there: float | int | None = None) -> None:
@@ -178,7 +178,7 @@ class Draft:
         if value is not None:
             self.taken(key, {ours: value})
 
-    def _account(self, part: Part, keys: str, values: Values, why: str) -> None:
+    def _account(self, part: AccountPart, keys: str, values: Values, why: str) -> None:
         found = [one for key in keys.split() for one in self.given.get(key, [])]
         done = {id(one) for row in self.rows for one in row.keys}
         found = [one for one in found if id(one) not in done]
@@ -187,7 +187,7 @@ class Draft:
         if not found:
             return
         origin = ", ".join(dict.fromkeys(f"{one.file}: {one.name}" for one in found))
-        self._put(values, why if part == Part.CHANGED else "", origin)
+        self._put(values, why if part == AccountPart.CHANGED else "", origin)
         self.rows.append(Row(part, tuple(found), ", ".join(map(str, found)), _values_text(values), why))
 
     def _put(self, values: Values, comment: str, origin: str) -> None:
@@ -206,7 +206,7 @@ class Draft:
             by_reason.setdefault(_reason(one, reasons), []).append(one)
         for reason, found in by_reason.items():
             there = ", ".join(map(str, found))
-            self.rows.append(Row(Part.NONE, tuple(found), there, "", reason))
+            self.rows.append(Row(AccountPart.NONE, tuple(found), there, "", reason))
 
 
 OFF = "empty or switched off there, so nothing changes"
@@ -311,10 +311,9 @@ def _wrapped(text: str) -> str:
 def _without_a_key(draft: Draft) -> list[str]:
     """Return comments for what is not written at a key: what changed without one, and what has no equivalent."""
     lines = []
-    for title, rows in (
-        ("Changed, and no key says it", [row for row in draft.rows if row.part == Part.CHANGED and not row.here]),
-        ("Not converted", [row for row in draft.rows if row.part == Part.NONE and row.why != OFF]),
-    ):
+    changed = [row for row in draft.rows if row.part == AccountPart.CHANGED and not row.here]
+    not_converted = [row for row in draft.rows if row.part == AccountPart.NONE and row.why != OFF]
+    for title, rows in (("Changed, and no key says it", changed), ("Not converted", not_converted)):
         lines += [f"# {title}:"] if rows else []
         for row in rows:
             first, *others = _wrapped(f"{row.there}: {row.why}").splitlines()

@@ -15,7 +15,7 @@ from pipeline_lib.config.deepspeed_json import REASONS
 from pipeline_lib.config.import_arguments import Origin, convert_arguments
 from pipeline_lib.config.import_datasets import INFO_NAME, CountRows, Info, convert_datasets, is_dataset_info
 from pipeline_lib.config.import_deepspeed import account_for_placement, add_deepspeed, is_deepspeed
-from pipeline_lib.config.import_draft import DEFAULTS, Draft, Given, Part, Row, shown, yaml_text
+from pipeline_lib.config.import_draft import DEFAULTS, AccountPart, Draft, Given, Row, shown, yaml_text
 from pipeline_lib.config.load import problems_of
 from pipeline_lib.config.other_tools import spelled
 from pipeline_lib.config.schema import NAME_PATTERN
@@ -259,7 +259,7 @@ def _name(draft: Draft, path: Path) -> None:
     else:
         draft.values.update(values)
         draft.origins.update(dict.fromkeys(values, str(path)))
-        draft.rows.append(Row(Part.TAKEN, (), "the file's name", f"experiment: {values['experiment']}", ""))
+        draft.rows.append(Row(AccountPart.TAKEN, (), "the file's name", f"experiment: {values['experiment']}", ""))
 
 
 _OF_A_RUN = ("model", "data.train", "tokenize.max_tokens", "train.epochs", "train.lr", "train.global_batch_samples")
@@ -273,10 +273,10 @@ def _say_what_is_missing(draft: Draft) -> None:
     needed = [key for key in missing if key in ("model", "data.train")]
     if defaults:
         text = f"no file says it: our defaults are {', '.join(defaults)}"
-        draft.rows.append(Row(Part.CHANGED, (), "what else a run needs", "", text))
+        draft.rows.append(Row(AccountPart.CHANGED, (), "what else a run needs", "", text))
     if needed:
         text = "no file says it, and it has no default: write it yourself"
-        draft.rows.append(Row(Part.NONE, (), " and ".join(needed), "", text))
+        draft.rows.append(Row(AccountPart.NONE, (), " and ".join(needed), "", text))
 
 
 def _problems_of(draft: Draft) -> list[str]:

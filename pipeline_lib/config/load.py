@@ -16,7 +16,7 @@ from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
 from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
 from pipeline_lib.config.section import Section, fields_of
-from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
+from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
 from pipeline_lib.config.sweep import HALVING, LIST, RANDOM, SWEEP, Variant, collapsed, line_of, put, read_sweep
 from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError
@@ -60,7 +60,7 @@ MEANT = {
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """The experiments of a config file. `name` is the file's; `halving_line` begins problems with `halving`."""
 
     name: str
@@ -83,7 +83,7 @@ def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...
     return load_sweep(path, overrides).configs
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Loaded:
+def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> LoadedConfig:
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
     Each of `checks` finds further problems of a config. A problem is left out if its key already has one.
@@ -102,7 +102,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check
     configs = tuple(config for config, _ in checked if config is not None)
     tag = sweep.variants[0].tag
     name = configs[0].experiment.removesuffix(f"-{tag}" if tag else "")
-    return Loaded(name, configs, sweep.halving, line_of(document.lines, HALVING))
+    return LoadedConfig(name, configs, sweep.halving, line_of(document.lines, HALVING))
 
 
 def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[str]:
@@ -114,7 +114,7 @@ def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[st
     return [_with_place(keys, text, places) for keys, text in cross_check(config)]
 
 
-def _rename(document: Document, source: str) -> list[str]:
+def _rename(document: YamlDocument, source: str) -> list[str]:
     """Give keys with an old name their new one, in the section `train` and in a sweep; return the problems."""
     root = document.value if isinstance(document.value, dict) else {}
     sweep: Any = root.get(SWEEP)

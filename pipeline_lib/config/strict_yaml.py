@@ -53,7 +53,7 @@ def as_written(value: Any) -> Any:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A parsed YAML file: its plain value, the line (from 1) of each key and list item, and problems of its form."""
 
     value: Any = None
@@ -61,7 +61,7 @@ class Document:
     problems: list[str] = field(default_factory=list)
 
 
-def load(path: Path) -> Document:
+def load(path: Path) -> YamlDocument:
     """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML accepted here."""
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -76,7 +76,7 @@ def load(path: Path) -> Document:
         raise ConfigError(str(path), [f"line {line}: not UTF-8"]) from error
 
 
-def parse(text: str, source: str) -> Document:
+def parse(text: str, source: str) -> YamlDocument:
     """Parse `text`. Raises ConfigError, naming `source` and the line, if it is not YAML accepted here."""
     try:
         if problems := _refused(text):
@@ -91,7 +91,7 @@ def parse(text: str, source: str) -> Document:
         raise ConfigError(source, [f"line {line}: not YAML: no text holds U+{error.character:04X}"]) from error
     except YAMLError as error:
         raise ConfigError(source, [f"not YAML: {str(error).strip().splitlines()[0]}"]) from error
-    document = Document()
+    document = YamlDocument()
     if root is not None:
         document.value = _plain(root, (), document)
     return document
@@ -130,7 +130,7 @@ def _refused(text: str) -> list[str]:
     return list(problems)
 
 
-def _plain(node: Any, where: Keys, document: Document) -> Any:
+def _plain(node: Any, where: Keys, document: YamlDocument) -> Any:
     if isinstance(node, ScalarNode):
         return _scalar(node, where, document)
     if isinstance(node, SequenceNode):
@@ -152,7 +152,7 @@ def _plain(node: Any, where: Keys, document: Document) -> Any:
     return plain
 
 
-def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | float | bool | None:
+def _scalar(node: ScalarNode, where: Keys, document: YamlDocument) -> str | int | float | bool | None:
     """Return the value of `node`. A number that is too large stays text: the schema then refuses and shows it."""
     kind, text = str(node.tag).rpartition(":")[2], _text(node, where, document)
     if kind == "null":
@@ -175,7 +175,7 @@ def _scalar(node: ScalarNode, where: Keys, document: Document) -> str | int | fl
     return text if is_too_large else number
 
 
-def _text(node: ScalarNode, where: Keys, document: Document) -> str:
+def _text(node: ScalarNode, where: Keys, document: YamlDocument) -> str:
     """Return the text of `node`. A lone surrogate is a problem, and is escaped: no file or terminal accepts it."""
     text = str(node.value)
     try:

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from pipeline_lib.config.halving import Halving, read_halving
-from pipeline_lib.config.strict_yaml import Document, Keys, as_written, dotted, undotted
+from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
 from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.text import did_you_mean
 
@@ -71,7 +71,7 @@ Lines = Mapping[Keys, int]
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepSetting:
     """A value for a key, the line it comes from, and the text that stands for it in a name."""
 
     keys: Keys
@@ -80,7 +80,7 @@ class Setting:
     text: str
 
 
-Choice = tuple[Setting, ...]  # settings that apply together
+Choice = tuple[SweepSetting, ...]  # settings that apply together
 Axis = Sequence[Choice]
 
 
@@ -123,7 +123,7 @@ def line_of(lines: Lines, *below: str | int) -> str:
 
 def _grid(name: str, values: Sequence[Any], lines: Lines) -> Axis:
     keys, texts = undotted(name), _texts(values)
-    return [(Setting(keys, value, lines[SWEEP, name, index], texts[index]),) for index, value in enumerate(values)]
+    return [(SweepSetting(keys, value, lines[SWEEP, name, index], texts[index]),) for index, value in enumerate(values)]
 
 
 def _listed(entries: Sequence[Mapping[str, Any]], lines: Lines) -> Axis:
@@ -154,7 +154,8 @@ def _choices(
         texts[name] = dict(zip(distinct, _texts(list(distinct.values())), strict=True))
     return [
         tuple(
-            Setting(undotted(name), value, own[name], texts[name][json.dumps(value)]) for name, value in entry.items()
+            SweepSetting(undotted(name), value, own[name], texts[name][json.dumps(value)])
+            for name, value in entry.items()
         )
         for entry, own in zip(entries, at, strict=True)
     ]
@@ -290,7 +291,7 @@ class Sweep:
     problems: Sequence[str]
 
 
-def read_sweep(document: Document) -> Sweep:
+def read_sweep(document: YamlDocument) -> Sweep:
     """Return the experiments, the last axis changing fastest. The first has the first value of each list."""
     root = document.value
     if not isinstance(root, dict) or SWEEP not in root:

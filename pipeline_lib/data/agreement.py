@@ -125,7 +125,7 @@ def refuse_differences(folder: Path, origin: Path | None = None, limits: Limits 
     files |= {path for path in origin.iterdir() if path.suffix in _SUFFIXES and path.is_file()}
     files |= {path for path in (folder / CONFIG_NAME,) if path.is_file()}
     contents = tuple(sorted((file.name, sha256_file(file)) for file in files))
-    if problem := _difference(_Place(contents, folder, origin), limits):
+    if problem := _difference(_ModelOrigin(contents, folder, origin), limits):
         raise DataError(
             f"{folder}: {problem}. The model would be trained with what inference does not see: save it again with "
             "transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), and take that"
@@ -133,7 +133,7 @@ def refuse_differences(folder: Path, origin: Path | None = None, limits: Limits 
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ModelOrigin:
     """A model's folder and where its files were taken from; places of the same `contents` (names, hashes) are equal."""
 
     contents: tuple[tuple[str, str], ...]
@@ -142,7 +142,7 @@ class _Place:
 
 
 @lru_cache(maxsize=64)
-def _difference(place: _Place, limits: Limits | None) -> str | None:
+def _difference(place: _ModelOrigin, limits: Limits | None) -> str | None:
     """Return how the model differs from what transformers makes of it; None if it does not."""
     folder = place.folder
     with losses_explained(folder), Pool(partial(_Both.load, folder, place.origin), 1, limits) as pool:

@@ -28,9 +28,9 @@ from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded, TooLong
-from pipeline_lib.data.pool import Cause, Guard, Limits, Pool, WorkerLost
+from pipeline_lib.data.pool import Guard, Limits, LossCause, Pool, WorkerLost
 from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of
-from pipeline_lib.data.read_json import KEPT_BYTES, Place, RawRow
+from pipeline_lib.data.read_json import KEPT_BYTES, RawRow, RowPosition
 
 # Detection of duplicate conversations: equal ones by a 64-bit hash, similar ones by MinHash.
 # Both run in the order of the data, so the first of several duplicates stays, on every machine. Similar conversations
@@ -125,7 +125,7 @@ NO_LIMIT_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Batch:
+class RowBatch:
     """A task: consecutive rows of one file with the layout to read them in."""
 
     rows: Sequence[RawRow]
@@ -146,7 +146,7 @@ class Batch:
         prints: list[Prints] = []
         rendered: list[list[Rendered]] = []
         outcomes: list[list[Sample | Drop]] = []
-        places: list[Place] = []
+        places: list[RowPosition] = []
         bad_rows: list[Rejected] = []
         for position, row in enumerate(self.rows):
             with guard.at(position, size_of(row)):
@@ -178,7 +178,7 @@ class Batch:
             return replace(encoded, too_long=_too_long(state, places, rendered, outcomes))
         return encoded
 
-    def without(self, position: int, problem: str) -> "Batch":
+    def without(self, position: int, problem: str) -> "RowBatch":
         """Return the batch with the row at `position` put aside for its `problem`."""
         rows = list(self.rows)
         bad = BadRow(Reason.OVER_LIMITS, problem)
@@ -240,9 +240,9 @@ class PuttingAside:
         """Put no row aside if the `settings` allow no unusable row."""
         self._left = MOST_OVER_LIMITS if settings.max_quarantined_fraction else 0
 
-    def __call__(self, lost: WorkerLost) -> Batch | None:
+    def __call__(self, lost: WorkerLost) -> RowBatch | None:
         """Return the task that replaces that of `lost`; None if the stage has to end."""
-        if not isinstance(lost.task, Batch) or lost.cause is Cause.KILLED:
+        if not isinstance(lost.task, RowBatch) or lost.cause is LossCause.KILLED:
             return None
         if lost.position is None:
             return None if lost.task.is_slow else replace(lost.task, is_slow=True)
@@ -352,7 +352,7 @@ def _forged(row: RawRow, content: Content, token: str) -> Rejected:
 
 def _too_long(
     encoder: Encoder,
-    places: Sequence[Place],
+    places: Sequence[RowPosition],
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
 ) -> TooLong:
@@ -368,7 +368,7 @@ def _too_long(
 
 
 def _encoded(
-    batch: Batch,
+    batch: RowBatch,
     bad_rows: Sequence[Rejected],
     keys: KeyCounts,
     prints: Sequence[Prints],
@@ -544,8 +544,8 @@ def losses_explained(model: Path) -> Iterator[None]:
     try:
         yield
     except WorkerLost as lost:
-        place = f"{lost.task.place_of(lost.position)}: " if isinstance(lost.task, Batch) else ""
-        if lost.cause is Cause.KILLED:
+        place = f"{lost.task.place_of(lost.position)}: " if isinstance(lost.task, RowBatch) else ""
+        if lost.cause is LossCause.KILLED:
             raise Interrupted(
                 f"{place}a worker process was {lost.detail}, most likely because memory ran out: give the job more, "
                 "or fewer cores, and run again"

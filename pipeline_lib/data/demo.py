@@ -61,7 +61,7 @@ MAX_MEMBERS = 4
 
 
 @dataclass(frozen=True)
-class Entry:
+class DocumentedObject:
     """A public object of the standard library with its documentation."""
 
     name: str  # qualified name, such as json.dumps
@@ -75,7 +75,7 @@ class Entry:
     members: tuple[str, ...]
 
 
-def read_entries() -> Iterator[Entry]:
+def read_entries() -> Iterator[DocumentedObject]:
     """Yield all public objects of `MODULES`: the modules, their functions and classes, and the methods of classes."""
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -93,11 +93,11 @@ def read_entries() -> Iterator[Entry]:
                 yield _entry(full_name, value, module_name, module_name, "function", [])
 
 
-def _entry(name: str, value: Any, module: str, holder: str, kind: str, members: list[str]) -> Entry:
+def _entry(name: str, value: Any, module: str, holder: str, kind: str, members: list[str]) -> DocumentedObject:
     signature, parameters = _signature(value) if kind in ("function", "method") else (None, None)
     short = name.rpartition(".")[2]
     listed = tuple(members[:MAX_MEMBERS])
-    return Entry(name, short, module, kind, holder, signature, parameters, _summary(value, short), listed)
+    return DocumentedObject(name, short, module, kind, holder, signature, parameters, _summary(value, short), listed)
 
 
 def _public_names(module: ModuleType) -> list[str]:
@@ -184,7 +184,7 @@ def _conversation(pairs: Iterable[tuple[str, str]]) -> list[Message]:
     return messages
 
 
-def _questions(entry: Entry, unique: bool) -> Iterator[tuple[str, str]]:
+def _questions(entry: DocumentedObject, unique: bool) -> Iterator[tuple[str, str]]:
     """Yield questions about `entry` with their answers; ask for its module only if its short name is `unique`."""
     name, code = entry.name, f"`{entry.name}`"
     if entry.kind == "module":

@@ -39,7 +39,7 @@ from pipeline_lib.data.conversations import (
     tools_of,
 )
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.parts import Part, RenderedParts, control_tokens_of, shape_of, unrendered_default
+from pipeline_lib.data.parts import RenderedParts, TemplatePart, control_tokens_of, shape_of, unrendered_default
 
 # For each assistant turn, inference gives the model the messages before it with a generation prompt, and the model
 # continues from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn, and the tokens
@@ -71,9 +71,9 @@ class Drop(StrEnum):
 
 
 _LEFT_OUT = {
-    Part.CALLS: Drop.CALLS_NOT_RENDERED,
-    Part.TOOLS: Drop.TOOLS_NOT_RENDERED,
-    Part.MESSAGE: Drop.MESSAGE_NOT_RENDERED,
+    TemplatePart.CALLS: Drop.CALLS_NOT_RENDERED,
+    TemplatePart.TOOLS: Drop.TOOLS_NOT_RENDERED,
+    TemplatePart.MESSAGE: Drop.MESSAGE_NOT_RENDERED,
 }
 
 

@@ -248,7 +248,7 @@ def ledger_json(
     }
 
 
-class Lost(BaseModel):
+class LostCounts(BaseModel):
     """The counts of ledger.json, of a source or all, that the limits of the config are for."""
 
     name: str
@@ -262,8 +262,8 @@ class Lost(BaseModel):
 class Losses(BaseModel):
     """What a sealed tokenize stage has left out, by its ledger.json."""
 
-    sources: list[Lost]
-    total: Lost
+    sources: list[LostCounts]
+    total: LostCounts
 
     def beyond(self, limits: Tokenize) -> Iterator[str]:
         """Yield what is more than the `limits` allow."""
@@ -274,7 +274,7 @@ class Losses(BaseModel):
                 yield f"tokenize.max_dropped_fraction: {problem}; raise it, or tokenize.max_tokens"
 
 
-def too_many_unusable(total: SourceLedger | Lost, limits: Tokenize) -> str | None:
+def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
     """Return how many rows of `total` cannot be used, if those are more than `limits` allow."""
     unusable, allowed = sum(total.quarantined.values()), limits.max_quarantined_fraction
     if unusable <= allowed * total.rows:
@@ -285,7 +285,7 @@ def too_many_unusable(total: SourceLedger | Lost, limits: Tokenize) -> str | Non
     )
 
 
-def too_many_lost(source: SourceLedger | Lost, limits: Tokenize) -> str | None:
+def too_many_lost(source: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
     """Return how many samples of `source` are not trained on as they are, if those are more than `limits` allow."""
     lost, allowed = sum(source.dropped.values()) + source.truncated, limits.max_dropped_fraction
     if lost <= allowed * source.samples:

@@ -13,7 +13,7 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.data.encode import Drop
 from pipeline_lib.data.ledger import FileLedger, SourceLedger, TooLong, too_many_lost, too_many_unusable, total_of
-from pipeline_lib.data.sources import Source
+from pipeline_lib.data.sources import DataSource
 
 NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
 ALWAYS_NAMED = (
@@ -26,7 +26,7 @@ TRUNCATED = "truncated"
 TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
 
 
-def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> list[str]:
+def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[DataSource]) -> list[str]:
     """Check that each key that `columns` of a source names is in a row of each file or in the file's schema.
 
     An optional key may be missing in some files of a source, but not in all of them. If it is missing in all and
@@ -51,7 +51,7 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[So
     return lines
 
 
-def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[Source]) -> Iterator[str]:
+def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[DataSource]) -> Iterator[str]:
     """Yield a warning for each ignored key and for each role of a source's settings that none of its rows has."""
     for ledger, source in zip(ledgers, sources, strict=True):
         keys = [file.keys for file in ledger.files]

@@ -21,7 +21,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 Render = Callable[[Sequence[Message], Tools], str]
 
 
-class Part(StrEnum):
+class TemplatePart(StrEnum):
     """The kinds of parts that a template may leave out."""
 
     MESSAGE = "message"
@@ -37,8 +37,8 @@ _NAMED = frozenset({"properties"})  # keys of a schema below which names are the
 class Marker:
     """Replaces each text by a mark of its own, and remembers which part of the conversation has it."""
 
-    part: Part = Part.MESSAGE
-    marks: dict[str, Part] = field(default_factory=dict)
+    part: TemplatePart = TemplatePart.MESSAGE
+    marks: dict[str, TemplatePart] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return a new mark."""
@@ -66,10 +66,10 @@ class Marker:
     def message(self, message: Message) -> Message:
         """Return `message` without thinking, with marks in its text and calls."""
         bare = without_thinking(message)
-        self.part = Part.MESSAGE
+        self.part = TemplatePart.MESSAGE
         marked = {"role": bare["role"], "content": self.text() if bare["content"].strip() else ""}
         if calls := bare.get("tool_calls"):
-            self.part = Part.CALLS
+            self.part = TemplatePart.CALLS
             marked["tool_calls"] = [self._call(call) for call in calls]
         return marked
 
@@ -109,11 +109,11 @@ class RenderedParts:
     def __init__(self, render: Render) -> None:
         """Keep `render`, which returns the text of messages and tools."""
         self._render = render
-        self._left_out: dict[Any, Part | None] = {}
+        self._left_out: dict[Any, TemplatePart | None] = {}
 
     def left_out(
         self, messages: Sequence[Message], tools: Tools, tools_shape: Any, full: str, begin: int
-    ) -> Part | None:
+    ) -> TemplatePart | None:
         """Return the first part of `messages` and `tools` that is not in `full`, their text; None if all are.
 
         `tools_shape` is the shape of `tools`. The texts of messages before number `begin` are known to be rendered.
@@ -126,12 +126,12 @@ class RenderedParts:
         if part := self._left_out[shape]:
             return part
         texts = (without_thinking(message)["content"].strip() for message in messages[begin:])
-        return None if all(_is_in(text, full) for text in texts) else Part.MESSAGE
+        return None if all(_is_in(text, full) for text in texts) else TemplatePart.MESSAGE
 
-    def _of_shape(self, messages: Sequence[Message], tools: Tools) -> Part | None:
+    def _of_shape(self, messages: Sequence[Message], tools: Tools) -> TemplatePart | None:
         marker = Marker()
         marked = [marker.message(message) for message in messages]
-        marker.part = Part.TOOLS
+        marker.part = TemplatePart.TOOLS
         marked_tools = None if tools is None else [marker.schema(tool) for tool in tools]
         try:
             text = self._render(marked, marked_tools)
@@ -155,9 +155,9 @@ def unrendered_default(render: Callable[..., str], system: Sequence[Message], to
     except DataError:  # the template fails on this question
         return None
     left_out = RenderedParts(render).left_out(question, tools, shape_of(tools), full, 0)
-    if left_out == Part.TOOLS:
+    if left_out == TemplatePart.TOOLS:
         return "tools"
-    return "system" if left_out == Part.MESSAGE and system else None
+    return "system" if left_out == TemplatePart.MESSAGE and system else None
 
 
 _BARRED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # how control tokens are written

@@ -131,7 +131,7 @@ TASKS_PER_WORKER = 4  # the most tasks in flight per worker, from reading a task
 _POLL_S = 2.0
 
 
-class Cause(StrEnum):
+class LossCause(StrEnum):
     """The cause of the loss of a worker."""
 
     CPU = "cpu"
@@ -145,7 +145,7 @@ class Cause(StrEnum):
 class WorkerLost(Exception):
     """The loss of a worker: `task` is what it worked on, `position` the item of the task; None if there was none."""
 
-    cause: Cause
+    cause: LossCause
     detail: str
     task: Any = None
     position: int | None = None
@@ -265,7 +265,7 @@ class Pool(Generic[State]):
             if worker.connection in ready:
                 reply = self._receive(worker, tasks)
             elif self._is_silent(worker, waited_s):
-                reply = self._lost(worker, tasks, Cause.SILENT, f"no progress in {self._limits.silence_s:g} s")
+                reply = self._lost(worker, tasks, LossCause.SILENT, f"no progress in {self._limits.silence_s:g} s")
             else:
                 continue
             if worker.number is not None:
@@ -282,7 +282,7 @@ class Pool(Generic[State]):
             worker.process.join()
             return self._lost(worker, tasks, *_cause_of_death(worker.process.exitcode or 0, self._limits))
         if isinstance(reply, MemoryError):
-            return self._lost(worker, tasks, Cause.MEMORY, _memory_text(self._limits), dead=False)
+            return self._lost(worker, tasks, LossCause.MEMORY, _memory_text(self._limits), dead=False)
         return reply
 
     def _is_silent(self, worker: _Worker, waited_s: float) -> bool:
@@ -293,7 +293,12 @@ class Pool(Generic[State]):
         return worker.silent_s >= self._limits.silence_s
 
     def _lost(
-        self, worker: _Worker, tasks: dict[int, Task[State, Any]], cause: Cause, detail: str, dead: bool = True
+        self,
+        worker: _Worker,
+        tasks: dict[int, Task[State, Any]],
+        cause: LossCause,
+        detail: str,
+        dead: bool = True,
     ) -> WorkerLost:
         if dead:
             self._workers.remove(worker)
@@ -310,16 +315,16 @@ class Pool(Generic[State]):
         self._workers.clear()
 
 
-def _cause_of_death(exit_code: int, limits: Limits) -> tuple[Cause, str]:
+def _cause_of_death(exit_code: int, limits: Limits) -> tuple[LossCause, str]:
     if exit_code == -signal.SIGPROF:
-        return Cause.CPU, f"more than {limits.cpu_s:g} s of CPU time"
+        return LossCause.CPU, f"more than {limits.cpu_s:g} s of CPU time"
     if exit_code == -signal.SIGKILL:
         peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-        return Cause.KILLED, f"killed from outside (SIGKILL), at {peak_mb:,.0f} MB"
+        return LossCause.KILLED, f"killed from outside (SIGKILL), at {peak_mb:,.0f} MB"
     if exit_code == -signal.SIGABRT:  # native code aborts when an allocation fails
-        return Cause.MEMORY, _memory_text(limits)
+        return LossCause.MEMORY, _memory_text(limits)
     if exit_code < 0:
-        return Cause.CRASHED, f"crashed ({signal.Signals(-exit_code).name})"
+        return LossCause.CRASHED, f"crashed ({signal.Signals(-exit_code).name})"
     raise RuntimeError(f"a worker ended with exit code {exit_code}; its traceback is above")
 
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Reason, parse
-from pipeline_lib.data.read_json import Place, RawRow
+from pipeline_lib.data.read_json import RawRow, RowPosition
 
 BATCH_ROWS = 16  # larger batches are not faster
 READ_BYTES = 1 << 20
@@ -55,7 +55,7 @@ def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
                 if value is not None:
                     value, bad = _without_filling(value, cleaners)
                 with_it = read + (fraction - read) * position / batch.num_rows
-                yield RawRow(Place(name, row=number), None, value, bad), with_it
+                yield RawRow(RowPosition(name, row=number), None, value, bad), with_it
             read = fraction
     except (pa.ArrowException, OSError) as error:
         reason, kind = str(error).partition("\n")[0], "parquet" if is_parquet else "Arrow"

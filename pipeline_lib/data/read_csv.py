@@ -7,7 +7,7 @@ from typing import BinaryIO
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Reason
-from pipeline_lib.data.read_json import Line, Place, RawRow, guess
+from pipeline_lib.data.read_json import Line, RawRow, RowPosition, guess
 
 OTHER_SEPARATORS = (";", "\t", "|")
 
@@ -42,7 +42,7 @@ def records(file: BinaryIO, name: str) -> Iterator[RawRow]:
             value = None
             if fields is not None and bad is None:
                 value, bad = _named(header, fields)
-            place = Place(name, line=source.first_line, byte_offset=source.byte_offset)
+            place = RowPosition(name, line=source.first_line, byte_offset=source.byte_offset)
             yield RawRow(place, source.beginning if bad else None, value, bad)
 
 

@@ -26,8 +26,8 @@ from pipeline_lib.data.read_json import (
     KEPT_BYTES,
     Form,
     JsonArray,
-    Place,
     RawRow,
+    RowPosition,
     form_of,
     guess,
     lines,
@@ -45,7 +45,7 @@ class Rejected:
 
     reason: Reason
     detail: str
-    place: Place
+    place: RowPosition
     excerpt: str
 
     def to_json(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class CorpusFile:
                         Reason.NOT_AN_OBJECT, "begins with '[': a file that is one array is called .json; rename it"
                     )
                 is_first = False
-                place = Place(self.name, line=line.number, byte_offset=line.byte_offset)
+                place = RowPosition(self.name, line=line.number, byte_offset=line.byte_offset)
                 yield RawRow(place, line.text, None, bad)
 
 

@@ -17,7 +17,7 @@ from pipeline_lib.data.conversations import BadRow, Reason
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPosition:
     """The position of a row: its first line, or its number in an array or table, from 1; its first byte if known.
 
     In a compressed file, byte offsets refer to the decompressed data.
@@ -39,7 +39,7 @@ class RawRow:
     The `text` of a bad row is its beginning, if known.
     """
 
-    place: Place
+    place: RowPosition
     text: bytes | None = None
     value: Any = None
     bad: BadRow | None = None
@@ -235,7 +235,7 @@ class JsonArray:
 
     def _element(self, number: int) -> RawRow:
         self._peek()
-        place = Place(self._name, row=number, byte_offset=self._offset)
+        place = RowPosition(self._name, row=number, byte_offset=self._offset)
         return RawRow(place, self._value())
 
     def _peek(self) -> str:

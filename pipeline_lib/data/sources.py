@@ -12,7 +12,7 @@ from typing import Any
 from pipeline_lib.config.schema import Rows, source_key
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.stage import Job
-from pipeline_lib.data.batches import Batch, shown, size_of, wrong_file
+from pipeline_lib.data.batches import RowBatch, shown, size_of, wrong_file
 from pipeline_lib.data.conversations import BadRow, WrongFile
 from pipeline_lib.data.layouts import Layout, layout_of
 from pipeline_lib.data.read_files import CorpusFile, value_of
@@ -25,7 +25,7 @@ MADE_HERE = ("pydoc",)
 
 
 @dataclass
-class Source:
+class DataSource:
     """An entry of data.train or data.validation by its `key`, with the progress of reading its files."""
 
     number: int
@@ -41,7 +41,7 @@ class Source:
         """Whether it is a source of data.validation."""
         return self.key.startswith("data.validation")
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[RowBatch]:
         """Yield the rows in batches, up to `max_rows`. Raises DataError if a file is unreadable or not usable."""
         left = self.reading.max_rows
         for number, file in enumerate(self.files):
@@ -53,7 +53,7 @@ class Source:
                 left = None if left is None else left - len(batch.rows)
                 yield batch
 
-    def _batches_of(self, file: Iterator[RawRow]) -> Iterator[Batch]:
+    def _batches_of(self, file: Iterator[RawRow]) -> Iterator[RowBatch]:
         reading = self.reading
         layout = None if reading.format == "auto" else Layout(reading.format, reading.columns, reading.roles)
         first = None
@@ -71,19 +71,19 @@ class Source:
             rows.append(row)
             size_bytes += size_of(row)
             if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
-                yield Batch(rows, self.number, self.key, self.file, layout, reading.columns, first)
+                yield RowBatch(rows, self.number, self.key, self.file, layout, reading.columns, first)
                 rows, size_bytes = [], 0
         if rows:
-            yield Batch(rows, self.number, self.key, self.file, layout, reading.columns, first)
+            yield RowBatch(rows, self.number, self.key, self.file, layout, reading.columns, first)
 
 
-def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation_sources: int = 0) -> list[Source]:
+def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation_sources: int = 0) -> list[DataSource]:
     """Return the sources of the job in the order of the config; `readings` are their `Rows` settings.
 
     The last `validation_sources` are those of data.validation.
     """
     names = sorted((name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:]))
-    sources: list[Source] = []
+    sources: list[DataSource] = []
     taken: set[str] = set()
     for number, input_name in enumerate(names):
         sealed = job.inputs[input_name]
@@ -109,11 +109,11 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation
             if len(files) > LISTED_FILES:
                 source_name += f" and {len(files) - LISTED_FILES} more"
         sizes = [file.path.stat().st_size for file in files]
-        sources.append(Source(number, key, source_name, reading, files, sizes))
+        sources.append(DataSource(number, key, source_name, reading, files, sizes))
     return sources
 
 
-def fraction_read(sources: Sequence[Source], current: int) -> float:
+def fraction_read(sources: Sequence[DataSource], current: int) -> float:
     """Return the fraction of the bytes of all files that was read, with source number `current` in work."""
     total = sum(sum(source.sizes) for source in sources)
     done = sum(sum(source.sizes) for source in sources[:current])

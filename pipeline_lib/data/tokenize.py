@@ -60,7 +60,7 @@ from pipeline_lib.data.lost_rows import (
 from pipeline_lib.data.pool import Limits, Pool
 from pipeline_lib.data.preview import preview_of
 from pipeline_lib.data.samples_writer import SampleWriter
-from pipeline_lib.data.sources import Source, fraction_read, open_sources
+from pipeline_lib.data.sources import DataSource, fraction_read, open_sources
 
 LIMITS = Limits()
 READ_OF_MODEL = (*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*")
@@ -161,7 +161,7 @@ def worker_count(size_bytes: int, cores: int) -> int:
 class _Books:
     """The ledgers of a run: they count encoded batches in order and write their samples and unusable rows."""
 
-    def __init__(self, job: Job, settings: Tokenize, sources: Sequence[Source]) -> None:
+    def __init__(self, job: Job, settings: Tokenize, sources: Sequence[DataSource]) -> None:
         self.ledgers = [
             SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
         ]

@@ -160,7 +160,7 @@ PAIR_PATIENCE_S = 0.3
 
 
 @dataclass(frozen=True)
-class Place:
+class ExchangeRank:
     """This rank, the leader of each node, and the store where all ranks meet."""
 
     rank: int
@@ -205,7 +205,7 @@ def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def clock_offsets(place: Place) -> dict[int, float]:
+def clock_offsets(place: ExchangeRank) -> dict[int, float]:
     """Return, by node, the seconds that its clock is ahead of the first node's; only the first rank gets values."""
     found: dict[int, float] = {}
     for number, leader in enumerate(place.leaders[1:], start=1):
@@ -220,7 +220,7 @@ def clock_offsets(place: Place) -> dict[int, float]:
     return found
 
 
-def measure_pairs(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
+def measure_pairs(place: ExchangeRank, tell: Callable[[dict[str, Any]], None]) -> None:
     """Measure all pairs of nodes; called by the leaders. The leader with the lower number reports the result."""
     for number, pairs in enumerate(rounds_of(len(place.leaders))):
         for low, high in pairs:
@@ -231,7 +231,7 @@ def measure_pairs(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
         place.meet(f"round {number}", len(place.leaders))
 
 
-def _as_first(place: Place, other: int) -> dict[str, float]:
+def _as_first(place: ExchangeRank, other: int) -> dict[str, float]:
     """Measure the link to the rank `other`: bytes/s in both directions, and the one-way latency."""
     word = torch.zeros(1, device=place.device)
 
@@ -253,7 +253,7 @@ def _as_first(place: Place, other: int) -> dict[str, float]:
     return {"there": size_bytes / there_s, "back": size_bytes / back_s, "latency_s": latency_s}
 
 
-def _as_second(place: Place, other: int) -> None:
+def _as_second(place: ExchangeRank, other: int) -> None:
     # In the same order as _as_first.
     word = torch.zeros(1, device=place.device)
     for _ in range(PINGS + 1):
@@ -275,7 +275,7 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, other: int) -> None:
     dist.recv(received, other)
 
 
-def measure_all(place: Place, tell: Callable[[dict[str, Any]], None]) -> None:
+def measure_all(place: ExchangeRank, tell: Callable[[dict[str, Any]], None]) -> None:
     """Measure all-reduce over all ranks, from small to large sizes while ALL_S allows; the first rank reports."""
     spent_s = 0.0
     for size_bytes in SIZES_BYTES[place.device.type]:

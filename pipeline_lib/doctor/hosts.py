@@ -11,12 +11,12 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import redact
 from pipeline_lib.core.units import count
 from pipeline_lib.doctor.nodes import ALL_S, MARK, ROUND_S, START_S, Findings, Inbox
-from pipeline_lib.hosts.checks import Wanted, token_in, unseen_answers
-from pipeline_lib.hosts.facts import Facts
+from pipeline_lib.hosts.checks import HostNeeds, token_in, unseen_answers
+from pipeline_lib.hosts.facts import HostFacts
 from pipeline_lib.hosts.group import Ended, HostGroup
 from pipeline_lib.hosts.listing import Host
 from pipeline_lib.launch.allocation import CHECK_TIMEOUT_S, Allocation, of_hosts
-from pipeline_lib.launch.place import HostOrder, Place, ProbeArguments
+from pipeline_lib.launch.place import HostOrder, ProbeArguments, RankPlacement
 from pipeline_lib.slurm.site import Site
 
 KEPT_LINES = 6
@@ -35,7 +35,7 @@ class HostsExamination:
 
     def findings(self, say: Say) -> Findings:
         """Check the hosts, and measure on them and between them. Raises ConfigError with all problems, Interrupted."""
-        wanted = Wanted.by(self.cluster or Cluster(cpu_ranks=1))
+        wanted = HostNeeds.by(self.cluster or Cluster(cpu_ranks=1))
         with of_hosts(self.hosts, wanted, CHECK_TIMEOUT_S, self.store, self.site, say) as allocation:
             if (group := allocation.group) is None:
                 raise PipelineError("doctor --hosts: there are no hosts")
@@ -73,11 +73,11 @@ class HostsExamination:
         return {**self.environ, **rendezvous, "OMP_NUM_THREADS": "1"}
 
 
-def place_of(cluster: Cluster | None, facts: Mapping[str, Facts], allocation: Allocation) -> Place:
+def place_of(cluster: Cluster | None, facts: Mapping[str, HostFacts], allocation: Allocation) -> RankPlacement:
     """Return where the tasks run: as `cluster` says, else on all GPUs that each host has, else one on each host."""
     nodes = len(facts)
     wanted = cluster or Cluster(gpus_per_node=min(len(found.gpus) for found in facts.values()), cpu_ranks=1)
-    return Place("spawn", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation)
+    return RankPlacement("spawn", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation)
 
 
 def _add_ends(found: Findings, ended: Ended) -> None:

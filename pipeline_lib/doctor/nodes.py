@@ -29,7 +29,7 @@ from pipeline_lib.doctor.resources import existing_folder
 from pipeline_lib.hosts.checks import token_in, unseen_answers
 from pipeline_lib.hosts.facts import PACKAGE, code_digest
 from pipeline_lib.launch.heartbeat import host_of
-from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs, sbatch_options
+from pipeline_lib.slurm.cluster import JobRequest, read_groups, refuse_jobs, sbatch_options
 from pipeline_lib.slurm.job import SlurmError
 from pipeline_lib.slurm.site import Site
 
@@ -134,7 +134,7 @@ def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key == "SLURM_CONF" or not _OF_A_JOB.match(key)}
 
 
-class Allocation:
+class SrunJob:
     """A job started by srun, from the queue to its end; leaving its `with` block cancels it."""
 
     def __init__(self, options: list[str], command: list[str], environ: Mapping[str, str], cwd: Path) -> None:
@@ -161,7 +161,7 @@ class Allocation:
         for pump in self._pumps:
             pump.start()
 
-    def __enter__(self) -> "Allocation":
+    def __enter__(self) -> "SrunJob":
         return self
 
     def __exit__(
@@ -379,7 +379,7 @@ class NodesExamination:
         found, inbox = Findings(self.nodes), Inbox()
         with token_in([share]) as token:
             say(f"doctor: asks SLURM for {count(self.nodes, 'nodes')} with {count(ranks, 'ranks')} each")
-            with Allocation(options, self._command(share, token), self._environ(), Path.cwd()) as job:
+            with SrunJob(options, self._command(share, token), self._environ(), Path.cwd()) as job:
                 for line in job.lines(wait_s, run_s, say):
                     message = inbox.take(line)
                     if message and (progress := found.take(message)):
@@ -390,9 +390,9 @@ class NodesExamination:
             found.unseen = unseen_answers(share, token, found.wrote())
         return found
 
-    def _request(self, run_s: float) -> Request:
+    def _request(self, run_s: float) -> JobRequest:
         ranks = self.cluster.ranks_per_node
-        return Request(
+        return JobRequest(
             nodes=self.nodes,
             tasks_per_node=ranks,
             cpus_per_task=self.cluster.cpus_per_rank,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.text import shortened
-from pipeline_lib.doctor.exchange import MEET_S, Place, clock_offsets, gpu_at_work, measure_all, measure_pairs
+from pipeline_lib.doctor.exchange import MEET_S, ExchangeRank, clock_offsets, gpu_at_work, measure_all, measure_pairs
 from pipeline_lib.doctor.nodes import lines_of, node_facts
 from pipeline_lib.doctor.probes import log_nccl, logged_transports
 from pipeline_lib.launch.environment import (
@@ -70,7 +70,7 @@ def _meet_others(environ: MutableMapping[str, str], placed: Mapping[str, str], d
     rendezvous = Rendezvous.from_env({**placed, **environ, "MASTER_ADDR": address})
     store = rendezvous.store(rank, world, MEET_S, waits=False)
     leaders = tuple(range(0, world, int(placed["LOCAL_WORLD_SIZE"])))
-    here = Place(rank, world, leaders, torch.device("cpu"), store)
+    here = ExchangeRank(rank, world, leaders, torch.device("cpu"), store)
     if device == "cuda" and _has_each_a_gpu(here, local_rank, tell):
         here = replace(here, device=torch.device("cuda", local_rank))
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
@@ -86,7 +86,7 @@ def _meet_others(environ: MutableMapping[str, str], placed: Mapping[str, str], d
     here.leave()
 
 
-def _has_each_a_gpu(here: Place, local_rank: int, tell: Tell) -> bool:
+def _has_each_a_gpu(here: ExchangeRank, local_rank: int, tell: Tell) -> bool:
     has_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
     if not has_gpu:
         tell({"no_gpu": local_rank, "sees": torch.cuda.device_count()})
@@ -95,7 +95,7 @@ def _has_each_a_gpu(here: Place, local_rank: int, tell: Tell) -> bool:
     return int(here.store.add("can", 0)) == here.world
 
 
-def _measure(here: Place, tell: Tell) -> None:
+def _measure(here: ExchangeRank, tell: Tell) -> None:
     """Measure the clocks, the pairs of nodes, and all ranks at once."""
     here.meet("start", here.world)
     if here.leads:

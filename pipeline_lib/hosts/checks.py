@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core import units
 from pipeline_lib.core.units import from_gigabytes, gigabytes
-from pipeline_lib.hosts.facts import Facts
+from pipeline_lib.hosts.facts import HostFacts
 from pipeline_lib.plan.machine import find_gpu
 
 CLOCK_S = 5.0  # less does no harm: no time of one host is compared with one of another
@@ -56,7 +56,7 @@ def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostNeeds:
     """What each host has to have: `gpu` is part of the name of its GPUs; 0 `memory_gb` asks for no memory."""
 
     gpus_per_node: int
@@ -64,12 +64,12 @@ class Wanted:
     memory_gb: int
 
     @staticmethod
-    def by(cluster: Cluster) -> "Wanted":
+    def by(cluster: Cluster) -> "HostNeeds":
         """Return what a config's cluster wants of each node."""
-        return Wanted(cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
+        return HostNeeds(cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
 
 
-def problems_of_hosts(facts: Mapping[str, Facts], clocks: Mapping[str, float], wanted: Wanted) -> list[str]:
+def problems_of_hosts(facts: Mapping[str, HostFacts], clocks: Mapping[str, float], wanted: HostNeeds) -> list[str]:
     """Return what is wrong with each host alone and with all together. `clocks` has the seconds each is ahead."""
     problems = [f"{host}: {text}" for host, found in facts.items() for text in _alone(found, wanted)]
     problems += _same_machine(facts)
@@ -83,7 +83,7 @@ def problems_of_hosts(facts: Mapping[str, Facts], clocks: Mapping[str, float], w
     return problems
 
 
-def _alone(found: Facts, wanted: Wanted) -> Iterator[str]:
+def _alone(found: HostFacts, wanted: HostNeeds) -> Iterator[str]:
     for folder, reason in found.folders.items():
         if reason:
             yield (
@@ -112,7 +112,7 @@ def _is_another(wanted: str, name: str) -> bool:
     return find_gpu(wanted) is not None and find_gpu(name) not in (None, find_gpu(wanted))
 
 
-def _same_machine(facts: Mapping[str, Facts]) -> Iterator[str]:
+def _same_machine(facts: Mapping[str, HostFacts]) -> Iterator[str]:
     by_machine: dict[str, list[str]] = {}
     for host, found in facts.items():
         by_machine.setdefault(found.machine, []).append(host)
@@ -121,7 +121,7 @@ def _same_machine(facts: Mapping[str, Facts]) -> Iterator[str]:
             yield f"{' and '.join(names)} are one machine: list each machine once"
 
 
-def _compared(facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
+def _compared(facts: Mapping[str, HostFacts]) -> dict[str, dict[str, str]]:
     """Return the values that have to be equal, by what they are and by host."""
     packages = sorted({name for found in facts.values() for name in found.packages})
     compared = {

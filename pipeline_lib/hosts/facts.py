@@ -26,7 +26,7 @@ _CALL_S = 20.0
 
 
 @dataclass(frozen=True)
-class Gpu:
+class HostGpu:
     """A GPU as `nvidia-smi` reports it."""
 
     name: str
@@ -34,7 +34,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """A host as its agent sees it. `clock_s` is the time since 1970 at the moment of the answer.
 
     `folders` has, by path, why a folder cannot be used, or the empty text. `addresses` has those of each interface.
@@ -44,7 +44,7 @@ class Facts:
     python: str
     code: str
     packages: dict[str, str]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[HostGpu, ...]
     memory_bytes: int
     memory_available_bytes: int
     temporary_folder: str
@@ -58,17 +58,17 @@ class Facts:
         return asdict(self)
 
     @staticmethod
-    def from_json(fields: dict[str, Any]) -> "Facts":
+    def from_json(fields: dict[str, Any]) -> "HostFacts":
         """Read what `to_json` made. Raises TypeError and KeyError for anything else."""
-        gpus = tuple(Gpu(**gpu) for gpu in fields["gpus"])
+        gpus = tuple(HostGpu(**gpu) for gpu in fields["gpus"])
         addresses = {name: tuple(found) for name, found in fields["addresses"].items()}
-        return Facts(**{**fields, "gpus": gpus, "addresses": addresses})
+        return HostFacts(**{**fields, "gpus": gpus, "addresses": addresses})
 
 
-def facts_of_this_host(folders: list[Path], token: str, host: str) -> Facts:
+def facts_of_this_host(folders: list[Path], token: str, host: str) -> HostFacts:
     """Collect the facts; read the file `token` in each of `folders`, and write an answer beside it."""
     memory, temporary = psutil.virtual_memory(), tempfile.gettempdir()
-    return Facts(
+    return HostFacts(
         machine=_identity(),
         python=platform.python_version(),
         code=code_digest(),
@@ -123,7 +123,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def gpus_here() -> list[Gpu]:
+def gpus_here() -> list[HostGpu]:
     """Return the GPUs of this host in the driver's order; none without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
@@ -134,7 +134,7 @@ def gpus_here() -> list[Gpu]:
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 2:
-            found.append(Gpu(*parts))
+            found.append(HostGpu(*parts))
     return found
 
 

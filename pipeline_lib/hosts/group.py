@@ -11,9 +11,9 @@ from typing import Any
 from pipeline_lib.core.errors import CONTINUES, ConfigError, Interrupted
 from pipeline_lib.core.processes import all_alive, snakemake_above
 from pipeline_lib.hosts.channel import ChannelClosed
-from pipeline_lib.hosts.checks import Wanted, problems_of_hosts, token_in, unseen_answers
-from pipeline_lib.hosts.facts import Facts
-from pipeline_lib.hosts.link import HostLost, Link
+from pipeline_lib.hosts.checks import HostNeeds, problems_of_hosts, token_in, unseen_answers
+from pipeline_lib.hosts.facts import HostFacts
+from pipeline_lib.hosts.link import HostLink, HostLost
 
 ANSWER_S = 45.0  # a cold file server loads Python slowly
 REACH_S = 5.0  # for one host to try all addresses of all others
@@ -38,10 +38,10 @@ class Ended:
 class HostGroup:
     """The linked hosts in the order of their node ranks. `facts`, `addresses` and `port` are known after `check`."""
 
-    def __init__(self, links: Sequence[Link], timeout_s: float) -> None:
+    def __init__(self, links: Sequence[HostLink], timeout_s: float) -> None:
         """Take over `links`; an agent that hears nothing for `timeout_s` ends its ranks, and so does this side."""
         self.links, self.timeout_s = tuple(links), timeout_s
-        self.facts: dict[str, Facts] = {}
+        self.facts: dict[str, HostFacts] = {}
         self.addresses: dict[str, str] = {}
         self.interfaces: dict[str, str] = {}
         self.port = 0
@@ -79,7 +79,7 @@ class HostGroup:
             for thread in closing:
                 thread.join()
 
-    def check(self, folders: Sequence[Path], wanted: Wanted, interface: str | None) -> None:
+    def check(self, folders: Sequence[Path], wanted: HostNeeds, interface: str | None) -> None:
         """Check all hosts, and find the addresses between them. Raises ConfigError with all problems."""
         with token_in(folders) as token:
             facts, clocks, problems = self._facts([str(folder) for folder in folders], token)
@@ -94,18 +94,18 @@ class HostGroup:
             raise ConfigError("the hosts", list(dict.fromkeys(problems)))
         self.facts = facts
 
-    def _facts(self, folders: list[str], token: str) -> tuple[dict[str, Facts], dict[str, float], list[str]]:
+    def _facts(self, folders: list[str], token: str) -> tuple[dict[str, HostFacts], dict[str, float], list[str]]:
         """Ask all at once. Return the facts and the clocks' offsets, in seconds ahead, by host, and what went wrong."""
         asked_s = {link.host: time.time() for link in self.links}
         for link in self.links:
             link.send("facts", folders=folders, token=token, host=link.host, timeout_s=self.timeout_s)
-        facts: dict[str, Facts] = {}
+        facts: dict[str, HostFacts] = {}
         clocks: dict[str, float] = {}
         problems = []
         deadline_s = time.monotonic() + ANSWER_S
         for link in self.links:
             try:
-                facts[link.host] = Facts.from_json(link.answer("facts", deadline_s))
+                facts[link.host] = HostFacts.from_json(link.answer("facts", deadline_s))
             except HostLost as error:
                 problems.append(str(error))
                 continue
@@ -117,7 +117,7 @@ class HostGroup:
             clocks[link.host] = min(0.0, clock_s - asked_s[link.host]) + max(0.0, clock_s - time.time())
         return facts, clocks, problems
 
-    def _reach(self, facts: Mapping[str, Facts], interface: str | None, token: str) -> list[str]:
+    def _reach(self, facts: Mapping[str, HostFacts], interface: str | None, token: str) -> list[str]:
         """Let every host try every address of every other; keep the first address of each that all others reach."""
         candidates, problems = {}, []
         for link in self.links:
@@ -212,7 +212,7 @@ class HostGroup:
             time.sleep(LOOK_S)
         return Ended(first.host, first.exit_code, lost)
 
-    def _poll(self, link: Link, show: Show) -> int | None:
+    def _poll(self, link: HostLink, show: Show) -> int | None:
         """Hand on what the host's ranks print; return the launcher's exit code once it has ended. Raises HostLost."""
         try:
             while (message := link.channel.receive(0)) is not None:

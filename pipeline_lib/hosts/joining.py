@@ -285,7 +285,7 @@ class _Place:
         return bool(poll.poll(0))
 
 
-class Listener:
+class JoiningPort:
     """The port of the first host, to use as a context manager: at its end the port closes, joined hosts stay."""
 
     def __init__(self, port: int, secret: bytes, address: str = "") -> None:

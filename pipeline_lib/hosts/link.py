@@ -54,7 +54,7 @@ class HostLost(Interrupted):
 
 
 @dataclass
-class Link:
+class HostLink:
     """The connection to the agent of `host`; `process` is the ssh client or the agent itself, if we started it."""
 
     host: str
@@ -116,7 +116,7 @@ class Link:
                 self.process.wait()
 
 
-def connect(host: str, setup: Sequence[str]) -> Link:
+def connect(host: str, setup: Sequence[str]) -> HostLink:
     """Start the agent of `host`: as a child process if that is this machine, else by ssh after the lines `setup`.
 
     Returns at once; a host that cannot be reached shows in the first answer. Neither gets the terminal's Ctrl-C.
@@ -135,7 +135,7 @@ def connect(host: str, setup: Sequence[str]) -> Link:
     errors: list[str] = []
     reading = threading.Thread(target=_keep_errors, args=(process.stderr, errors), daemon=True)
     reading.start()
-    return Link(host, Channel(reader, writer, noise=errors.append), process, errors, reading)
+    return HostLink(host, Channel(reader, writer, noise=errors.append), process, errors, reading)
 
 
 def _remote(setup: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ class Agent:
         self._exit_code: int | None = None
         self._timeout_s = first_s  # until the training says its own
         self._asked_to_stop, self._is_abandoned, self._signalled = (threading.Event() for _ in range(3))
-        self._listener: Listener | None = None
+        self._listener: AgentListener | None = None
         self._work: threading.Thread | None = None
 
     def serve(self) -> int | None:
@@ -77,7 +77,7 @@ class Agent:
             found = facts_of_this_host(folders, str(message["token"]), str(message["host"]))
             self._channel.send({"facts": found.to_json()})
         elif what == "listen":
-            self._listener = Listener(str(message["token"]))
+            self._listener = AgentListener(str(message["token"]))
             self._channel.send({"listen": self._listener.port})
         elif what == "reach":
             reached = reach(message["targets"], str(message["token"]), float(message["within_s"]))
@@ -153,7 +153,7 @@ class Agent:
                 signal.signal(signal.SIGHUP, before)
 
 
-class Listener:
+class AgentListener:
     """Listens on a free port, and greets whoever connects with the token, until it is closed."""
 
     def __init__(self, token: str) -> None:

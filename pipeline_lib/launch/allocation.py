@@ -14,11 +14,11 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import count
-from pipeline_lib.hosts.checks import Wanted
+from pipeline_lib.hosts.checks import HostNeeds
 from pipeline_lib.hosts.facts import gpus_here
 from pipeline_lib.hosts.group import HostGroup
-from pipeline_lib.hosts.joining import Joined, Listener, joining_hosts, read_secret
-from pipeline_lib.hosts.link import Link, connect
+from pipeline_lib.hosts.joining import Joined, JoiningPort, joining_hosts, read_secret
+from pipeline_lib.hosts.link import HostLink, connect
 from pipeline_lib.hosts.listing import SOURCE, Host, hosts_of
 from pipeline_lib.launch.environment import LOOPBACK
 from pipeline_lib.slurm.cluster import refuse_here, why_not_started
@@ -70,7 +70,7 @@ class NodeRequest:
 
     nodes: int
     launcher: str
-    wanted: Wanted
+    wanted: HostNeeds
     timeout_s: float
     start_timeout_s: float
 
@@ -85,7 +85,7 @@ def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], sa
     if problem := why_not_started(request.launcher, nodes, is_job, bool(hosts or join)):
         raise ConfigError(source, [problem])
     if join:
-        with Listener(join.port, read_secret(environ)) as listener:
+        with JoiningPort(join.port, read_secret(environ)) as listener:
             joined = listener.accept(nodes - 1, request.start_timeout_s, say)
         links = [connect(socket.gethostname(), ()), *_links_of(joined)]
         with of_links(links, wanted, request.timeout_s, store, site.interface) as allocation:
@@ -100,17 +100,17 @@ def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], sa
         yield HERE if job is None else _of_job(job, nodes, source)
 
 
-def _links_of(joined: Sequence[Joined]) -> Iterator[Link]:
+def _links_of(joined: Sequence[Joined]) -> Iterator[HostLink]:
     """Yield the links of hosts that joined, named by their addresses, and by the node rank too if two have the same."""
     addresses = [one.address for one in joined]
     for one in joined:
         is_alone = addresses.count(one.address) == 1
-        yield Link(one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel)
+        yield HostLink(one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel)
 
 
 @contextmanager
 def of_hosts(
-    hosts: Sequence[Host], wanted: Wanted, timeout_s: float, store: Store, site: Site, say: Say
+    hosts: Sequence[Host], wanted: HostNeeds, timeout_s: float, store: Store, site: Site, say: Say
 ) -> Iterator[Allocation]:
     """Connect to `hosts`, check them, and keep them during the block. Raises as `of_links`."""
     if problems := [
@@ -127,7 +127,7 @@ def of_hosts(
 
 @contextmanager
 def of_links(
-    links: Sequence[Link], wanted: Wanted, timeout_s: float, store: Store, interface: str | None
+    links: Sequence[HostLink], wanted: HostNeeds, timeout_s: float, store: Store, interface: str | None
 ) -> Iterator[Allocation]:
     """Check linked hosts and keep them during the block. Raises ConfigError with all problems, and HostLost."""
     runs = store.run_dir("x").parent
@@ -173,7 +173,7 @@ def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: 
     if not hosts_of(Site.load(environ)) and joining_hosts(environ):
         read_secret(environ)  # the hosts join when the training begins, and are checked then
         return
-    request = NodeRequest(cluster.nodes, cluster.launcher, Wanted.by(cluster), CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
+    request = NodeRequest(cluster.nodes, cluster.launcher, HostNeeds.by(cluster), CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
     with allocated(request, store, environ, say) as found:
         addresses = found.group.addresses.items() if found.group else ()
         say(f"hosts: {', '.join(f'{host} ({address})' for host, address in addresses)} are ready")

@@ -39,13 +39,13 @@ class Sign:
     for_s: float  # for how long it had been doing that
     heard_s: float = 0.0
 
-    def lost(self, why: str, silent_s: float | None = None) -> "Lost":
+    def lost(self, why: str, silent_s: float | None = None) -> "LostRank":
         """Return what is known of the rank once it is lost."""
-        return Lost(self.rank, why, self.host, self.pid, self.step, self.doing, silent_s)
+        return LostRank(self.rank, why, self.host, self.pid, self.step, self.doing, silent_s)
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostRank:
     """A rank that its peers waited for. `silent_s` is by how much its last sign is older than the newest of all."""
 
     rank: int
@@ -144,12 +144,12 @@ def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
     return found
 
 
-def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[Lost]:
+def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[LostRank]:
     """Return the ranks that others waited for: silent or never heard ones, else those behind; or an empty list."""
     if not signs:
         return []
     newest_s = max(sign.heard_s for sign in signs.values())
-    unheard = [Lost(rank, "never heard") for rank in range(ranks) if rank not in signs]
+    unheard = [LostRank(rank, "never heard") for rank in range(ranks) if rank not in signs]
     running = [sign for sign in signs.values() if sign.doing != ENDED]
     silent = [sign for sign in running if newest_s - sign.heard_s > MISSED_BEATS * sign.every_s]
     if unheard or silent:

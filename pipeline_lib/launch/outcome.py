@@ -17,8 +17,8 @@ from pipeline_lib.core.errors import (
     TrainingError,
 )
 from pipeline_lib.core.run_folder import CHECKPOINTS, sealed_steps
-from pipeline_lib.launch.heartbeat import Lost, Sign, find_lost, read_signs
-from pipeline_lib.launch.rank_report import Blame, Cause, Report, read_reports
+from pipeline_lib.launch.heartbeat import LostRank, Sign, find_lost, read_signs
+from pipeline_lib.launch.rank_report import Blame, Cause, RankReport, read_reports
 
 # None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
 # that waited in vain; launchers end the others by the rest.
@@ -45,7 +45,7 @@ class RankFailed(PipelineError):
 class RanksLost(Interrupted):
     """The ranks in `lost` were killed, or their peers waited for them in vain."""
 
-    def __init__(self, message: str, lost: Sequence[Lost]) -> None:
+    def __init__(self, message: str, lost: Sequence[LostRank]) -> None:
         """Carry the ranks, for the events."""
         super().__init__(message)
         self.lost = tuple(lost)
@@ -63,11 +63,11 @@ class _Evidence:
     rank: int | None
     ranks: int
     run_dir: Path
-    reports: Mapping[int, Report]
+    reports: Mapping[int, RankReport]
     signs: Mapping[int, Sign]
 
     @cached_property
-    def first(self) -> Report | None:
+    def first(self) -> RankReport | None:
         """The most telling report."""
         return min(self.reports.values(), key=lambda report: (report.blame, report.rank), default=None)
 
@@ -141,7 +141,7 @@ def _ranks_killed(evidence: _Evidence) -> PipelineError | None:
         return None
     suspects = evidence.without_report if evidence.rank is None else [evidence.rank]
     signs = evidence.signs
-    killed = [signs[rank].lost("killed") if rank in signs else Lost(rank, "killed") for rank in suspects]
+    killed = [signs[rank].lost("killed") if rank in signs else LostRank(rank, "killed") for rank in suspects]
     # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks by it.
     is_guess = evidence.rank is None and evidence.signal_number == signal.SIGTERM
     return _killed(killed, None if is_guess else evidence.signal_number, evidence.run_dir)
@@ -154,7 +154,7 @@ def _exit_code_alone(evidence: _Evidence) -> PipelineError:
     return RankFailed(f"{ended}; its output is above", max(1, evidence.exit_code))
 
 
-def _network_between_hosts(evidence: _Evidence, first: Report) -> PipelineError | None:
+def _network_between_hosts(evidence: _Evidence, first: RankReport) -> PipelineError | None:
     """Return a peer's complaint with the hosts whose network may be the cause, if there are several."""
     hosts = sorted({sign.host for sign in evidence.signs.values()})
     if first.blame != Blame.COMPLAINT or len(hosts) < 2:
@@ -163,7 +163,7 @@ def _network_between_hosts(evidence: _Evidence, first: Report) -> PipelineError 
     return Interrupted(f"{first.message}; {where}")
 
 
-def _error_of_rank(first: Report) -> PipelineError:
+def _error_of_rank(first: RankReport) -> PipelineError:
     message = f"rank {first.rank}: {first.message}"
     if first.cause is Cause.DIVERGED:
         return Diverged(message)
@@ -185,7 +185,7 @@ def peer_is_lost(run_dir: Path, ranks: int) -> bool:
     return any(report.blame == Blame.COMPLAINT for report in read_reports(run_dir, ranks).values())
 
 
-def _killed(suspects: Sequence[Lost], number: int | None, run_dir: Path) -> PipelineError:
+def _killed(suspects: Sequence[LostRank], number: int | None, run_dir: Path) -> PipelineError:
     who = f"rank {' or '.join(str(one.rank) for one in suspects)}"
     if hosts := sorted({one.host for one in suspects if one.host}):
         who += f" on {' or '.join(hosts[:4])}"

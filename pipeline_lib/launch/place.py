@@ -15,7 +15,7 @@ from pipeline_lib.slurm.site import Site
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where an attempt runs: which launcher starts how many ranks on each node of the allocation."""
 
     launcher: str
@@ -26,12 +26,12 @@ class Place:
     allocation: Allocation = HERE
 
     @staticmethod
-    def of(cluster: Ranks, allocation: Allocation) -> "Place":
+    def of(cluster: Ranks, allocation: Allocation) -> "RankPlacement":
         """Return the place of the plan's `cluster` on the allocation; `auto` is srun in a SLURM job, else spawn."""
         launcher, nodes = known(cluster.launcher), known(cluster.nodes)
         if launcher == "auto":
             launcher = "srun" if allocation.job else "spawn"
-        return Place(
+        return RankPlacement(
             launcher,
             nodes,
             known(cluster.ranks) // nodes,
@@ -132,7 +132,7 @@ class HostOrder:
         return [sys.executable, "-m", *node_program(self.nodes, self.ranks_per_node), *self.program.to_list()]
 
     @staticmethod
-    def common(place: Place, environ: Mapping[str, str], run_dir: Path, program: Program) -> dict[str, Any]:
+    def common(place: RankPlacement, environ: Mapping[str, str], run_dir: Path, program: Program) -> dict[str, Any]:
         """Return the fields that are the same for all hosts, as JSON values.
 
         The ranks get from `environ` the settings of libraries and where rank 0 is, and the variables of the site file.
@@ -185,7 +185,7 @@ def node_program(nodes: int, ranks_per_node: int) -> list[str]:
     return [MODULE, "node", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node), "--"]
 
 
-def srun_command(place: Place, environ: dict[str, str], program: list[str]) -> list[str]:
+def srun_command(place: RankPlacement, environ: dict[str, str], program: list[str]) -> list[str]:
     """Return the srun command of tasks in the running job: ranks that run `program`, or on each node one starting them.
 
     A task that fails ends the others. Output is not labelled: it is that of rank 0, for people. Variables of other

@@ -51,7 +51,7 @@ class Blame(IntEnum):
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Why a rank failed."""
 
     rank: int
@@ -60,7 +60,7 @@ class Report:
     cause: Cause
 
     @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> "Report | None":
+    def from_json(fields: Mapping[str, Any]) -> "RankReport | None":
         """Return the report in `fields`; None if there is none. Without a cause, it gets that of its exit code."""
         rank, exit_code, message = (fields.get(name) for name in ("rank", "exit_code", "message"))
         if not isinstance(rank, int) or not isinstance(exit_code, int) or not isinstance(message, str):
@@ -68,7 +68,7 @@ class Report:
         causes = {Interrupted.exit_code: Cause.PEER_LOST, MISTAKE_CODE: Cause.MISTAKE}
         cause = fields.get("cause")
         known = Cause(cause) if cause in list(Cause) else causes.get(exit_code, Cause.ERROR)
-        return Report(rank, exit_code, message, known)
+        return RankReport(rank, exit_code, message, known)
 
     @property
     def blame(self) -> Blame:
@@ -94,21 +94,21 @@ class Reporting:
         if error is None or isinstance(error, LockLost):
             return
         if isinstance(error, PipelineError):
-            report = Report(self._rank, error.exit_code, str(error), Cause.of(error))
+            report = RankReport(self._rank, error.exit_code, str(error), Cause.of(error))
         else:
             what = traceback.format_exception_only(kind, error)[-1].strip()
-            report = Report(self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error))
+            report = RankReport(self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error))
         try:
             write_json(self._path, asdict(report))
         except (OSError, DiskFull):  # it often is what the failure is about
             print(f"error: rank {self._rank}: {report.message}", file=sys.stderr, flush=True)
 
 
-def read_reports(run_dir: Path, ranks: int) -> dict[int, Report]:
+def read_reports(run_dir: Path, ranks: int) -> dict[int, RankReport]:
     """Return the reports that ranks left in `run_dir`, by rank."""
     found = {}
     for path in (run_dir / ERRORS).glob("rank-*.json"):  # listed: over NFS that asks for what came from other nodes
-        report = Report.from_json(read_json(path))
+        report = RankReport.from_json(read_json(path))
         if report is not None and report.rank < ranks:
             found[report.rank] = report
     return found

@@ -30,12 +30,12 @@ from pipeline_lib.core.stage import Job, StageFunction
 from pipeline_lib.core.store import MANIFEST_NAME, Spec, read_manifest, verify
 from pipeline_lib.core.text import reason_of
 from pipeline_lib.core.units import count
-from pipeline_lib.hosts.checks import Wanted
+from pipeline_lib.hosts.checks import HostNeeds
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
 from pipeline_lib.launch.environment import free_port, launch_environment, private_rendezvous
 from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, peer_is_lost
-from pipeline_lib.launch.place import HostOrder, Place, RankArguments, srun_command
+from pipeline_lib.launch.place import HostOrder, RankArguments, RankPlacement, srun_command
 from pipeline_lib.launch.ranks import (
     frozen_ranks_ended,
     run_launcher,
@@ -52,13 +52,13 @@ from pipeline_lib.tracking.feed import trackers
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LaunchedAttempt:
     """One attempt at a training run: `resume_from` is the checkpoint that it continues from, verified."""
 
     job: Job
     plan_dir: Path
     plan: PlanDocument
-    place: Place
+    place: RankPlacement
     run_dir: Path
     number: int
     resume_from: Path | None
@@ -161,7 +161,7 @@ def _rank_arguments(job: Job, plan_dir: Path, attempt: int, resume_from: Path | 
     )
 
 
-def _rendezvous(place: Place) -> AbstractContextManager[Mapping[str, str]]:
+def _rendezvous(place: RankPlacement) -> AbstractContextManager[Mapping[str, str]]:
     """Return the variables that tell the ranks where they meet, to be entered while they run."""
     if place.nodes == 1:
         return private_rendezvous()
@@ -183,7 +183,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         attempt = next_attempt(run_dir)
         environ[OWNER_VARIABLE] = describe_owner()  # for all that this process starts
         with _allocated(plan, job, environ) as allocation:
-            place = Place.of(plan.cluster, allocation)
+            place = RankPlacement.of(plan.cluster, allocation)
             arguments = _rank_arguments(job, plan_dir, attempt, resume_from=None)
             with _held_here(place, plan, arguments, environ) as held:
                 for sealed in job.inputs.values():
@@ -191,7 +191,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
                 for left in (ERRORS, HEARTBEATS):
                     shutil.rmtree(run_dir / left, ignore_errors=True)
                 resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
-                now = Attempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
+                now = LaunchedAttempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
                 _tell(now)
                 with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
                     now.run(environ, held)
@@ -231,7 +231,7 @@ def take_hashes(job: Job, checkpoint: Path) -> None:
 
 @contextmanager
 def _held_here(
-    place: Place, plan: PlanDocument, arguments: RankArguments, environ: Mapping[str, str]
+    place: RankPlacement, plan: PlanDocument, arguments: RankArguments, environ: Mapping[str, str]
 ) -> Iterator[HeldRanks | None]:
     """Start the ranks if they run on this machine: they import while this process verifies what they will read.
 
@@ -249,7 +249,7 @@ def _held_here(
 def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> AbstractContextManager[Allocation]:
     """Return the nodes for the training of `plan`, to be entered."""
     nodes, ranks = known(plan.cluster.nodes), known(plan.cluster.ranks)
-    wanted = Wanted(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
+    wanted = HostNeeds(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
     timeouts = float(known(plan.chosen.timeout_s)), float(known(plan.chosen.start_timeout_s))
     request = NodeRequest(nodes, known(plan.cluster.launcher), wanted, *timeouts)
     return allocated(request, job.store, environ, job.say)
@@ -303,7 +303,7 @@ def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
     return found
 
 
-def _tell(attempt: Attempt) -> None:
+def _tell(attempt: LaunchedAttempt) -> None:
     """Print how the attempt begins, and write its event."""
     plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
     others = [] if resume_from else runs_of_other_versions(attempt.job, run_dir)

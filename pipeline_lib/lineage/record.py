@@ -23,7 +23,7 @@ NEWEST_FIRST = ("report", "evaluate", "baseline", "merge", "train", "shard", "to
 
 
 @dataclass(frozen=True)
-class Link:
+class LineageLink:
     """One stage instance of the lineage. `made_from` lists its inputs by part and digest; `sources` is text.
 
     `job` names the SLURM jobs that made it. `duration_s` is in seconds; `restarts` counts those of a training.
@@ -43,7 +43,7 @@ class Link:
     attempts: Sequence[Attempt] = field(default=())
 
 
-def chain(inputs: Mapping[str, Sealed]) -> list[Link]:
+def chain(inputs: Mapping[str, Sealed]) -> list[LineageLink]:
     """Return the links of `inputs` (sealed directories by part), newest stage first."""
     return [
         link_of(part, inputs[part].manifest, RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts)
@@ -51,9 +51,9 @@ def chain(inputs: Mapping[str, Sealed]) -> list[Link]:
     ]
 
 
-def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> Link:
+def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> LineageLink:
     """Return the link that `manifest` describes; `attempts` are those of a training."""
-    return Link(
+    return LineageLink(
         part=part,
         stage=manifest.stage,
         digest=manifest.digest,
@@ -127,7 +127,7 @@ REMADE, WITHOUT_PATHS = "made again since it was read", "its manifest contains p
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:;,'\"()]+/)+(?=[^\s/])")
 
 
-class Entry(BaseModel):
+class ManifestEntry(BaseModel):
     """A link's manifest. `unproven` says why its SHA-256 is not the recorded one; None if it is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -153,7 +153,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = 1
-    links: dict[str, Entry] = {}
+    links: dict[str, ManifestEntry] = {}
     attempts: list[Attempt] = []
     base: Folder | None = None
 
@@ -163,7 +163,7 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
 
     Links whose manifest is not in the store are left out and reported to `say`.
     """
-    links: dict[str, Entry] = {}
+    links: dict[str, ManifestEntry] = {}
     waiting: list[tuple[str, Path, str | None]] = [
         (part, inputs[part].path, None) for part in sorted(inputs, key=place_of)
     ]
@@ -193,7 +193,7 @@ def _has_public_nodes(event: Mapping[str, Any]) -> bool:
     return bool(event.get("job")) or (isinstance(nodes, list) and len(nodes) > 1)
 
 
-def _entry(path: Path, wanted_sha256: str | None) -> Entry:
+def _entry(path: Path, wanted_sha256: str | None) -> ManifestEntry:
     """Return the entry for the manifest at `path`, without paths of this machine.
 
     `wanted_sha256` is the recorded SHA-256 of the manifest; None for an input that was just verified.
@@ -203,7 +203,7 @@ def _entry(path: Path, wanted_sha256: str | None) -> Entry:
     if manifest["spec"].get("where"):
         manifest["spec"]["where"] = {}
         unproven = unproven or WITHOUT_PATHS
-    return Entry(manifest=manifest, unproven=unproven)
+    return ManifestEntry(manifest=manifest, unproven=unproven)
 
 
 def base_folder(downloaded: Manifest, store: Store) -> Folder | None:

@@ -31,7 +31,7 @@ from pipeline_lib.core.units import seconds
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
-    Link,
+    LineageLink,
     Record,
     attempt_text,
     code_text,
@@ -60,7 +60,7 @@ class Traced:
     ref: Ref
     manifest_sha256: str
     state: str = UNKNOWN
-    link: Link | None = None
+    link: LineageLink | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -369,7 +369,7 @@ def status_line_on(stream: TextIO) -> Iterator[Say]:
         yield lambda text: status.update(Text(one_line(text)))
 
 
-def facts_of(link: Link, settings: Mapping[str, Any], above: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def facts_of(link: LineageLink, settings: Mapping[str, Any], above: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the facts of a link by name; of its versions only those that differ from `above`."""
     made = [link.started_at, f"in {seconds(link.duration_s)}"]
     made += [f"on {link.machine}"] if link.machine else []

@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
 
 
-class Part(Lenient):
+class PlanPart(Lenient):
     """A part of a plan, in which a null is a value that is not known: it takes its default."""
 
     @model_validator(mode="before")
@@ -38,7 +38,7 @@ class Part(Lenient):
         return found
 
 
-class Memory(Part):
+class Memory(PlanPart):
     """Predicted memory of one rank at the peak of a step: state, working memory, and a reserve.
 
     The reserve is GPU memory outside tensors: the CUDA context, NCCL's buffers, and fragmentation.
@@ -67,7 +67,7 @@ class Memory(Part):
         return None if None in known else sum(part or 0 for part in known)
 
 
-class Batch(Part, extra="allow"):
+class Batch(PlanPart, extra="allow"):
     """The plan's arithmetic of blocks and steps."""
 
     block_tokens: Count = None
@@ -86,7 +86,7 @@ class Batch(Part, extra="allow"):
     supervised_tokens_per_step: Number = None
 
 
-class Ranks(Part, extra="allow"):
+class Ranks(PlanPart, extra="allow"):
     """The nodes, ranks and devices that the plan is for."""
 
     nodes: Count = None
@@ -102,7 +102,7 @@ class Ranks(Part, extra="allow"):
         return self.device == "cuda"
 
 
-class Chosen(Part, extra="allow"):
+class Chosen(PlanPart, extra="allow"):
     """The plan's decision: a value for each of PLACEMENT_KEYS."""
 
     strategy: Text = None
@@ -123,14 +123,14 @@ class Chosen(Part, extra="allow"):
     deterministic: bool = False
 
 
-class Disk(Part):
+class Disk(PlanPart):
     """The plan's expected disk usage."""
 
     checkpoint_bytes: Count = None
     needed_bytes: Count = None
 
 
-class Need(Part):
+class Need(PlanPart):
     """What a stage needs: memory of its host and of each GPU, disk of the store, and seconds of work."""
 
     stage: str = ""
@@ -143,21 +143,21 @@ class Need(Part):
     note: str = ""
 
 
-class Tracking(Part):
+class PlannedTracking(PlanPart):
     """The trackers that are fed."""
 
     to: list[str] = []
     project: str = ""
 
 
-class Sizes(Part):
+class Sizes(PlanPart):
     """Numbers of the model's parameters."""
 
     parameters: int = 0
     trainable_parameters: int = 0
 
 
-class Figure(Part):
+class Figure(PlanPart):
     """A predicted number and its band."""
 
     value: Number = None
@@ -171,7 +171,7 @@ class Rate(Figure):
     source: Text = None
 
 
-class Machine(Part):
+class Machine(PlanPart):
     """The machines that the prediction is for."""
 
     name: Text = None
@@ -185,7 +185,7 @@ class Machine(Part):
     rates: dict[str, Rate] = {}
 
 
-class Workload(Part):
+class Workload(PlanPart):
     """The data that the prediction assumes; lengths in tokens."""
 
     block_tokens: Count = None
@@ -196,7 +196,7 @@ class Workload(Part):
     samples_per_block: Number = None
 
 
-class Segment(Part):
+class Segment(PlanPart):
     """An activity during a step, in one lane of its timeline."""
 
     lane: str = ""
@@ -205,7 +205,7 @@ class Segment(Part):
     duration_s: Number = None
 
 
-class Exchanged(Part):
+class Exchanged(PlanPart):
     """One kind of exchange between ranks, and what it costs a step."""
 
     name: str = ""
@@ -217,7 +217,7 @@ class Exchanged(Part):
     exposed_s: Number = None
 
 
-class Placement(Part):
+class Placement(PlanPart):
     """How one way to train distributes the model and the batch."""
 
     strategy: Text = None
@@ -248,7 +248,7 @@ def bound_in_words(bound: str | None) -> str:
     return _BOUNDS.get(bound or "", bound or "")
 
 
-class Prediction(Part):
+class Prediction(PlanPart):
     """The prediction for one way to train.
 
     Values are of one optimizer step, except those of the run and the checkpoint. `words` begin with the strategy.
@@ -277,7 +277,7 @@ class Prediction(Part):
     fits: bool | None = None
 
 
-class Lacks(Part):
+class Lacks(PlanPart):
     """The bytes that a GPU, with the margin, and the host of a node lack; `is_margin` if it is only the margin."""
 
     gpu_bytes: Count = None
@@ -285,14 +285,14 @@ class Lacks(Part):
     is_margin: bool = False
 
 
-class NearMiss(Part):
+class NearMiss(PlanPart):
     """The fastest way that lacks little to fit and would be faster than the chosen one, and what it lacks."""
 
     lacks: Lacks = Lacks()
     prediction: Prediction = Prediction()
 
 
-class Summary(Part):
+class Summary(PlanPart):
     """The plan's answers: whether the run fits, its steps, how it trains, what is assumed, and what to do next.
 
     `verdict` is FITS, TIGHT, TOO_LARGE or NOT_CHECKED; `host_needed_bytes` are those of a node. `cost` is that of the
@@ -312,7 +312,7 @@ class Summary(Part):
 FITS, TIGHT, TOO_LARGE, NOT_CHECKED = ("fits", "tight", "too large", "not checked")
 
 
-class Words(Part):
+class Words(PlanPart):
     """The plan's texts for people. `verdicts` has one for each strategy, `others` more about those not chosen."""
 
     chosen: Text = None
@@ -325,7 +325,7 @@ class Words(Part):
     steps: Text = None
 
 
-class PlanDocument(Part):
+class PlanDocument(PlanPart):
     """The content of plan.json. `train` has the settings that differ from their defaults; it may be missing."""
 
     experiment: str = ""
@@ -334,7 +334,7 @@ class PlanDocument(Part):
     machine: Machine = Machine()
     workload: Workload = Workload()
     train: dict[str, Any] | None = None
-    tracking: Tracking = Tracking()
+    tracking: PlannedTracking = PlannedTracking()
     batch: Batch = Batch()
     memory: dict[str, Memory] = {}
     chosen: Chosen = Chosen()

@@ -212,7 +212,7 @@ class Scores(Lenient):
         return self.samples == 0
 
 
-class Verdict(Lenient):
+class EvaluationVerdict(Lenient):
     """The evaluation's conclusion from the scores."""
 
     improved: bool | None = None
@@ -225,7 +225,7 @@ class Evaluation(Lenient):
     """The metrics of the evaluate stage; `answers` says why fewer or shorter answers than asked for were generated."""
 
     eval: Scores = Scores()
-    verdict: Verdict = Verdict()
+    verdict: EvaluationVerdict = EvaluationVerdict()
     answers: Text = None
 
 
@@ -238,19 +238,19 @@ class Generation(Lenient):
     tuned: Text = None
 
 
-class Piece(Lenient):
+class PreviewPiece(Lenient):
     """A stretch of a training sample that is or is not supervised."""
 
     text: str = ""
     supervised: bool = False
 
 
-class Sample(Lenient):
+class PreviewSample(Lenient):
     """A training sample as the model sees it, `tokens` long."""
 
     source: Text = None
     tokens: Count = None
-    pieces: list[Piece] = []
+    pieces: list[PreviewPiece] = []
 
 
 class Parity(Lenient):

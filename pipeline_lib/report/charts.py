@@ -55,7 +55,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSeries:
     """One series of stacked bars: its colour, its value in each bar, and the unit of the values."""
 
     name: str
@@ -104,7 +104,9 @@ def empty_bars(names: Sequence[str], x_label: str, x_end: float) -> Any:
     return plot
 
 
-def stacked_bars(names: Sequence[str], parts: Sequence[Part], x_label: str, digits: str, reach: float = 0.0) -> Chart:
+def stacked_bars(
+    names: Sequence[str], parts: Sequence[BarSeries], x_label: str, digits: str, reach: float = 0.0
+) -> Chart:
     """Return one bar for each of `names`, stacked from `parts`.
 
     `digits` is the numeral.js format of the values in tooltips. The axis extends at least to `reach`.

@@ -22,7 +22,7 @@ from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.data.chat_template import Mode, modes_in
-from pipeline_lib.lineage.record import Link, chain, settings_in
+from pipeline_lib.lineage.record import LineageLink, chain, settings_in
 from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
 from pipeline_lib.records.results import (
     DocumentScore,
@@ -31,11 +31,11 @@ from pipeline_lib.records.results import (
     Index,
     Ledger,
     Parity,
-    Sample,
+    PreviewSample,
     Step,
     Training,
 )
-from pipeline_lib.report.statistics import Difference, differences
+from pipeline_lib.report.statistics import LossGain, differences
 from pipeline_lib.report.wall_time import Span, wall_time
 from pipeline_lib.train.metrics import speed, training_time_s
 
@@ -381,12 +381,12 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts(Results):
+class ReportFacts(Results):
     """Everything that the report shows."""
 
     experiment: str
-    links: list[Link]
-    preview: list[Sample]
+    links: list[LineageLink]
+    preview: list[PreviewSample]
     parity: Parity
 
     @property
@@ -424,7 +424,7 @@ class Facts(Results):
         return comparison(self.plan, self.training, self.steps, self.record)
 
     @property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[LossGain]:
         """By how much the tuned model beats others on the held-out documents, and whether the difference is noise."""
         return differences(self.evaluation.eval, self.document_scores)
 
@@ -439,19 +439,19 @@ class Facts(Results):
         return sum(span.duration_s for span in self.spans)
 
 
-def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> Facts:
+def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
     """Read the sealed directories `inputs`, by part.
 
     Raise IntegrityError naming the file if one is damaged or of another schema.
     """
     tokenize, shard, train = inputs["tokenize"], inputs["shard"], inputs["train"]
     merge, evaluate = inputs["merge"], inputs["evaluate"]
-    return Facts(
+    return ReportFacts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
         links=chain(inputs),
         ledger=read_one(Ledger, tokenize.file("ledger.json")),
-        preview=read_rows(Sample, tokenize.file("preview.json"), read_json),
+        preview=read_rows(PreviewSample, tokenize.file("preview.json"), read_json),
         train_index=read_one(Index, shard.file("train/index.json")),
         validation_index=read_one(Index, shard.file("validation/index.json")),
         plan=read_plan(train.file(PLAN_NAME)),

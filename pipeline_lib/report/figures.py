@@ -30,8 +30,8 @@ from pipeline_lib.report.charts import (
     REDS,
     TEAL,
     TEXT,
+    BarSeries,
     Chart,
-    Part,
     add_hover,
     empty_bars,
     empty_plot,
@@ -39,7 +39,7 @@ from pipeline_lib.report.charts import (
     stacked_bars,
     tick_format,
 )
-from pipeline_lib.report.facts import Facts, medians
+from pipeline_lib.report.facts import ReportFacts, medians
 from pipeline_lib.report.statistics import estimate_of
 
 # The training curves, reduced to at most a given number of points.
@@ -176,7 +176,7 @@ def memory_figure(plan: PlanDocument) -> Chart | None:
     longest = max(sum(parts.values()) for parts in by_part)
     scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
     bars = [
-        Part(
+        BarSeries(
             PART_NAMES.get(part, part),
             MEMORY_COLOURS.get(part, GREY),
             [parts.get(part, 0) / scale for parts in by_part],
@@ -212,7 +212,7 @@ def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> C
     scale, unit = _time_scale(max(sum(parts.values()) for parts in bars.values()))
     known = (*STEP_COLOURS, *(name for name in by_cause if name not in STEP_COLOURS))
     parts = [
-        Part(
+        BarSeries(
             STEP_NAMES.get(name, name),
             STEP_COLOURS.get(name, GREY),
             [bar.get(name, 0.0) / scale for bar in bars.values()],
@@ -411,7 +411,7 @@ FATE_COLOURS = {
 }
 
 
-def figures_of(facts: Facts, curves: Curves) -> dict[str, Chart]:
+def figures_of(facts: ReportFacts, curves: Curves) -> dict[str, Chart]:
     """Return the figures that have data, by the id of their place in the page."""
     drawn = {
         "figure-phases": phases_figure(facts.plan, medians(facts.planned_steps)),
@@ -436,7 +436,9 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
         )
         for turn, fate in enumerate(fates):
             numbers = [each.get((kind, fate), 0) for each in by_source]
-            parts.append(Part(fate, palette[turn % len(palette)], numbers, "rows" if fate[0] == "r" else "samples"))
+            parts.append(
+                BarSeries(fate, palette[turn % len(palette)], numbers, "rows" if fate[0] == "r" else "samples")
+            )
     if not parts:
         return None
     return stacked_bars(

@@ -12,7 +12,7 @@ from pipeline_lib.data.chat_template import repetition, warning_of
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.results import Score, Scores
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
-from pipeline_lib.report.facts import SETTLING_STEPS, Facts, settled, verdict
+from pipeline_lib.report.facts import SETTLING_STEPS, ReportFacts, settled, verdict
 from pipeline_lib.report.figures import Curves, figures_of
 from pipeline_lib.report.statistics import estimate_of
 
@@ -34,7 +34,7 @@ _FADING = 0.45  # of the spans of a stage, each after the one before
 SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
 
-def render(facts: Facts, curves: Curves) -> str:
+def render(facts: ReportFacts, curves: Curves) -> str:
     """Return the page as HTML."""
     events, ledger = _event_rows(facts), facts.ledger
     tuned = estimate_of(facts.evaluation.eval.tuned)
@@ -72,7 +72,7 @@ def render(facts: Facts, curves: Curves) -> str:
     return render_page("pipeline_lib.report", "page.html.jinja", figures_of(facts, curves), values)
 
 
-def _cost(facts: Facts) -> dict[str, str]:
+def _cost(facts: ReportFacts) -> dict[str, str]:
     """Return the amount, like `3.1 GPU-hours`, and a text that explains it."""
     found = facts.spent
     if found is None:
@@ -117,7 +117,7 @@ def _interval(score: Score) -> str:
     return "" if one is None else f"{units.real(one.low, '', 4)} to {units.real(one.high, '', 4)}"
 
 
-def _rank_rows(facts: Facts) -> list[dict[str, Any]]:
+def _rank_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return the use of every rank, for several ranks or a GPU: one process of a CPU is in the cards already."""
     use = facts.rank_use
     if len(use.peak_memory_bytes) < 2 and not use.utilization:
@@ -127,7 +127,7 @@ def _rank_rows(facts: Facts) -> list[dict[str, Any]]:
     return [{"rank": rank, "utilization": used, "memory": memory} for rank, (used, memory) in enumerate(pairs)]
 
 
-def _time_rows(facts: Facts) -> list[dict[str, Any]]:
+def _time_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return a row for every span of the stages, with its colour, which those of one stage share in shades."""
     colours = dict(zip(facts.manifests, cycle(SERIES), strict=False))
     shades: Counter[str] = Counter()
@@ -165,7 +165,7 @@ def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
     return rows
 
 
-def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
+def _loss_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return the unused rows and samples by source and reason, the largest numbers first."""
     rows = [
         {"source": source.name, "fate": fate, "reason": reason, "number": number, "unit": unit}
@@ -181,7 +181,7 @@ def _loss_rows(facts: Facts) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["number"])
 
 
-def _unread_rows(facts: Facts) -> list[dict[str, str]]:
+def _unread_rows(facts: ReportFacts) -> list[dict[str, str]]:
     """Return the unread columns and keys by file, those with the largest counts first."""
     rows = []
     for file in (file for source in facts.ledger.sources for file in source.files):
@@ -193,7 +193,7 @@ def _unread_rows(facts: Facts) -> list[dict[str, str]]:
     return rows
 
 
-def _event_rows(facts: Facts) -> list[dict[str, Any]]:
+def _event_rows(facts: ReportFacts) -> list[dict[str, Any]]:
     """Return every event but step.begin and step.end, with its time since the first one and its fields as text."""
     named = [
         event for event in facts.record.events if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)

@@ -8,7 +8,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.stage import Job
 from pipeline_lib.data.chat_template import how_to_call
-from pipeline_lib.report.facts import Facts, read_facts
+from pipeline_lib.report.facts import ReportFacts, read_facts
 from pipeline_lib.report.figures import curves_csv, curves_of
 from pipeline_lib.report.page import render
 
@@ -19,7 +19,7 @@ METRICS = ("eval.tuned.loss", "eval.base.loss", "train.tokens_per_s", "train.tra
 SETTINGS = ("method", "lr", "global_batch_tokens")
 
 
-def summary_of(facts: Facts) -> dict[str, Any]:
+def summary_of(facts: ReportFacts) -> dict[str, Any]:
     """Return the known numbers: losses in nats per supervised token, times in seconds, memory in MB (1e6 bytes).
 
     The plan's errors are fractions of the predicted values: 0.1 where the measured value is a tenth higher.

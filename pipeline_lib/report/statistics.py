@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SampleEstimate:
     """A value, its standard error in the same unit, and the number of documents that it is based on."""
 
     value: float
@@ -48,13 +48,13 @@ class Estimate:
         reach = critical(pairs, self.documents - 1) * self.standard_error if self.has_enough else math.inf
         return self.value - reach, self.value + reach
 
-    def gain_over(self, other: "Estimate") -> "Estimate":
+    def gain_over(self, other: "SampleEstimate") -> "SampleEstimate":
         """Return how much lower this value is than `other`, which is based on different documents.
 
         The standard errors of both are combined.
         """
         error = math.hypot(self.standard_error, other.standard_error)
-        return Estimate(other.value - self.value, error, min(self.documents, other.documents))
+        return SampleEstimate(other.value - self.value, error, min(self.documents, other.documents))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Losses:
         return float(self.nats.sum() / self.tokens.sum())
 
     @property
-    def estimate(self) -> Estimate:
+    def estimate(self) -> SampleEstimate:
         """The mean loss with its standard error over documents."""
         return _ratio(self.nats, self.tokens)
 
@@ -89,7 +89,7 @@ class Losses:
         """Return the losses of the documents with these numbers."""
         return Losses(self.nats[numbers], self.tokens[numbers])
 
-    def gain_over(self, other: "Losses") -> Estimate:
+    def gain_over(self, other: "Losses") -> SampleEstimate:
         """Return how much lower this mean is than that of `other` on the same documents in the same order."""
         return _ratio(other.nats - self.nats, self.tokens)
 
@@ -114,28 +114,28 @@ def critical(pairs: int, freedom: int) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> Estimate:
+def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> SampleEstimate:
     """Return the ratio of the sums; its standard error is infinite if fewer than two documents have tokens."""
     total, count = float(tokens.sum()), int(np.count_nonzero(tokens))
     value = float(nats.sum()) / total
     if count < 2:
-        return Estimate(value, math.inf, count)
+        return SampleEstimate(value, math.inf, count)
     squares = float(((nats - value * tokens) ** 2).sum())
-    return Estimate(value, math.sqrt(squares * count / (count - 1)) / total, count)
+    return SampleEstimate(value, math.sqrt(squares * count / (count - 1)) / total, count)
 
 
 # Comparison of the tuned model's held-out loss with other losses.
 
 
 @dataclass(frozen=True)
-class Difference:
+class LossGain:
     """The tuned model's gain over the model `than`, in nats per supervised token.
 
     `is_paired` is True if both models were compared document by document, and False if by their means.
     """
 
     than: str
-    gain: Estimate
+    gain: SampleEstimate
     is_paired: bool
 
     @property
@@ -153,7 +153,7 @@ class Difference:
         return "lower by more than chance" if self.gain.value > 0 else "higher by more than chance"
 
 
-def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Difference]:
+def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[LossGain]:
     """Return the gains over the base model, and over the tuned one with shuffled prompts, if their errors are known.
 
     The base model is compared document by document if possible, which cancels differences in difficulty. Other means
@@ -163,21 +163,21 @@ def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Diff
     gains = []
     if sum(row.tokens > 0 for row in documents) >= 2:
         gain = Losses.of(documents, "tuned").gain_over(Losses.of(documents, "base"))
-        gains.append(Difference("base", gain, is_paired=True))
+        gains.append(LossGain("base", gain, is_paired=True))
     elif tuned and base:
-        gains.append(Difference("base", tuned.gain_over(base), is_paired=False))
+        gains.append(LossGain("base", tuned.gain_over(base), is_paired=False))
     if tuned and shuffled:
-        gains.append(Difference("tuned, shuffled prompts", tuned.gain_over(shuffled), is_paired=False))
+        gains.append(LossGain("tuned, shuffled prompts", tuned.gain_over(shuffled), is_paired=False))
     return gains
 
 
-def estimate_of(score: Score) -> Estimate | None:
+def estimate_of(score: Score) -> SampleEstimate | None:
     """Return the loss with its standard error; None if either is unknown or there are too few documents."""
     estimate = _estimate(score)
     return estimate if estimate and estimate.has_enough else None
 
 
-def _estimate(score: Score) -> Estimate | None:
+def _estimate(score: Score) -> SampleEstimate | None:
     if score.loss is None or score.standard_error is None or score.documents is None:
         return None
-    return Estimate(score.loss, score.standard_error, score.documents)
+    return SampleEstimate(score.loss, score.standard_error, score.documents)

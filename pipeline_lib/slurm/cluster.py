@@ -23,7 +23,7 @@ from pipeline_lib.slurm.site import OF_THE_JOB, VARIABLES, Site
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """The resources of one job: nodes and, per node, tasks, GPUs and host memory.
 
     The job is warned `warning_s` seconds before its time limit.
@@ -54,7 +54,7 @@ OF_STAGE = (
 OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu")
 
 
-def training_resources(request: Request, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
+def training_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
     """Return the resources of a job with one task per rank, whose batch step starts the tasks.
 
     Any value of `mpi` keeps the plugin's job step from taking the place of the tasks. A true value makes the plugin ask
@@ -73,12 +73,12 @@ def training_resources(request: Request, site: Site, given: Sequence[str] = ()) 
     }
 
 
-def stage_resources(request: Request, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
+def stage_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
     """Return the resources of a job with one task, on a node with GPUs if it asks for one; `given` as above."""
     return _job(request, site, request.gpus_per_node > 0, given)
 
 
-def _job(request: Request, site: Site, is_training: bool, further: Sequence[str]) -> dict[str, Any]:
+def _job(request: JobRequest, site: Site, is_training: bool, further: Sequence[str]) -> dict[str, Any]:
     """Return the resources of a job; options that the plugin has no resource for go into `slurm_extra`, ours last."""
     options = site.job_options(is_training)
     named = [f"--{name}={options[name]}" for name in ("reservation", "exclude") if options[name] is not None]
@@ -123,7 +123,7 @@ _CALL_S = 20.0
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Equal nodes of one partition. `limit_minutes` is None if its jobs have no time limit."""
 
     partition: str
@@ -136,7 +136,7 @@ class Group:
     gpus: int
 
 
-def read_groups() -> list[Group]:
+def read_groups() -> list[NodeGroup]:
     """Return the nodes of all partitions, by groups of equal ones. Raises ConfigError if sinfo gives no answer."""
     done = None
     try:
@@ -151,11 +151,11 @@ def read_groups() -> list[Group]:
     return [parse_group(line) for line in done.stdout.splitlines() if line.count("|") >= 6]
 
 
-def parse_group(line: str) -> Group:
+def parse_group(line: str) -> NodeGroup:
     """Parse one line that sinfo prints in the format `_FORMAT`."""
     partition, is_up, limit, nodes, cpus, memory_mb, gres = line.strip().split("|", 6)
     limit_s = seconds_of(limit)  # None for `infinite`
-    return Group(
+    return NodeGroup(
         partition=partition.removesuffix("*"),
         is_default=partition.endswith("*"),
         is_up=is_up == "up",
@@ -172,20 +172,20 @@ def _number(text: str) -> int:
     return int(re.match(r"\d+", text)[0])  # type: ignore[index]
 
 
-def groups_of(partition: str | None, groups: list[Group]) -> list[Group]:
+def groups_of(partition: str | None, groups: list[NodeGroup]) -> list[NodeGroup]:
     """Return the nodes of `partition`, which may list several as `a,b`; None stands for SLURM's default partition."""
     if partition is None:
         return [group for group in groups if group.is_default] or groups
     return [group for group in groups if group.partition in partition.split(",")]
 
 
-def limit_of(groups: list[Group]) -> int | None:
+def limit_of(groups: list[NodeGroup]) -> int | None:
     """Return the longest time limit of these nodes in minutes; None if one has no limit."""
     limits = [group.limit_minutes for group in groups]
     return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
 
 
-def fitted(request: Request, groups: list[Group]) -> Request:
+def fitted(request: JobRequest, groups: list[NodeGroup]) -> JobRequest:
     """Return `request` with time, memory and CPUs capped to what `groups` have, for generous defaults."""
     if not groups:
         return request
@@ -197,7 +197,7 @@ def fitted(request: Request, groups: list[Group]) -> Request:
     )
 
 
-def wrong_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
+def wrong_partitions(site: Site, groups: list[NodeGroup]) -> Iterator[str]:
     """Yield a problem for each partition of the site file that does not exist or takes no jobs."""
     known = sorted({group.partition for group in groups})
     for key in ("partition", "cpu_partition"):
@@ -210,7 +210,7 @@ def wrong_partitions(site: Site, groups: list[Group]) -> Iterator[str]:
                 yield f"partition {wanted!r} is down and takes no jobs; wait, or name another as {where_set(key)}"
 
 
-def too_much(request: Request, site: Site, groups: list[Group]) -> Iterator[str]:
+def too_much(request: JobRequest, site: Site, groups: list[NodeGroup]) -> Iterator[str]:
     """Yield a problem if the partition's nodes have too little, are too few, or do not allow the run time."""
     own = groups_of(site.partition, groups)
     where = f"partition {site.partition or own[0].partition}"
@@ -260,7 +260,7 @@ _BLAMED = (
 
 
 def refuse_jobs(
-    site: Site, request: Request, groups: list[Group], others: Iterable[str] = (), given: Sequence[str] = ()
+    site: Site, request: JobRequest, groups: list[NodeGroup], others: Iterable[str] = (), given: Sequence[str] = ()
 ) -> None:
     """Raise ConfigError, naming what to change, if SLURM would refuse the jobs or could never start them.
 
@@ -321,7 +321,7 @@ def _visible_gpus() -> int | None:
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdecimal() else None
 
 
-def sbatch_options(site: Site, request: Request, given: Sequence[str] = ()) -> list[str]:
+def sbatch_options(site: Site, request: JobRequest, given: Sequence[str] = ()) -> list[str]:
     """Return the options of the training job, as the executor plugin passes them; `given` are the user's."""
     options = {
         **site.job_options(is_training=True),
@@ -336,7 +336,7 @@ def sbatch_options(site: Site, request: Request, given: Sequence[str] = ()) -> l
     return [*named, *site.further_options(is_training=True), *given]
 
 
-def _refusal(site: Site, request: Request, given: Sequence[str]) -> str | None:
+def _refusal(site: Site, request: JobRequest, given: Sequence[str]) -> str | None:
     """Return why SLURM would refuse such a job, with the key to change; None if it accepts or does not answer."""
     options = sbatch_options(site, request, given)
     command = ["sbatch", "--test-only", *options, "--wrap", "true"]

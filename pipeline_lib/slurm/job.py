@@ -239,7 +239,7 @@ _ENDED_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingJob:
     """A training in the SLURM job `job`. `saved_step` is 0 if nothing is saved yet."""
 
     job: int
@@ -248,7 +248,7 @@ class Run:
     max_requeues: int
 
 
-def queue_again(run: Run, error: PipelineError, say: Say) -> str:
+def queue_again(run: TrainingJob, error: PipelineError, say: Say) -> str:
     """Requeue the SLURM job of this process, which `error` interrupted. SLURM then ends this process.
 
     Returns the reason if the job is not requeued: it is no longer running, the limit is reached, it makes no progress,
@@ -282,7 +282,7 @@ def queue_again(run: Run, error: PipelineError, say: Say) -> str:
     return f"SLURM was asked to queue job {run.job} again, and did not end it"
 
 
-def why_not(events: Sequence[Mapping[str, Any]], run: Run) -> str | None:
+def why_not(events: Sequence[Mapping[str, Any]], run: TrainingJob) -> str | None:
     """Return why the job must not be requeued; None if it may be."""
     steps: list[Any] = []  # the saved step of each time that SLURM agreed to requeue the job
     for event in events:

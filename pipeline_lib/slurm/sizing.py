@@ -32,7 +32,7 @@ from pipeline_lib.plan.stages import (
 )
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.records.plan import PlanDocument, known
-from pipeline_lib.slurm.cluster import Group, Request, fitted, groups_of, limit_of, read_groups, where_set
+from pipeline_lib.slurm.cluster import JobRequest, NodeGroup, fitted, groups_of, limit_of, read_groups, where_set
 from pipeline_lib.slurm.site import Site
 
 _UNKNOWN_MB = 64_000
@@ -55,7 +55,9 @@ _WARNING_S = 60
 _UNKNOWN_WARNING_S = 300
 
 
-def training_request(config: Config, plan: PlanDocument | None, nodes: list[Group], read_bytes: int = 0) -> Request:
+def training_request(
+    config: Config, plan: PlanDocument | None, nodes: list[NodeGroup], read_bytes: int = 0
+) -> JobRequest:
     """Return the request of `config`'s training, which reads `read_bytes`; `plan` is its plan.json, as far as known.
 
     The run time is capped to the limit of `nodes`, unless the config sets it: a longer run is saved there and queued
@@ -75,7 +77,7 @@ def training_request(config: Config, plan: PlanDocument | None, nodes: list[Grou
         minutes += _UNKNOWN_MINUTES
     else:
         minutes += _AROUND_MINUTES + math.ceil(_MARGIN * most_s / _MINUTE_S)
-    request = Request(
+    request = JobRequest(
         nodes=cluster.nodes,
         tasks_per_node=cluster.ranks_per_node,
         cpus_per_task=cluster.cpus_per_rank,
@@ -159,27 +161,27 @@ def _bytes_in(sealed: Path, with_weights: bool) -> int:
     return sum(entry.bytes for name, entry in files.items() if with_weights or not name.endswith(WEIGHTS_SUFFIXES))
 
 
-def tokenize_request(config: Config, store: Store, read_bytes: int) -> Request:
+def tokenize_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
     """Return the request to tokenize files of `read_bytes` bytes."""
     return _request_for(tokenize_need(config.tokenize.near_duplicates is not None, read_bytes))
 
 
-def shard_request(config: Config, store: Store, read_bytes: int) -> Request:
+def shard_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
     """Return the request to pack token files of `read_bytes` bytes."""
     return _request_for(shard_need(read_bytes))
 
 
-def reading_request(config: Config, store: Store, read_bytes: int) -> Request:
+def reading_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
     """Return the request of a stage that does little but read: the plan, the report."""
     return _request_for(reading_need("plan", read_bytes))
 
 
-def merge_request(config: Config, store: Store, read_bytes: int) -> Request:
+def merge_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
     """Return the request to merge a base model and trained weights of `read_bytes` bytes together."""
     return _request_for(merge_need(_run_of(config, store), read_bytes))
 
 
-def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
+def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> JobRequest:
     """Return the request of one process that reads `read_bytes` bytes and holds a whole model.
 
     The model is on GPUs, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node without GPUs, if
@@ -188,12 +190,12 @@ def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: in
     return _request_for(loading_need(_run_of(config, store), read_bytes, most_cpus))
 
 
-def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> Request:
+def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> JobRequest:
     """Return the request to evaluate two models of `read_bytes` bytes together, with the time for computing."""
     return _request_for(evaluation_need(_run_of(config, store), read_bytes, most_cpus))
 
 
-def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[Group], warn: Say) -> Iterator[str]:
+def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[NodeGroup], warn: Say) -> Iterator[str]:
     """Yield a problem if the evaluation is expected to exceed its job's time limit: it saves nothing halfway.
 
     While the amount of held-out data is a guess, `warn` gets the message instead.
@@ -245,13 +247,13 @@ def _run_of(config: Config, store: Store) -> Run:
     return Run(config.cluster, config.train, config.asked, geometry, workload, machine)
 
 
-def most_cpus_of(nodes: list[Group]) -> int | None:
+def most_cpus_of(nodes: list[NodeGroup]) -> int | None:
     """Return the number of CPUs of the largest of `nodes`; None without nodes."""
     return max((group.cpus for group in nodes), default=None)
 
 
-def _request_for(need: Need) -> Request:
-    return Request(
+def _request_for(need: Need) -> JobRequest:
+    return JobRequest(
         nodes=1,
         tasks_per_node=1,
         cpus_per_task=need.cpus,

@@ -23,7 +23,7 @@ from pipeline_lib.core.run_record import Event, RunRecord, number, objects, tail
 from pipeline_lib.core.stage import done_lines
 from pipeline_lib.core.store import MANIFEST_NAME, Ref
 from pipeline_lib.core.text import one_line, shortened
-from pipeline_lib.launch.rank_report import Report
+from pipeline_lib.launch.rank_report import RankReport
 from pipeline_lib.records.plan import read_plan
 from pipeline_lib.slurm.job import PENDING, QueuedJob
 from pipeline_lib.status.catalog import changed_at, json_object
@@ -372,7 +372,7 @@ def _ends_of(run: RunRecord) -> Iterator[AtRest]:
             yield AtRest(FAILED, reason)
         case EventName.RUN_REQUEUE_REFUSED:
             yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
-    reports = [Report.from_json(json_object(path)) for path in (run.folder / ERRORS).glob("rank-*.json")]
+    reports = [RankReport.from_json(json_object(path)) for path in (run.folder / ERRORS).glob("rank-*.json")]
     for report in sorted(filter(None, reports), key=lambda each: (each.blame, each.rank)):
         state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
         yield AtRest(state, f"rank {report.rank}: {report.message}")

@@ -34,7 +34,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedExperiment:
     """An experiment that was named, in the store of `catalog`; `dag` is that of its config file, if that was named.
 
     Unless it `has_begun`, snakemake has not frozen it, and there is no file at the path of `frozen`. `newer` is a newer
@@ -75,20 +75,20 @@ class Selector:
         """Return the catalog of `store`."""
         return self._catalogs.setdefault(store.root, Catalog(store))
 
-    def chosen(self, texts: Sequence[str], all_of_them: bool = False) -> list[Chosen]:
+    def chosen(self, texts: Sequence[str], all_of_them: bool = False) -> list[SelectedExperiment]:
         """Return the experiments that `texts` name, in their order, each once; with `all_of_them` older configs too.
 
         Without `texts`, return all of the store. Raise ConfigError for a text that names none.
         """
         catalog = self.catalog(self.store)
         if not texts:
-            return [Chosen(catalog, frozen) for frozen in catalog.experiments(all_of_them)]
-        found: dict[tuple[Path, str], Chosen] = {}
+            return [SelectedExperiment(catalog, frozen) for frozen in catalog.experiments(all_of_them)]
+        found: dict[tuple[Path, str], SelectedExperiment] = {}
         for one in (one for text in texts for one in self._meant_by(text, all_of_them)):
             found.setdefault((one.catalog.folder.resolve(), one.frozen.path.name), one)
         return list(found.values())
 
-    def opened(self, one: Chosen) -> tuple[Dag, Experiment]:
+    def opened(self, one: SelectedExperiment) -> tuple[Dag, Experiment]:
         """Return the experiment, and the sweep of its latest request if that was one.
 
         Raise IntegrityError or Unreadable if it cannot be read.
@@ -110,7 +110,7 @@ class Selector:
         dag = self._dags[str(path)] = self._dags.get(str(path)) or Dag.thaw(path, store)
         return dag
 
-    def _meant_by(self, text: str, all_of_them: bool) -> list[Chosen]:
+    def _meant_by(self, text: str, all_of_them: bool) -> list[SelectedExperiment]:
         if text.endswith(_SUFFIXES) and Path(text).is_file():
             return self._of_config(text)
         folder, colon, name = text.rpartition(":")
@@ -119,7 +119,7 @@ class Selector:
         catalog = self.catalog(Store(Path(folder)) if colon else self.store)
         return self._in_catalog(name, catalog, all_of_them)
 
-    def _in_catalog(self, text: str, catalog: Catalog, all_of_them: bool) -> list[Chosen]:
+    def _in_catalog(self, text: str, catalog: Catalog, all_of_them: bool) -> list[SelectedExperiment]:
         """Return what `text` means in `catalog`. Raise ConfigError if it means nothing, or several by digest."""
         every = catalog.experiments(all_of_them=True)
         known = by_name(every)
@@ -127,21 +127,21 @@ class Selector:
         if not names and ("*" in text or "?" in text):
             names = [name for name in sorted(known) if known[name][0].parts and fnmatchcase(name, text)]
         if all_of_them:
-            found = [Chosen(catalog, one) for name in names for one in known[name]]
+            found = [SelectedExperiment(catalog, one) for name in names for one in known[name]]
         else:
             found = [self._named(known[name], catalog) for name in names]
-        found = found or [Chosen(catalog, one) for one in _by_digest(text, every)]
+        found = found or [SelectedExperiment(catalog, one) for one in _by_digest(text, every)]
         if not found:
             raise _unknown(text, sorted(known), catalog)
         return found
 
-    def _named(self, configs: Sequence[Frozen], catalog: Catalog) -> Chosen:
+    def _named(self, configs: Sequence[Frozen], catalog: Catalog) -> SelectedExperiment:
         """Return what the name of `configs`, newest first, means."""
         newest = configs[0]
         meant = newest_with(LAST_PART, configs, catalog.store) if self.wants_finished else newest
-        return Chosen(catalog, meant, newer=None if meant is newest else newest)
+        return SelectedExperiment(catalog, meant, newer=None if meant is newest else newest)
 
-    def _of_config(self, text: str) -> list[Chosen]:
+    def _of_config(self, text: str) -> list[SelectedExperiment]:
         if text not in self._dags:
             self._dags[text] = Dag.open(Path(text), self.store)
         dag, catalog, found = self._dags[text], self.catalog(self.store), []
@@ -150,11 +150,11 @@ class Selector:
             parts = {part: spec.digest for part, spec in experiment.specs.items()}
             frozen = known.get((experiment.name, parts[LAST_PART]))
             as_it_would_be = Frozen(experiment.name, catalog.folder / experiment.name, 0.0, parts)
-            found.append(Chosen(catalog, frozen or as_it_would_be, dag, frozen is not None))
+            found.append(SelectedExperiment(catalog, frozen or as_it_would_be, dag, frozen is not None))
         return found
 
 
-def notes_on(chosen: Iterable[Chosen]) -> list[str]:
+def notes_on(chosen: Iterable[SelectedExperiment]) -> list[str]:
     """Return a line for each name that stands for an older config than its newest."""
     return [shown(said_of_newer(one.frozen, one.newer)) for one in chosen if one.newer is not None]
 

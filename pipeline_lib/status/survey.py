@@ -54,7 +54,7 @@ from pipeline_lib.status.run import (
     planned_steps,
     shown,
 )
-from pipeline_lib.status.selection import Chosen, Selector
+from pipeline_lib.status.selection import SelectedExperiment, Selector
 from pipeline_lib.train.metrics import clock
 
 # The state of a store: a `Status` for each experiment, sorted by state in the order of STATES.
@@ -109,7 +109,7 @@ class Survey:
         """Start with nothing read."""
         self.selector = Selector(self.store)
 
-    def chosen(self) -> list[Chosen]:
+    def chosen(self) -> list[SelectedExperiment]:
         """Return the experiments to look at. Raises ConfigError for a text that names none."""
         return self.selector.chosen(self.texts, self.all_of_them)
 

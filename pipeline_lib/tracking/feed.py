@@ -22,7 +22,7 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.records.plan import read_plan
-from pipeline_lib.tracking.trackers import Report, numbers_in
+from pipeline_lib.tracking.trackers import FinishedReport, numbers_in
 
 # Tracker processes: each tracker has its own, so that its failure does not disturb training.
 
@@ -147,9 +147,9 @@ def keep_report(run_dir: Path, digest: str, page: Path, summary: dict[str, Any])
     write_json(folder / FACTS_NAME, {"digest": digest, "numbers": numbers_in(summary["eval"], "eval")})
 
 
-def kept_report(run_dir: Path) -> Report | None:
+def kept_report(run_dir: Path) -> FinishedReport | None:
     """Return the report that `keep_report` stored last, or None."""
     folder = (run_dir / FOLDER).absolute()
     if not (folder / FACTS_NAME).exists():
         return None
-    return Report(page=folder / PAGE_NAME, **read_json(folder / FACTS_NAME))
+    return FinishedReport(page=folder / PAGE_NAME, **read_json(folder / FACTS_NAME))

@@ -20,9 +20,9 @@ from pipeline_lib.records.plan import read_plan
 from pipeline_lib.tracking.feed import FOLDER, kept_report
 from pipeline_lib.tracking.trackers import (
     MlFlow,
-    Run,
     SwanLab,
     TensorBoard,
+    TrackedRun,
     Tracker,
     WeightsAndBiases,
     numbers_in,
@@ -113,7 +113,7 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
             remove_dir(folder)
             folder.mkdir()
         fed, plan = Fed(state), read_plan(plan_dir / PLAN_NAME)
-        run = Run(
+        run = TrackedRun(
             folder=folder,
             identity=run_dir.name[:32],
             experiment=plan.experiment,

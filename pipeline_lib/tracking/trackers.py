@@ -70,7 +70,7 @@ def _redacted(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackedRun:
     """A run as a tracker sees it. `folder` is where the tracker keeps its files.
 
     `first_step` is the first step that the tracker has not received; it is over 1 if the run continues.
@@ -85,7 +85,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Report:
+class FinishedReport:
     """The page of a finished experiment, the digest that names it, and the numbers of its evaluation."""
 
     digest: str
@@ -96,7 +96,7 @@ class Report:
 class Tracker(Protocol):
     """An open run of a tracker."""
 
-    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+    def __init__(self, run: TrackedRun, environ: Mapping[str, str]) -> None:
         """Open the run; if the tracker `joins`, continue the run of an earlier process."""
 
     @staticmethod
@@ -112,7 +112,7 @@ class Tracker(Protocol):
     def flush(self) -> None:
         """Write out what was logged, if the tracker can, so that a kill does not lose it."""
 
-    def report(self, step: int, report: Report) -> None:
+    def report(self, step: int, report: FinishedReport) -> None:
         """Log the numbers of `report` as results of the last step, `step`, and attach its page to the run."""
 
     def finish(self) -> None:
@@ -125,7 +125,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """A TensorBoard event file, beside those of earlier attempts."""
 
-    def __init__(self, run: Run, _environ: Mapping[str, str]) -> None:
+    def __init__(self, run: TrackedRun, _environ: Mapping[str, str]) -> None:
         """Open a new file; the viewer drops steps of earlier files from `run.first_step` on."""
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
@@ -154,7 +154,7 @@ class TensorBoard:
         """Show the text at `step`."""
         self._show_text(f"warning/{kind}", step, text)
 
-    def report(self, step: int, report: Report) -> None:
+    def report(self, step: int, report: FinishedReport) -> None:
         """Log the numbers at `step`; copy the page beside the event files and log its path as text."""
         page = self._folder / "report.html"
         shutil.copyfile(report.page, page)
@@ -206,7 +206,7 @@ class _LoggedRun:
         """Close the run."""
         self._run.finish()
 
-    def _save_page(self, report: Report, **options: Any) -> None:
+    def _save_page(self, report: FinishedReport, **options: Any) -> None:
         page = Path(self._run.dir) / "report.html"
         shutil.copyfile(report.page, page)
         self._run.save(str(page), base_path=str(self._run.dir), **options)
@@ -215,7 +215,7 @@ class _LoggedRun:
 class SwanLab(_LoggedRun):
     """A SwanLab run with the identity of our run, so that later attempts join it in SwanLab's cloud."""
 
-    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+    def __init__(self, run: TrackedRun, environ: Mapping[str, str]) -> None:
         """Open the run; in the cloud, resume it if it exists."""
         swanlab: Any = importlib.import_module("swanlab")
         self._run = swanlab.init(
@@ -238,7 +238,7 @@ class SwanLab(_LoggedRun):
         swanlab: Any = importlib.import_module("swanlab")
         self._run.log({f"warning/{kind}": swanlab.Text(text)}, step=step)
 
-    def report(self, step: int, report: Report) -> None:
+    def report(self, step: int, report: FinishedReport) -> None:
         """Log the numbers at `step`; save the page as a file of the run."""
         self.log(step, report.numbers)
         self._save_page(report)
@@ -247,7 +247,7 @@ class SwanLab(_LoggedRun):
 class WeightsAndBiases(_LoggedRun):
     """A wandb run with the identity of our run, so that later attempts join it on wandb's server."""
 
-    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+    def __init__(self, run: TrackedRun, environ: Mapping[str, str]) -> None:
         """Open the run; resume it if it exists."""
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(
@@ -270,7 +270,7 @@ class WeightsAndBiases(_LoggedRun):
         """Send an alert, which wandb's server shows and mails."""
         self._run.alert(title=kind, text=f"step {step}: {text}", level="WARN")
 
-    def report(self, _step: int, report: Report) -> None:
+    def report(self, _step: int, report: FinishedReport) -> None:
         """Set the numbers as the run's summary, which a later report replaces; save the page as a file."""
         self._run.summary.update(report.numbers)
         self._save_page(report, policy="now")
@@ -287,7 +287,7 @@ BATCH_PARAMS = 100
 class MlFlow:
     """An MLflow run, found again by a tag with the identity of our run."""
 
-    def __init__(self, run: Run, environ: Mapping[str, str]) -> None:
+    def __init__(self, run: TrackedRun, environ: Mapping[str, str]) -> None:
         """Open the run, or the one that an earlier attempt created."""
         mlflow: Any = importlib.import_module("mlflow")
         server = environ.get("MLFLOW_TRACKING_URI")
@@ -332,7 +332,7 @@ class MlFlow:
     def flush(self) -> None:
         """Do nothing: no value is buffered."""
 
-    def report(self, step: int, report: Report) -> None:
+    def report(self, step: int, report: FinishedReport) -> None:
         """Log the numbers as metrics at `step`, unless MLflow has the same values; save the page as an artifact."""
         known = self._client.get_run(self._id).data.metrics
         self._log(step, {name: value for name, value in report.numbers.items() if known.get(name) != value})

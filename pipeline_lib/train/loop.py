@@ -34,7 +34,7 @@ from pipeline_lib.train.checkpoint import Snapshot
 from pipeline_lib.train.dist import LOADING
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
-from pipeline_lib.train.metrics import Rows
+from pipeline_lib.train.metrics import MetricsRows
 from pipeline_lib.train.replicas import refuse_differing_replicas
 from pipeline_lib.train.saver import Saver
 from pipeline_lib.train.step import Stepper, StepResult
@@ -116,7 +116,7 @@ class Loop:
     """
 
     train: Train
-    rows: Rows
+    rows: MetricsRows
     stepper: Stepper
     instruments: Instruments
     batches: Batches

@@ -195,7 +195,7 @@ class SavedRows:
         return entries
 
 
-class Rows:
+class MetricsRows:
     """The rows of a run so far, of consecutive steps."""
 
     def __init__(self, folder: Path) -> None:

@@ -37,7 +37,7 @@ from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum
 from pipeline_lib.train.loop import Batches, Loop, listed
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.mesh import portion_of
-from pipeline_lib.train.metrics import ROWS_FOLDER, Rows, append_metrics, print_progress, speed, training_time_s
+from pipeline_lib.train.metrics import ROWS_FOLDER, MetricsRows, append_metrics, print_progress, speed, training_time_s
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.saver import Saver
@@ -149,7 +149,7 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         ):
             loop = Loop(
                 train=train,
-                rows=Rows(job.run_dir / ROWS_FOLDER),
+                rows=MetricsRows(job.run_dir / ROWS_FOLDER),
                 stepper=stepper,
                 instruments=measuring,
                 batches=batches,

@@ -25,7 +25,7 @@ AT_ONCE = 4  # directories; each hashes several files at a time
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealedDirectory:
     """A sealed directory to verify: one of a stage, or a checkpoint, with its bytes."""
 
     path: Path
@@ -33,16 +33,16 @@ class Sealed:
     made: Made | None = None
 
 
-def to_verify(inventory: Inventory, digests: set[str] | None) -> list[Sealed]:
+def to_verify(inventory: Inventory, digests: set[str] | None) -> list[SealedDirectory]:
     """Return the sealed directories and the checkpoints in runs/; with `digests` (of instances and runs) only those."""
     made, runs = chosen(inventory, digests)
-    found = [Sealed(one.path, one.bytes, one) for one in made if one.state == SEALED]
+    found = [SealedDirectory(one.path, one.bytes, one) for one in made if one.state == SEALED]
     for run in runs:
-        found += [Sealed(path, run.checkpoint_bytes // len(run.checkpoints)) for path in run.checkpoints]
+        found += [SealedDirectory(path, run.checkpoint_bytes // len(run.checkpoints)) for path in run.checkpoints]
     return found
 
 
-def verify_all(found: Sequence[Sealed], store: Store, done: Callable[[Sealed], None]) -> list[str]:
+def verify_all(found: Sequence[SealedDirectory], store: Store, done: Callable[[SealedDirectory], None]) -> list[str]:
     """Verify `found`; return the problems, one line each. Calls `done` with each directory once it is verified."""
     problems: dict[Path, list[str]] = {}
     pool = ThreadPoolExecutor(AT_ONCE)
@@ -78,7 +78,7 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
     return problems + [problem for problem in each(lambda digest: _spec_problem(inventory, digest), specs) if problem]
 
 
-def _problems(one: Sealed, store: Store) -> list[str]:
+def _problems(one: SealedDirectory, store: Store) -> list[str]:
     try:
         with unreadable_named(one.path):
             manifest = verify(one.path)

@@ -43,7 +43,7 @@ _ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "
 
 
 @dataclass(frozen=True)
-class Request:
+class CleanupRequest:
     """A request: patterns of names to keep (None: all), whether only the newest configs of each, and an age in s."""
 
     keep: tuple[str, ...] | None = None
@@ -70,7 +70,7 @@ class Garbage:
     unmatched: Sequence[str]
 
 
-def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
+def find_garbage(inventory: Inventory, request: CleanupRequest, jobs: Sequence[QueuedJob], now_s: float) -> Garbage:
     """Return what may go. Raises ConfigError for an unknown name, IntegrityError if a need cannot be read.
 
     Raises Unreadable if the system does not let a frozen experiment be read. A pattern of names to keep may match none
@@ -114,7 +114,7 @@ def find_garbage(inventory: Inventory, request: Request, jobs: Sequence[QueuedJo
     )
 
 
-def _asked(inventory: Inventory, request: Request, no_match: Sequence[str]) -> set[Path]:
+def _asked(inventory: Inventory, request: CleanupRequest, no_match: Sequence[str]) -> set[Path]:
     experiments = list(inventory.experiments)
     if request.keep is not None:
         names = [name for name in request.keep if name not in no_match] or request.keep

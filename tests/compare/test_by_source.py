@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.compare.differences import Difference
+from pipeline_lib.compare.differences import DifferingRow
 from pipeline_lib.compare.page import write_page
 from pipeline_lib.core.store import Store
 from pipeline_lib.evaluate.stage import scores_by_source
@@ -58,8 +58,8 @@ def test_the_losses_of_each_source_stand_beside_one_another(store: Store, losses
     found = compared(store, "one", "two").differences.sources
 
     assert found == [
-        Difference("chats.jsonl", (f"{one['chats.jsonl']:.4f}", f"{two['chats.jsonl']:.4f}")),
-        Difference("code.jsonl", (f"{one['code.jsonl']:.4f}", f"{two['code.jsonl']:.4f}")),
+        DifferingRow("chats.jsonl", (f"{one['chats.jsonl']:.4f}", f"{two['chats.jsonl']:.4f}")),
+        DifferingRow("code.jsonl", (f"{one['code.jsonl']:.4f}", f"{two['code.jsonl']:.4f}")),
     ]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline_lib.compare.differences import Difference, Differences, filled
+from pipeline_lib.compare.differences import Differences, DifferingRow, filled
 from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
@@ -26,11 +26,11 @@ def test_only_what_differs_is_shown_and_where_it_runs_is_told_apart(store: Store
     changed = {"train": {"lr": 1e-4, "strategy": "fsdp", "replica": "b"}, "cluster": {"nodes": 2}}
     found = between(subject(store), subject(store, **changed))
 
-    assert found.changing == [Difference("train.lr", ("0.003", "0.0001"))]
+    assert found.changing == [DifferingRow("train.lr", ("0.003", "0.0001"))]
     assert found.placing == [
-        Difference("cluster.nodes", ("1", "2")),
-        Difference("train.strategy", ("ddp", "fsdp")),
-        Difference("train.replica", ("none", "b")),
+        DifferingRow("cluster.nodes", ("1", "2")),
+        DifferingRow("train.strategy", ("ddp", "fsdp")),
+        DifferingRow("train.replica", ("none", "b")),
     ]
     assert found.software == found.data == found.plan == []
 
@@ -74,7 +74,7 @@ def test_more_sources_in_one_than_in_the_other_are_a_difference(store: Store) ->
     more = {**one.config["data"], "train": [*one.config["data"]["train"], {"source": "pydoc", "weight": 2.0}]}
     found = between(one, replace(one, config={**one.config, "data": more}))
 
-    assert Difference("data.train[1].weight", ("-", "2")) in found.changing
+    assert DifferingRow("data.train[1].weight", ("-", "2")) in found.changing
 
 
 def test_ledger_and_plan_are_compared_number_by_number(store: Store) -> None:
@@ -89,11 +89,11 @@ def test_ledger_and_plan_are_compared_number_by_number(store: Store) -> None:
     found = compared(store, "one", "two").differences
 
     assert found.data == [
-        Difference("samples dropped: nothing supervised", ("7", "-")),
-        Difference("samples kept", ("6,838", "5,000")),
-        Difference("samples dropped: too odd", ("-", "3")),
+        DifferingRow("samples dropped: nothing supervised", ("7", "-")),
+        DifferingRow("samples kept", ("6,838", "5,000")),
+        DifferingRow("samples dropped: too odd", ("-", "3")),
     ]
-    assert found.plan == [Difference("accumulation", ("2", "4"))]
+    assert found.plan == [DifferingRow("accumulation", ("2", "4"))]
 
 
 def test_another_version_of_the_software_is_a_difference(store: Store) -> None:

@@ -14,7 +14,7 @@ from pipeline_lib.compare.ranking import (
     PAIRED,
     UNKNOWN,
     UNPAIRED,
-    Document,
+    DocumentKey,
     Ranking,
     Versus,
     compare,
@@ -27,7 +27,7 @@ from pipeline_lib.report.statistics import MIN_DOCUMENTS
 from tests.compare.fakes import Samples, name_of
 
 TRIALS = 800
-Table = dict[Document, DocumentScore]
+Table = dict[DocumentKey, DocumentScore]
 
 
 def table(nats: Any, tokens: Any, prefix: str = "") -> Table:

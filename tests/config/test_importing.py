@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.import_draft import OFF, Part, Row
+from pipeline_lib.config.import_draft import OFF, AccountPart, Row
 from pipeline_lib.config.importing import Imported, import_files
 from pipeline_lib.config.load import load_config
 from pipeline_lib.core.errors import ConfigError
@@ -180,7 +180,7 @@ def local(folder: Path) -> Path:
     write("lora.yaml", text.replace("gradient_accumulation_steps: 8", "gradient_accumulation_steps: 32"))
     made = command("import", "lora.yaml", "-o", "my.yaml")
     assert (made.returncode, made.stderr) == (0, "")
-    assert all(part in made.stdout for part in Part)
+    assert all(part in made.stdout for part in AccountPart)
     return folder / "my.yaml"
 
 
@@ -210,7 +210,7 @@ def test_the_config_is_on_stdout_and_the_account_on_stderr() -> None:
     assert done.returncode == 0
     value = strict_yaml.parse(done.stdout, "stdout").value
     assert value["model"] == {"source": "modelscope", "name": "Qwen/Qwen3-8B"}
-    assert all(part in done.stderr for part in Part)
+    assert all(part in done.stderr for part in AccountPart)
 
 
 def test_a_pipe_is_read_as_a_file_is(folder: Path) -> None:
@@ -292,7 +292,7 @@ def test_every_key_is_in_exactly_one_part(files: dict[str, Any]) -> None:
 def test_a_key_that_nothing_is_known_about_is_said_with_the_nearest() -> None:
     row = row_of(from_yaml(LORA + "learning_rat: 1\n"), "learning_rat")
 
-    assert row.part == Part.NONE
+    assert row.part == AccountPart.NONE
     assert "unknown to this import; did you mean 'learning_rate'?" in row.why
 
 
@@ -453,7 +453,7 @@ def test_a_number_of_rows_held_out_becomes_their_share_of_the_rows(lines: str, r
 
     assert config_of(result)["data"]["validation_fraction"] == share
     row = row_of(result, "val_size")
-    assert row.part == Part.CHANGED
+    assert row.part == AccountPart.CHANGED
     assert f"{lines.partition(': ')[2]} of the {min(rows, 1000):,} rows" in row.why
     assert "rows that the files have now" in result.text
 
@@ -484,7 +484,7 @@ def test_where_the_rows_are_not_known_the_share_that_is_taken_is_named_with_the_
 
     assert config_of(result)["data"]["validation_fraction"] == 0.05
     row = row_of(result, "val_size")
-    assert row.part == Part.CHANGED
+    assert row.part == AccountPart.CHANGED
     assert reason in row.why
     assert "5% is written, our default: set it to 100 divided by the number of rows" in row.why
 
@@ -558,7 +558,7 @@ def test_a_deepspeed_json_becomes_our_keys() -> None:
         "adam_eps": 1e-7,
         "max_grad_norm": 0.5,
     }
-    assert row_of(result, "zero_optimization.overlap_comm").part == Part.NONE
+    assert row_of(result, "zero_optimization.overlap_comm").part == AccountPart.NONE
     assert "warmup_type (DeepSpeed's default): log" in result.text + repr([row.there for row in result.rows])
 
 
@@ -595,7 +595,7 @@ def test_the_json_that_a_yaml_names_is_read(place: str) -> None:
 def test_a_json_that_is_not_here_is_said() -> None:
     result = from_yaml(LORA + "deepspeed: ds/z3.json\n")
 
-    assert row_of(result, "deepspeed").part == Part.NONE
+    assert row_of(result, "deepspeed").part == AccountPart.NONE
     assert "strategy" not in config_of(result)["train"]
 
 
@@ -683,7 +683,7 @@ def test_without_a_dataset_info_the_data_alone_are_missing() -> None:
     result = from_yaml(LORA, None)
 
     assert result.missing == ("data",)
-    assert row_of(result, "dataset").part == Part.NONE
+    assert row_of(result, "dataset").part == AccountPart.NONE
 
 
 # What is refused.

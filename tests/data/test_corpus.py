@@ -14,7 +14,7 @@ from pipeline_lib.data import read_json
 from pipeline_lib.data.conversations import BadRow, Conversation, Reason
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.read_files import CorpusFile, excerpt, rejected, value_of
-from pipeline_lib.data.read_json import Place, RawRow, utf_16_name
+from pipeline_lib.data.read_json import RawRow, RowPosition, utf_16_name
 from tests.data.conftest import SHARED
 from tests.data.corpus_rows import BAD, BROKEN, GOOD, GOOD_LINE, memory_growth, read
 
@@ -224,7 +224,7 @@ def test_the_fraction_read_grows_to_one(tmp_path: Path) -> None:
 
 def test_excerpts_and_details_are_short_printable_and_without_credentials() -> None:
     secret = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
-    place = Place("rows.jsonl", line=1)
+    place = RowPosition("rows.jsonl", line=1)
     rows = [
         RawRow(place, b'{"text": "' + secret.encode() + b'", "password": "hunter2", \xff}' + b"x" * 1000),
         RawRow(place, None, {"text": secret, "password": "hunter2", "more": "x" * 1000}),
@@ -243,7 +243,7 @@ def test_rows_can_be_sent_to_another_process(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", GOOD_LINE + b"\n")
     row = pickle.loads(pickle.dumps(next(iter(CorpusFile(path, "mine")))))  # noqa: S301
 
-    assert row == RawRow(Place("mine", line=1, byte_offset=0), GOOD_LINE + b"\n")
+    assert row == RawRow(RowPosition("mine", line=1, byte_offset=0), GOOD_LINE + b"\n")
     assert value_of(row) == GOOD
 
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.pool import TASKS_PER_WORKER, Cause, Limits, Pool, Task, WorkerLost
+from pipeline_lib.data.pool import TASKS_PER_WORKER, Limits, LossCause, Pool, Task, WorkerLost
 from tests.processes import running, wait_for, workers_alive
 
 from .pool_tasks import STATE, Add, Harm, Look, crash_while_loading, fail_to_load, load
@@ -52,14 +52,14 @@ def test_few_tasks_are_on_their_way() -> None:
 @pytest.mark.parametrize(
     ("kind", "cause", "detail"),
     [
-        ("cpu", Cause.CPU, "more than 1.5 s of CPU time"),
-        ("memory", Cause.MEMORY, "more than 0.3 GiB of memory"),
-        ("abort", Cause.MEMORY, "more than 0.3 GiB of memory"),
-        ("killed", Cause.KILLED, r"killed from outside \(SIGKILL\), at [\d,]+ MB"),
-        ("crashed", Cause.CRASHED, "SIGSEGV"),
+        ("cpu", LossCause.CPU, "more than 1.5 s of CPU time"),
+        ("memory", LossCause.MEMORY, "more than 0.3 GiB of memory"),
+        ("abort", LossCause.MEMORY, "more than 0.3 GiB of memory"),
+        ("killed", LossCause.KILLED, r"killed from outside \(SIGKILL\), at [\d,]+ MB"),
+        ("crashed", LossCause.CRASHED, "SIGSEGV"),
     ],
 )
-def test_a_lost_worker_says_what_it_was_at(kind: str, cause: Cause, detail: str) -> None:
+def test_a_lost_worker_says_what_it_was_at(kind: str, cause: LossCause, detail: str) -> None:
     taken = []
     tasks: list[Task[int, int]] = [Add(0), Add(1), Add(2, 0.1), Harm(kind), *map(Add, range(50))]
     with Pool(load, 2, TIGHT) as pool, pytest.raises(WorkerLost, match=detail) as caught:
@@ -80,7 +80,7 @@ def test_a_task_may_run_in_the_place_of_one_whose_worker_was_lost() -> None:
     with Pool(load, 2, TIGHT) as pool:
         found = list(pool.map(tasks, instead))
     assert found == [STATE, 0, *(STATE + number for number in range(1, 12)), 0]
-    assert {(loss.cause, loss.position) for loss in lost} == {(Cause.CPU, 7), (Cause.MEMORY, 7)}
+    assert {(loss.cause, loss.position) for loss in lost} == {(LossCause.CPU, 7), (LossCause.MEMORY, 7)}
     assert len(lost) == 3
 
 
@@ -89,7 +89,7 @@ def test_a_worker_without_progress_is_given_up() -> None:
     tasks: list[Task[int, int]] = [Add(0), Harm("silent")]
     with Pool(load, 2, limits) as pool, pytest.raises(WorkerLost, match="no progress in 3 s") as caught:
         list(pool.map(tasks))
-    assert (caught.value.cause, caught.value.position) == (Cause.SILENT, 7)
+    assert (caught.value.cause, caught.value.position) == (LossCause.SILENT, 7)
 
 
 def test_what_a_task_raises_is_raised_in_its_place() -> None:

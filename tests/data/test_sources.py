@@ -9,29 +9,29 @@ import pytest
 
 from pipeline_lib.config.schema import Rows
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.batches import Batch
+from pipeline_lib.data.batches import RowBatch
 from pipeline_lib.data.layouts import to_content
 from pipeline_lib.data.ledger import FileLedger, SourceLedger
 from pipeline_lib.data.lost_rows import refuse_missing_columns
 from pipeline_lib.data.read_files import CorpusFile, value_of
-from pipeline_lib.data.sources import BATCH_BYTES, BATCH_ROWS, Source, fraction_read, open_sources
+from pipeline_lib.data.sources import BATCH_BYTES, BATCH_ROWS, DataSource, fraction_read, open_sources
 
 
 def row(number: int, answer: str = "It is.") -> dict[str, Any]:
     return {"instruction": f"What is {number}?", "output": answer}
 
 
-def source_of(tmp_path: Path, *files: list[Any], number: int = 0, **reading: Any) -> Source:
+def source_of(tmp_path: Path, *files: list[Any], number: int = 0, **reading: Any) -> DataSource:
     opened = []
     for place, rows in enumerate(files):
         path = tmp_path / f"{number}-{place}.jsonl"
         path.write_text("".join(json.dumps(each) + "\n" for each in rows))
         opened.append(CorpusFile(path, path.name))
     sizes = [file.path.stat().st_size for file in opened]
-    return Source(number, f"data.train[{number}]", "name", Rows(**reading), opened, sizes)
+    return DataSource(number, f"data.train[{number}]", "name", Rows(**reading), opened, sizes)
 
 
-def shape(batches: list[Batch]) -> list[tuple[int, int, str | None]]:
+def shape(batches: list[RowBatch]) -> list[tuple[int, int, str | None]]:
     return [(batch.file, len(batch.rows), batch.layout.format if batch.layout else None) for batch in batches]
 
 
@@ -81,7 +81,7 @@ def test_a_source_ends_after_its_last_row(
     assert [(batch.file, len(batch.rows)) for batch in source.batches()] == expected
 
 
-def booked(source: Source) -> SourceLedger:
+def booked(source: DataSource) -> SourceLedger:
     """What the stage books of the keys of `source`."""
     ledger = SourceLedger(source.name, [FileLedger(file.name) for file in source.files])
     for batch in source.batches():
@@ -116,7 +116,7 @@ def test_a_named_key_of_a_parquet_file_may_be_null_in_all_rows(tmp_path: Path) -
     table = pa.table({"messages": pa.array([PLAIN["messages"]], pa.list_(turn))})
     pq.write_table(table, tmp_path / "a.parquet")
     file = CorpusFile(tmp_path / "a.parquet", "a.parquet")
-    source = Source(0, "data.train[0]", "name", Rows(columns={"reasoning_content": "thought"}), [file])
+    source = DataSource(0, "data.train[0]", "name", Rows(columns={"reasoning_content": "thought"}), [file])
     refuse_missing_columns([booked(source)], [source])
 
 

@@ -20,10 +20,10 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.hosts import HostsExamination, place_of
 from pipeline_lib.doctor.nodes import Findings
 from pipeline_lib.doctor.report import nodes_report, to_set, together
-from pipeline_lib.hosts.facts import Facts, Gpu, facts_of_this_host
+from pipeline_lib.hosts.facts import HostFacts, HostGpu, facts_of_this_host
 from pipeline_lib.hosts.listing import Host, read_hosts
 from pipeline_lib.launch.allocation import HERE
-from pipeline_lib.launch.place import HostOrder, Place, ProbeArguments, RankArguments
+from pipeline_lib.launch.place import HostOrder, ProbeArguments, RankArguments, RankPlacement
 from pipeline_lib.plan.one_node import compare_with_one_node
 from pipeline_lib.slurm.site import Site
 from tests.hosts.machines import Machine, machines
@@ -104,7 +104,7 @@ def test_hosts_are_names_or_a_hostfile(tmp_path: Path) -> None:
 
 RANK = RankArguments("/s/spec.json", "/s/plan", "/s/out", 1, "lock", None)
 PROBE = ProbeArguments("/s", ".hosts-7", "cpu")
-PLACE = Place("spawn", 2, 2, 1, "cpu")
+PLACE = RankPlacement("spawn", 2, 2, 1, "cpu")
 
 
 def order(program: RankArguments | ProbeArguments, tmp_path: Path) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def test_an_agent_starts_no_other_program(tmp_path: Path, program: Any) -> None:
 
 def test_without_a_config_all_gpus_that_each_host_has_take_part(tmp_path: Path) -> None:
     here = facts_of_this_host([], "", "")
-    of_gpus = [Facts(**{**vars(here), "gpus": (Gpu("H100", "570.1"),) * count}) for count in (8, 4)]
-    without = Facts(**{**vars(here), "gpus": ()})
+    of_gpus = [HostFacts(**{**vars(here), "gpus": (HostGpu("H100", "570.1"),) * count}) for count in (8, 4)]
+    without = HostFacts(**{**vars(here), "gpus": ()})
 
     found = place_of(None, dict(zip("ab", of_gpus, strict=True)), HERE)
     assert (found.nodes, found.ranks_per_node, found.device) == (2, 4, "cuda")

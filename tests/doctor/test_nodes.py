@@ -12,7 +12,7 @@ import pytest
 
 from pipeline_lib.doctor.exchange import rounds_of
 from pipeline_lib.doctor.facts import UNMEASURED, Facts
-from pipeline_lib.doctor.nodes import Allocation, Findings, Inbox, Pair, lines_of, outside_of_jobs
+from pipeline_lib.doctor.nodes import Findings, Inbox, Pair, SrunJob, lines_of, outside_of_jobs
 from pipeline_lib.doctor.report import nodes_report, to_set, together
 from pipeline_lib.hosts.checks import token_in
 
@@ -173,7 +173,7 @@ def test_how_the_tasks_ended_is_waited_for_and_the_job_not_cancelled_before(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    with Allocation([], [], os.environ, tmp_path) as job:
+    with SrunJob([], [], os.environ, tmp_path) as job:
         assert list(job.lines(30, 30, print)) == []
     assert job.reasons() == ["n1: task 0: Exited with exit code 3"]
     assert not (tmp_path / "cancelled").exists()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline_lib.report.statistics import MIN_DOCUMENTS, Estimate, Losses, critical
+from pipeline_lib.report.statistics import MIN_DOCUMENTS, Losses, SampleEstimate, critical
 
 
 def drawn(seed: int, documents: int = 100) -> Losses:
@@ -40,7 +40,7 @@ def test_quantiles_are_those_of_students_tables(pairs: int, freedom: int, quanti
 
 def test_of_too_few_documents_no_difference_is_more_than_chance() -> None:
     """Two that agree to the last bit have no error at all."""
-    assert Losses(np.array([10.0]), np.array([10])).estimate == Estimate(1.0, math.inf, 1)
+    assert Losses(np.array([10.0]), np.array([10])).estimate == SampleEstimate(1.0, math.inf, 1)
     for count in (1, 2, MIN_DOCUMENTS - 1, MIN_DOCUMENTS):
         tokens = np.full(count, 10)
         lower, higher = (Losses(nats * tokens, tokens) for nats in (1.0, 3.0))

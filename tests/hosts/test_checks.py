@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.hosts.checks import Wanted, problems_of_hosts, token_in, unseen_answers
-from pipeline_lib.hosts.facts import Facts, Gpu, facts_of_this_host
+from pipeline_lib.hosts.checks import HostNeeds, problems_of_hosts, token_in, unseen_answers
+from pipeline_lib.hosts.facts import HostFacts, HostGpu, facts_of_this_host
 from pipeline_lib.hosts.link import connect, is_this_machine
 from pipeline_lib.hosts.listing import Host, hosts_of
 from pipeline_lib.launch.environment import is_sent
 from pipeline_lib.slurm.site import Site
 
-A100 = Gpu("NVIDIA A100-SXM4-80GB", "570.124.06")
-ON_GPUS = Wanted(gpus_per_node=2, gpu="a100 80gb", memory_gb=64)
-GOOD = Facts(
+A100 = HostGpu("NVIDIA A100-SXM4-80GB", "570.124.06")
+ON_GPUS = HostNeeds(gpus_per_node=2, gpu="a100 80gb", memory_gb=64)
+GOOD = HostFacts(
     machine="one",
     python="3.12.4",
     code="0123456789ab",
@@ -32,7 +32,7 @@ GOOD = Facts(
 OTHER = replace(GOOD, machine="two", addresses={"eth0": ("10.0.0.2",)})
 
 
-def problems(second: Facts, ahead_s: float = 0.0) -> list[str]:
+def problems(second: HostFacts, ahead_s: float = 0.0) -> list[str]:
     return problems_of_hosts({"gpu1": GOOD, "gpu2": second}, {"gpu1": 0.0, "gpu2": ahead_s}, ON_GPUS)
 
 
@@ -64,7 +64,7 @@ def test_equal_hosts_have_no_problem() -> None:
         (replace(OTHER, folders={"/share/store": "it does not exist there"}), "gpu2: /share/store is not shared"),
     ],
 )
-def test_each_difference_and_lack_is_told(second: Facts, wanted: str) -> None:
+def test_each_difference_and_lack_is_told(second: HostFacts, wanted: str) -> None:
     assert any(wanted in problem for problem in problems(second)), problems(second)
 
 
@@ -76,7 +76,7 @@ def test_facts_come_back_as_they_were_sent(tmp_path: Path) -> None:
     with token_in([tmp_path]) as token:
         found = facts_of_this_host([tmp_path], token, "here")
         assert unseen_answers(tmp_path, token, ["here"]) == []
-    assert Facts.from_json(found.to_json()) == found
+    assert HostFacts.from_json(found.to_json()) == found
     assert found.folders == {str(tmp_path): ""}
     assert list(tmp_path.iterdir()) == []
 

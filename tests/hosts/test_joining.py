@@ -19,8 +19,8 @@ from pipeline_lib.hosts.channel import Channel, ChannelClosed
 from pipeline_lib.hosts.joining import (
     FirstHost,
     Joined,
+    JoiningPort,
     JoinPort,
-    Listener,
     Signed,
     address_from,
     connect,
@@ -44,7 +44,7 @@ def silent(text: str) -> None:
 class FirstHostOfTest:
     """A listener that waits for hosts in a thread, and what it has said."""
 
-    def __init__(self, pool: ThreadPoolExecutor, listener: Listener, count: int, wait_s: float) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, listener: JoiningPort, count: int, wait_s: float) -> None:
         """Begin to wait."""
         self.port, self.said = listener.port, list[str]()
         self.accepting: Future[list[Joined]] = pool.submit(listener.accept, count, wait_s, self.said.append)
@@ -61,7 +61,7 @@ class FirstHostOfTest:
 
 @contextmanager
 def first_host(count: int = 1, wait_s: float = WAIT_S) -> Iterator[FirstHostOfTest]:
-    with ThreadPoolExecutor(1) as pool, Listener(0, SECRET, HERE) as listener:
+    with ThreadPoolExecutor(1) as pool, JoiningPort(0, SECRET, HERE) as listener:
         yield FirstHostOfTest(pool, listener, count, wait_s)
 
 
@@ -225,7 +225,7 @@ def test_a_host_waits_for_the_first_host_to_listen(monkeypatch: pytest.MonkeyPat
     with ThreadPoolExecutor(2) as pool:
         future = pool.submit(join, port, None, SECRET, said.append)
         wait_for(lambda: bool(said), "the first line")
-        with Listener(port, SECRET, HERE) as listener:
+        with JoiningPort(port, SECRET, HERE) as listener:
             (host,) = listener.accept(1, WAIT_S, silent)
         host.channel.send({"hello": 1})
         assert future.result(WAIT_S).receive(WAIT_S) == {"hello": 1}
@@ -247,7 +247,7 @@ def test_both_ends_send_at_once_and_notice_a_machine_that_is_off() -> None:
 
 
 def test_all_interfaces_listen_for_both_families() -> None:
-    with ThreadPoolExecutor(1) as pool, Listener(0, SECRET) as listener:
+    with ThreadPoolExecutor(1) as pool, JoiningPort(0, SECRET) as listener:
         first = FirstHostOfTest(pool, listener, 2, WAIT_S)
         addresses = ["127.0.0.1", "::1"] if socket.has_dualstack_ipv6() else ["127.0.0.1", "127.0.0.2"]
         held = [connect(address, first.port, SECRET, None, WAIT_S, silent) for address in addresses]
@@ -257,8 +257,8 @@ def test_all_interfaces_listen_for_both_families() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    with Listener(0, SECRET, HERE) as other, pytest.raises(ConfigError, match=f"port {other.port} cannot be opened"):
-        Listener(other.port, SECRET, HERE)
+    with JoiningPort(0, SECRET, HERE) as other, pytest.raises(ConfigError, match=f"port {other.port} cannot be opened"):
+        JoiningPort(other.port, SECRET, HERE)
 
 
 # Hosts that are missing, leave or are refused.

@@ -22,7 +22,7 @@ from pipeline_lib.core.errors import (
 from pipeline_lib.core.run_folder import EVENTS_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Spec, Store
-from pipeline_lib.hosts.checks import Wanted
+from pipeline_lib.hosts.checks import HostNeeds
 from pipeline_lib.launch import environment
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
 from pipeline_lib.launch.environment import (
@@ -36,9 +36,9 @@ from pipeline_lib.launch.environment import (
     launch_environment,
 )
 from pipeline_lib.launch.outcome import explain
-from pipeline_lib.launch.place import Place, srun_command
-from pipeline_lib.launch.rank_report import Cause, Report, Reporting
-from pipeline_lib.launch.stage import Attempt
+from pipeline_lib.launch.place import RankPlacement, srun_command
+from pipeline_lib.launch.rank_report import Cause, RankReport, Reporting
+from pipeline_lib.launch.stage import LaunchedAttempt
 from pipeline_lib.records.plan import PlanDocument, Ranks
 from pipeline_lib.slurm.job import SlurmJob
 from pipeline_lib.train.dist import is_lost_peer
@@ -66,10 +66,10 @@ def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> Pl
     return PlanDocument.model_validate({"cluster": cluster, "chosen": {"deterministic": deterministic}})
 
 
-def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> Place:
+def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> RankPlacement:
     """Two ranks on each of `nodes` nodes."""
     hosts = tuple(f"n{number + 1}" for number in range(nodes))
-    return Place(launcher, nodes, 2, 3, device, Allocation(hosts, job=SlurmJob(job, {}) if job else None))
+    return RankPlacement(launcher, nodes, 2, 3, device, Allocation(hosts, job=SlurmJob(job, {}) if job else None))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def cluster(launcher: str, nodes: int = 1) -> Ranks:
 
 
 def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> Allocation:
-    wanted = Wanted(gpus_per_node=0, gpu=None, memory_gb=0)
+    wanted = HostNeeds(gpus_per_node=0, gpu=None, memory_gb=0)
     request = NodeRequest(nodes, launcher, wanted, timeout_s=10.0, start_timeout_s=10.0)
     with allocated(request, Store(tmp_path / "store"), environ, print) as found:
         return found
@@ -235,7 +235,7 @@ def take(launcher: str, nodes: int, environ: dict[str, str], tmp_path: Path) -> 
 def test_auto_is_spawn_outside_of_a_job(environ: dict[str, str], tmp_path: Path) -> None:
     allocation = take("auto", 1, environ, tmp_path)
     assert allocation.is_this_machine
-    assert Place.of(cluster("auto"), allocation).launcher == "spawn"
+    assert RankPlacement.of(cluster("auto"), allocation).launcher == "spawn"
 
 
 @pytest.mark.parametrize("launcher", ["auto", "spawn"])
@@ -287,8 +287,8 @@ def test_the_most_telling_of_what_ranks_leave_is_told(
 
 def test_a_report_from_before_there_were_causes_is_read() -> None:
     old = {"rank": 1, "exit_code": 70, "message": "gave up", "has_diverged": True}
-    assert Report.from_json(old) == Report(1, 70, "gave up", Cause.ERROR)
-    assert Report.from_json({"rank": 1, "exi": 70}) is None
+    assert RankReport.from_json(old) == RankReport(1, 70, "gave up", Cause.ERROR)
+    assert RankReport.from_json({"rank": 1, "exi": 70}) is None
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: Runtime
     assert is_lost_peer(error) == is_lost
 
 
-class Diverging(Attempt):
+class Diverging(LaunchedAttempt):
     """An attempt whose ranks say that the numbers went wrong."""
 
     def _start(self, environ: Mapping[str, str]) -> None:
@@ -321,7 +321,7 @@ def test_an_error_is_told_though_there_is_no_room_for_its_event(tmp_path: Path) 
     (tmp_path / EVENTS_NAME).symlink_to("/dev/full")
     store, lock = Store(tmp_path / "store"), hold(tmp_path / "lock")
     job = Job(Spec("train", 1, {}), store, {}, tmp_path / "out", print, lock)
-    place = Place(launcher="srun", nodes=1, ranks_per_node=1, cpus_per_rank=1, device="cpu")
+    place = RankPlacement(launcher="srun", nodes=1, ranks_per_node=1, cpus_per_rank=1, device="cpu")
     with pytest.raises(TrainingError, match="the loss is not finite"):
         Diverging(job, tmp_path, PlanDocument(), place, tmp_path, 1, None).run({})
 

@@ -12,10 +12,10 @@ from pipeline_lib.core.errors import CONTINUES, DiskFull, Interrupted, PipelineE
 from pipeline_lib.core.events import read_events
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Job
-from pipeline_lib.launch.heartbeat import Lost
+from pipeline_lib.launch.heartbeat import LostRank
 from pipeline_lib.launch.outcome import RankFailed, RanksLost
-from pipeline_lib.launch.place import Place
-from pipeline_lib.launch.stage import Attempt
+from pipeline_lib.launch.place import RankPlacement
+from pipeline_lib.launch.stage import LaunchedAttempt
 from pipeline_lib.records.plan import PlanDocument
 from tests.locks import hold
 
@@ -25,7 +25,7 @@ def launched(attempt: int, **fields: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Failing(Attempt):
+class Failing(LaunchedAttempt):
     """An attempt that ends with `error` as soon as it has begun."""
 
     error: PipelineError
@@ -37,7 +37,7 @@ class Failing(Attempt):
 def written_by_the_launcher(run_dir: Path, error: PipelineError) -> list[dict[str, Any]]:
     """The events of an attempt that ended so."""
     job = cast(Job, SimpleNamespace(out=run_dir / "out", say=print, lock=hold(run_dir.parent / f"{run_dir.name}.lock")))
-    attempt = Failing(job, run_dir, PlanDocument(), Place("spawn", 1, 2, 1, "cpu"), run_dir, 1, None, error)
+    attempt = Failing(job, run_dir, PlanDocument(), RankPlacement("spawn", 1, 2, 1, "cpu"), run_dir, 1, None, error)
     with pytest.raises(type(error)) as raised:
         attempt.run({})
     assert raised.value is error
@@ -81,7 +81,7 @@ def test_each_is_told_with_its_place_and_its_end() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        RanksLost(f"{Lost(1, 'never heard')}; nothing was saved yet; {CONTINUES}", [Lost(1, "never heard")]),
+        RanksLost(f"{LostRank(1, 'never heard')}; nothing was saved yet; {CONTINUES}", [LostRank(1, "never heard")]),
         Interrupted(f"training stopped by SIGINT; step 12 is saved; {CONTINUES}"),
         RankFailed("rank 0: the loss was not finite in 3 steps in a row", 70),
         DiskFull("/scratch: no room for the checkpoint after step 12\n  - it has 6 GB"),
@@ -112,7 +112,7 @@ def test_events_that_cannot_be_written_hide_no_reason(tmp_path: Path) -> None:
 
 
 def test_a_lost_rank_is_told_once(tmp_path: Path) -> None:
-    lost = Lost(1, "silent", "n2", 7, 41, "training", 12.3)
+    lost = LostRank(1, "silent", "n2", 7, 41, "training", 12.3)
     events = written_by_the_launcher(tmp_path, RanksLost(f"{lost}; step 40 is saved; {CONTINUES}", [lost]))
 
     assert [event["event"] for event in events] == ["rank.lost", "run.interrupted"]

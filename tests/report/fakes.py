@@ -23,7 +23,7 @@ from pipeline_lib.core.store import (
     write_manifest,
 )
 from pipeline_lib.report import stage
-from pipeline_lib.report.facts import Facts, read_facts
+from pipeline_lib.report.facts import ReportFacts, read_facts
 from tests.report.fake_plans import hostile_plan, plan
 
 Files = dict[str, dict[str, Any]]
@@ -119,7 +119,7 @@ class World:
         write_manifest(self.folder(part), self.manifest(part).model_copy(update={"files": files}))
 
 
-def facts_of(world: World) -> Facts:
+def facts_of(world: World) -> ReportFacts:
     """What the report knows of `world`, whose inputs are sealed if they are not yet."""
     if not world.folder("evaluate").exists():
         world.seal_inputs()

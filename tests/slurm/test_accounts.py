@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs
+from pipeline_lib.slurm.cluster import JobRequest, read_groups, refuse_jobs
 from pipeline_lib.slurm.site import Site
 from tests.slurm.accounting import ACCOUNT
 from tests.slurm.loopback import Loopback, loopback
@@ -62,7 +62,7 @@ def test_who_has_no_account_is_told_to_name_one(project: SlurmProject, tmp_path:
 )
 def test_what_is_unknown_is_named_before_a_job(site: Site, said: str) -> None:
     with pytest.raises(ConfigError, match=f"SLURM would refuse the job: {re.escape(said)}"):
-        refuse_jobs(site, Request(1, 2, 1, 0, 1000, 60, 30), read_groups())
+        refuse_jobs(site, JobRequest(1, 2, 1, 0, 1000, 60, 30), read_groups())
 
 
 def test_with_an_account_jobs_run_and_sacct_is_asked_what_became_of_them(

@@ -19,7 +19,7 @@ import pytest
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.launch.ranks import rank_processes
-from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs
+from pipeline_lib.slurm.cluster import JobRequest, read_groups, refuse_jobs
 from pipeline_lib.slurm.site import Site
 from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback, loopback
@@ -351,7 +351,7 @@ def test_what_the_cluster_never_has_is_refused_before_a_job(
 )
 def test_what_its_nodes_never_have_is_told_by_its_key(partition: str, change: dict[str, int], said: str) -> None:
     """By what the real `sinfo` prints."""
-    wanted = Request(2, 1, 1, 0, 1000, 60, 30)
+    wanted = JobRequest(2, 1, 1, 0, 1000, 60, 30)
     refuse_jobs(Site(partition="gpu"), wanted, read_groups())
     with pytest.raises(ConfigError, match=re.escape(said)):
         refuse_jobs(Site(partition=partition), replace(wanted, **change), read_groups())

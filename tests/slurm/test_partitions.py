@@ -8,8 +8,8 @@ import pytest
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.slurm.cluster import (
-    Group,
-    Request,
+    JobRequest,
+    NodeGroup,
     fitted,
     groups_of,
     limit_of,
@@ -21,9 +21,9 @@ from pipeline_lib.slurm.cluster import (
 )
 from pipeline_lib.slurm.site import Site
 
-GPUS = Group("gpu", is_default=True, is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)
-CPUS = Group("cpu", is_default=False, is_up=True, limit_minutes=None, nodes=9, cpus=128, memory_mb=250_000, gpus=0)
-REQUEST = Request(2, 8, 4, 8, 200_000, 600, 120)
+GPUS = NodeGroup("gpu", is_default=True, is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)
+CPUS = NodeGroup("cpu", is_default=False, is_up=True, limit_minutes=None, nodes=9, cpus=128, memory_mb=250_000, gpus=0)
+REQUEST = JobRequest(2, 8, 4, 8, 200_000, 600, 120)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_partition_that_takes_no_jobs_is_named() -> None:
         ),
     ],
 )
-def test_what_the_cluster_never_has_is_refused_by_its_key(request_: Request, said: str) -> None:
+def test_what_the_cluster_never_has_is_refused_by_its_key(request_: JobRequest, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         refuse_jobs(Site(partition="gpu"), request_, [GPUS, CPUS])
 

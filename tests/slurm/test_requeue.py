@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.errors import Interrupted
-from pipeline_lib.slurm.job import Run, queue_again, why_not
+from pipeline_lib.slurm.job import TrainingJob, queue_again, why_not
 from tests.train.conftest import small_disk
 
 
@@ -40,7 +40,7 @@ REFUSED = {"event": "run.requeue_refused", "job": 7, "step": 10}
 def test_it_is_queued_again_while_it_gets_on(
     events: list[dict[str, Any]], saved_step: int, most: int, reason: str | None
 ) -> None:
-    assert why_not(events, Run(7, Path("events.jsonl"), saved_step, max_requeues=most)) == reason
+    assert why_not(events, TrainingJob(7, Path("events.jsonl"), saved_step, max_requeues=most)) == reason
 
 
 def test_why_slurm_refused_is_told_though_there_is_no_room_for_the_event(
@@ -55,7 +55,10 @@ def test_why_slurm_refused_is_told_though_there_is_no_room_for_the_event(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
-    assert queue_again(Run(7, events_path, 0, 20), Interrupted("a peer"), print) == "scontrol requeue 7: not allowed"
+    assert (
+        queue_again(TrainingJob(7, events_path, 0, 20), Interrupted("a peer"), print)
+        == "scontrol requeue 7: not allowed"
+    )
 
 
 @pytest.mark.root
@@ -65,5 +68,5 @@ def test_a_full_disk_is_why_it_is_not(tmp_path: Path) -> None:
         events_path.write_text("x" * os.sysconf("SC_PAGE_SIZE"))  # a cut line that fills its page
         with suppress(OSError):
             (disk / "rest").write_bytes(bytes(2_000_000))
-        told = queue_again(Run(7, events_path, 0, 20), Interrupted("a peer"), print)
+        told = queue_again(TrainingJob(7, events_path, 0, 20), Interrupted("a peer"), print)
     assert told.startswith(f"{events_path}: the disk is full")

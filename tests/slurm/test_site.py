@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.slurm.cluster import Request, given_options, sbatch_options, stage_resources, training_resources
+from pipeline_lib.slurm.cluster import JobRequest, given_options, sbatch_options, stage_resources, training_resources
 from pipeline_lib.slurm.site import VARIABLES, Site, site_file
 
 FILE = """\
@@ -71,7 +71,7 @@ def test_options_are_of_all_jobs_or_of_those_with_or_without_gpus() -> None:
     first, other = (site.job_options(is_training) for is_training in (True, False))
     assert (first["account"], other["account"]) == ("physics", "students")
     assert (first["qos"], other["qos"]) == ("long", "short")
-    request = Request(2, 4, 1, 4, 1000, 60, 90)
+    request = JobRequest(2, 4, 1, 4, 1000, 60, 90)
     training = training_resources(request, site, ("--exclude=n2",))
     own = "--open-mode=append --signal=USR1@90"
     assert training["slurm_extra"] == (
@@ -81,7 +81,7 @@ def test_options_are_of_all_jobs_or_of_those_with_or_without_gpus() -> None:
     asked = sbatch_options(site, request, ("--exclude=n2",))
     assert {"--reservation=course", "--exclude=n[2-3]", "--nice=7", "--mail-user=a b", "--gres=gpu:h100:4"} < set(asked)
     assert asked[-1] == "--exclude=n2"
-    stage = stage_resources(Request(1, 1, 1, 0, 1000, 60, 0), site)
+    stage = stage_resources(JobRequest(1, 1, 1, 0, 1000, 60, 0), site)
     assert stage["slurm_extra"] == "--reservation=course '--exclude=n[2-3]' --nice=7 --exclusive"
     assert (stage["slurm_account"], stage["qos"], stage["gres"]) == ("students", "short", None)
 

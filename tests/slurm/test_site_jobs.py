@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.slurm.cluster import Request, read_groups, refuse_jobs
+from pipeline_lib.slurm.cluster import JobRequest, read_groups, refuse_jobs
 from pipeline_lib.slurm.site import Site
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
@@ -46,7 +46,7 @@ def test_options_of_the_site_are_tried_before_a_job(tmp_path: Path, text: str, w
     path = tmp_path / "site.yaml"
     path.write_text(f"{text}\n")
     with pytest.raises(ConfigError) as caught:
-        refuse_jobs(Site.load({"PIPELINE_SITE": str(path)}), Request(1, 1, 1, 0, 1000, 60, 30), read_groups())
+        refuse_jobs(Site.load({"PIPELINE_SITE": str(path)}), JobRequest(1, 1, 1, 0, 1000, 60, 30), read_groups())
     assert "SLURM would refuse the job: " in str(caught.value)
     assert word in str(caught.value)
 

@@ -18,8 +18,8 @@ from pipeline_lib.records.plan import PlanDocument, known
 from pipeline_lib.slurm.cluster import (
     OF_STAGE,
     OF_TRAINING,
-    Group,
-    Request,
+    JobRequest,
+    NodeGroup,
     fitted,
     refuse_jobs,
     stage_resources,
@@ -43,7 +43,7 @@ from pipeline_lib.slurm.sizing import (
 )
 from tests.core.unreadable import endless_link
 
-SMALL = Group("small", is_default=True, is_up=True, limit_minutes=720, nodes=2, cpus=8, memory_mb=31_000, gpus=4)
+SMALL = NodeGroup("small", is_default=True, is_up=True, limit_minutes=720, nodes=2, cpus=8, memory_mb=31_000, gpus=4)
 
 
 def config_of(model: str = "Qwen/Qwen3-8B", cluster: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -231,7 +231,7 @@ def test_a_plan_that_cannot_be_read_is_named_and_only_a_damaged_one_is_to_be_del
 
 
 def test_what_is_generous_is_no_more_than_there_is() -> None:
-    generous = Request(1, 1, 32, 0, 64_000, 10_000, 0)
+    generous = JobRequest(1, 1, 32, 0, 64_000, 10_000, 0)
     asked = fitted(generous, [SMALL])
     assert (asked.memory_mb, asked.runtime_minutes, asked.cpus_per_task) == (31_000, 720, 8)
     assert fitted(asked, []) == asked

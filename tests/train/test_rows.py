@@ -12,7 +12,7 @@ from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, verify, write_manifest
 from pipeline_lib.train import metrics as rows_module
 from pipeline_lib.train.guards import Window
-from pipeline_lib.train.metrics import ROWS_OF_A_FILE, Row, Rows
+from pipeline_lib.train.metrics import ROWS_OF_A_FILE, MetricsRows, Row
 from pipeline_lib.train.rank import RankJob
 from pipeline_lib.train.validation import Validations
 from tests.ranks import run_ranks
@@ -32,7 +32,7 @@ def row(step: int) -> Row:
     return {"step": step, "loss": 1 / step, "supervised_tokens": 7}
 
 
-def sealed(rows: Rows, folder: Path) -> Path:
+def sealed(rows: MetricsRows, folder: Path) -> Path:
     """A checkpoint of nothing but `rows`."""
     folder.mkdir(parents=True)
     files = rows.saved().write(folder)
@@ -42,7 +42,7 @@ def sealed(rows: Rows, folder: Path) -> Path:
 
 
 def test_a_save_writes_the_latest_rows_and_links_the_others(tmp_path: Path) -> None:
-    run = Rows(tmp_path / "metrics")
+    run = MetricsRows(tmp_path / "metrics")
     for step in range(1, 3 * ROWS_OF_A_FILE + 6):
         run.add(row(step))
     first, _, second = [sealed(run, tmp_path / name) for name in ("first", "between", "second")]
@@ -62,7 +62,7 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_file_spoils_no_neighbouring_checkpoint(tmp_path: Path, short_files: None) -> None:
-    run, resumed = Rows(tmp_path / "metrics"), Rows(tmp_path / "resumed")
+    run, resumed = MetricsRows(tmp_path / "metrics"), MetricsRows(tmp_path / "resumed")
     for step in range(1, SHORT + 2):
         run.add(row(step))
     first, second, third = [sealed(run, tmp_path / name) for name in ("first", "second", "third")]
@@ -78,7 +78,7 @@ def test_a_damaged_file_spoils_no_neighbouring_checkpoint(tmp_path: Path, short_
 
 
 def test_a_damaged_file_is_read_from_its_copy(tmp_path: Path, short_files: None) -> None:
-    run = Rows(tmp_path / "metrics")
+    run = MetricsRows(tmp_path / "metrics")
     for step in range(1, 3 * SHORT):
         run.add(row(step))
     known, (first, second, *_) = run.all(), sorted((tmp_path / "metrics" / "a").iterdir())
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_read_from_its_copy(tmp_path: Path, short_files: None)
 
 @pytest.mark.parametrize("count", [0, 1, SHORT - 1, SHORT, SHORT + 1, 3 * SHORT])
 def test_rows_come_back_from_a_checkpoint(tmp_path: Path, short_files: None, count: int) -> None:
-    run, other = Rows(tmp_path / "metrics"), Rows(tmp_path / "other")
+    run, other = MetricsRows(tmp_path / "metrics"), MetricsRows(tmp_path / "other")
     for step in range(1, count + 1):
         run.add(row(step))
     for step in range(1, 30):
@@ -114,7 +114,7 @@ def test_rows_come_back_from_a_checkpoint(tmp_path: Path, short_files: None, cou
 def test_what_is_undone_is_marked_and_older_checkpoints_keep_their_rows(
     tmp_path: Path, short_files: None, last_kept: int
 ) -> None:
-    run = Rows(tmp_path / "metrics")
+    run = MetricsRows(tmp_path / "metrics")
     for step in range(1, 3 * SHORT + 2):
         run.add({**row(step), "verdict": "skip"} if step == 6 else row(step))
     before, known = sealed(run, tmp_path / "before"), run.all()

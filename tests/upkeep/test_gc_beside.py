@@ -13,7 +13,7 @@ from pipeline_lib.core.files import canonical_json, remove_dir, write_json
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Spec, verify
-from pipeline_lib.upkeep.gc import Garbage, Removal, Request, find_garbage
+from pipeline_lib.upkeep.gc import CleanupRequest, Garbage, Removal, find_garbage
 from pipeline_lib.upkeep.inventory import Inventory
 from tests.processes import finish, running, wait_for
 from tests.upkeep.commands import begin, finished, store
@@ -23,7 +23,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def garbage_but(shop: Shop, kept: str) -> Garbage:
-    return find_garbage(Inventory.read(shop.store), Request(keep=(kept,)), [], time.time())
+    return find_garbage(Inventory.read(shop.store), CleanupRequest(keep=(kept,)), [], time.time())
 
 
 def make(shop: Shop, spec: Spec, begun: Path, go_on: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
     Removal(garbage, Path("results")).run()
     assert len(sealed(shop)) == 16
 
-    garbage = find_garbage(Inventory.read(shop.store), Request(keep=("a",)), [], time.time() + 3600)
+    garbage = find_garbage(Inventory.read(shop.store), CleanupRequest(keep=("a",)), [], time.time() + 3600)
     removal = Removal(garbage, Path("results"))
     removal.forget()
     frozen = shop.add(b, age_s=0.0)
@@ -196,7 +196,7 @@ def test_killed_anywhere_it_leaves_nothing_half_deleted_and_goes_on(shop: Shop) 
     assert len(sealed(shop)) == 11
     assert len(list((shop.store.root / "experiments").iterdir())) == 1
     # What the last kills left is young; later it goes too.
-    later = find_garbage(Inventory.read(shop.store), Request(), [], time.time() + 3600)
+    later = find_garbage(Inventory.read(shop.store), CleanupRequest(), [], time.time() + 3600)
     Removal(later, Path("results")).run()
     hidden = [path for path in shop.folder.rglob(".*") if path.name.startswith((".stage-", ".trash-"))]
     assert hidden == []
