@@ -218,7 +218,7 @@ def check(arguments: argparse.Namespace) -> None:
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import refuse_impossible
     from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
-    from pipeline_lib.slurm.cluster import warning_of_srun
+    from pipeline_lib.slurm.can_start import warning_of_srun
 
     store, source = Store.from_env(os.environ), str(arguments.config)
 

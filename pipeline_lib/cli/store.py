@@ -78,7 +78,7 @@ def list_store(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Show the bytes that stages and experiments take."""
-    from pipeline_lib.status.run import LOGS
+    from pipeline_lib.status.at_rest import LOGS
     from pipeline_lib.upkeep.gc import use_lines
     from pipeline_lib.upkeep.inventory import Inventory
     from pipeline_lib.upkeep.usage import shares, used_by

@@ -34,8 +34,8 @@ from pipeline_lib.report.charts import (
     short_names,
     tick_format,
 )
+from pipeline_lib.report.curves import GIB_OF_MB, Curves, curves_of
 from pipeline_lib.report.facts import Results
-from pipeline_lib.report.figures import GIB_OF_MB, Curves, curves_of
 from pipeline_lib.report.outcomes import outcomes
 
 # The figures of a comparison: the distance of each experiment from the best, and all curves on common axes.

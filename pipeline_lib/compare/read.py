@@ -21,8 +21,8 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describ
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.results import DocumentScore, Evaluation, Generation, Index, Ledger, Step, Training
 from pipeline_lib.report.facts import Results, read_one, read_rows
+from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
-from pipeline_lib.status.run import shown
 from pipeline_lib.status.selection import SelectedExperiment, Selector, notes_on
 
 # The experiments to compare.

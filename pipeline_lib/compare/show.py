@@ -11,7 +11,7 @@ from pipeline_lib.compare.comparison import Comparison, ExperimentNumbers
 from pipeline_lib.compare.differences import DifferingRow
 from pipeline_lib.compare.ranking import BEST, PAIRED, UNKNOWN, Versus
 from pipeline_lib.core import units
-from pipeline_lib.status.run import shown
+from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.survey import plain_table
 
 # The verdict in a sentence or two: which experiment is best, by how much, and whether the difference may be noise.

@@ -90,6 +90,11 @@ class RunRecord:
         """Return the events called `name`, in order."""
         return [event for event in self.events if event.get("event") == name]
 
+    @property
+    def is_rewound(self) -> bool:
+        """Whether nothing has happened to the run since it was rewound."""
+        return self.last_event.get("event") == EventName.RUN_REWOUND
+
     def newest(self, name: str) -> Event:
         """Return the last event called `name`; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("event") == name), {})

@@ -29,8 +29,10 @@ from pipeline_lib.doctor.resources import existing_folder
 from pipeline_lib.hosts.checks import token_in, unseen_answers
 from pipeline_lib.hosts.facts import PACKAGE, code_digest
 from pipeline_lib.launch.heartbeat import host_of
-from pipeline_lib.slurm.cluster import JobRequest, read_groups, refuse_jobs, sbatch_options
+from pipeline_lib.slurm.can_start import refuse_jobs, sbatch_options
+from pipeline_lib.slurm.cluster import read_groups
 from pipeline_lib.slurm.job import SlurmError
+from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
 # Facts of a node, measured by one of its processes: those of any machine, its network, and its view of the store.

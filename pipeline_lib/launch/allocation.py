@@ -21,7 +21,7 @@ from pipeline_lib.hosts.joining import Joined, JoiningPort, joining_hosts, read_
 from pipeline_lib.hosts.link import HostLink, connect
 from pipeline_lib.hosts.listing import SOURCE, Host, hosts_of
 from pipeline_lib.launch.environment import LOOPBACK
-from pipeline_lib.slurm.cluster import refuse_here, why_not_started
+from pipeline_lib.slurm.can_start import refuse_here, why_not_started
 from pipeline_lib.slurm.job import SlurmJob, can_start_tasks, node_address, node_names
 from pipeline_lib.slurm.site import Site
 

@@ -32,7 +32,8 @@ from pipeline_lib.plan.stages import (
 )
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.records.plan import PlanDocument, known
-from pipeline_lib.slurm.cluster import JobRequest, NodeGroup, fitted, groups_of, limit_of, read_groups, where_set
+from pipeline_lib.slurm.cluster import NodeGroup, fitted, groups_of, limit_of, read_groups, where_set
+from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
 _UNKNOWN_MB = 64_000

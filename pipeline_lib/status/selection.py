@@ -16,6 +16,7 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import did_you_mean
+from pipeline_lib.status.at_rest import LOGS, shown
 from pipeline_lib.status.catalog import (
     LAST_PART,
     Catalog,
@@ -26,7 +27,6 @@ from pipeline_lib.status.catalog import (
     said_of_newer,
     unreadable,
 )
-from pipeline_lib.status.run import LOGS, shown
 
 MIN_DIGEST_CHARS = 4
 SHOWN_NAMES = 8  # per store, in a message

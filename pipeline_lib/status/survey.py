@@ -24,17 +24,7 @@ from pipeline_lib.core.run_record import RunRecord, text_of
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.units import brief, count, gib
 from pipeline_lib.slurm.job import QueuedJob, of_digest, queued_jobs
-from pipeline_lib.status.catalog import (
-    LAST_PART,
-    Catalog,
-    Frozen,
-    Sweeps,
-    by_name,
-    changed_at,
-    missing_products,
-    unreadable,
-)
-from pipeline_lib.status.run import (
+from pipeline_lib.status.at_rest import (
     DONE,
     FAILED,
     INTERRUPTED,
@@ -46,14 +36,21 @@ from pipeline_lib.status.run import (
     UNREADABLE,
     WAITING,
     AtRest,
-    Numbers,
     Traces,
     at_rest,
-    finished_numbers,
-    numbers_of,
-    planned_steps,
     shown,
 )
+from pipeline_lib.status.catalog import (
+    LAST_PART,
+    Catalog,
+    Frozen,
+    Sweeps,
+    by_name,
+    changed_at,
+    missing_products,
+    unreadable,
+)
+from pipeline_lib.status.progress import Numbers, finished_numbers, numbers_of, planned_steps
 from pipeline_lib.status.selection import SelectedExperiment, Selector
 from pipeline_lib.train.metrics import clock
 

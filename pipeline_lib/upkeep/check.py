@@ -17,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import is_there, sha256_file, unreadable_named
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Spec, Store, is_hash, verify
+from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import LAST_PART, missing_products, unreadable
-from pipeline_lib.status.run import shown
 from pipeline_lib.upkeep.inventory import SEALED, UNFINISHED, Inventory, Made, chosen, each, folders_in, specs_in
 
 AT_ONCE = 4  # directories; each hashes several files at a time

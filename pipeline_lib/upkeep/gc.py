@@ -14,8 +14,8 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import columns, count, size
 from pipeline_lib.slurm.job import QueuedJob
+from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import Catalog, Frozen, by_name, changed_at, newest_with, unreadable
-from pipeline_lib.status.run import shown
 from pipeline_lib.upkeep.inventory import (
     EXPERIMENTS,
     OWN_FOLDERS,

@@ -11,8 +11,8 @@ from pipeline_lib.config.compile import WHERE_KEYS
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Spec
 from pipeline_lib.core.text import did_you_mean
+from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import Frozen, json_object
-from pipeline_lib.status.run import shown
 from pipeline_lib.upkeep.inventory import Inventory, run_name
 
 

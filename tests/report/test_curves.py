@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline_lib.records.results import Step
-from pipeline_lib.report.figures import curves_csv, curves_of, smoothed
+from pipeline_lib.report.curves import curves_csv, curves_of, smoothed
 
 
 def steps_with(losses: list[float | None]) -> list[Step]:

@@ -8,7 +8,7 @@ from bokeh.models.annotations import Span
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.charts import Chart
 from pipeline_lib.report.facts import _without_nulls
-from pipeline_lib.report.figures import memory_figure, phases_figure, timeline_figure
+from pipeline_lib.report.plan_figures import memory_figure, phases_figure, timeline_figure
 from tests.report.fake_plans import GIB, gpu_plan, plan, plan_without_times
 
 

@@ -15,7 +15,7 @@ from pipeline_lib.core.units import brief
 from pipeline_lib.plan.answer import answer
 from pipeline_lib.plan.words import describe
 from pipeline_lib.report.charts import clip
-from pipeline_lib.report.figures import curves_of
+from pipeline_lib.report.curves import curves_of
 from pipeline_lib.report.page import render
 from tests.plan.test_context_choice import asked
 from tests.report.fake_plans import gpu_run, plan_without_times

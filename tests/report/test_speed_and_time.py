@@ -11,7 +11,7 @@ from pipeline_lib.compare.read import Known, Subject
 from pipeline_lib.core.files import read_json
 from pipeline_lib.records.results import Step, Training
 from pipeline_lib.report.stage import summary_of
-from pipeline_lib.status.run import finished_numbers
+from pipeline_lib.status.progress import finished_numbers
 from tests.ranks import run_ranks
 from tests.report.fakes import World, facts_of
 from tests.train.conftest import Arena, arena

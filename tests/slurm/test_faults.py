@@ -19,7 +19,9 @@ import pytest
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.launch.ranks import rank_processes
-from pipeline_lib.slurm.cluster import JobRequest, read_groups, refuse_jobs
+from pipeline_lib.slurm.can_start import refuse_jobs
+from pipeline_lib.slurm.cluster import read_groups
+from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback, loopback

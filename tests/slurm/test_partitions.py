@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm.can_start import refuse_jobs
 from pipeline_lib.slurm.cluster import (
-    JobRequest,
     NodeGroup,
     fitted,
     groups_of,
     limit_of,
     parse_group,
     read_groups,
-    refuse_jobs,
     too_much,
     wrong_partitions,
 )
+from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
 GPUS = NodeGroup("gpu", is_default=True, is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)

@@ -7,14 +7,14 @@ import pytest
 from pipeline_lib.cli.main import parser
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.slurm import cluster
-from pipeline_lib.slurm.cluster import refuse_here
+from pipeline_lib.slurm import can_start
+from pipeline_lib.slurm.can_start import refuse_here
 from pipeline_lib.slurm.job import can_start_tasks
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2, None], ids=["none", "one", "enough", "no answer"])
 def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatch, shown: int | None) -> None:
-    monkeypatch.setattr(cluster, "_visible_gpus", lambda: shown)
+    monkeypatch.setattr(can_start, "_visible_gpus", lambda: shown)
     wanted = Cluster(gpus_per_node=2, gpu="h100")
     refuse_here(wanted, is_job=True)
     refuse_here(Cluster(), is_job=False)
@@ -90,4 +90,4 @@ def test_a_job_without_srun_is_none() -> None:
 def test_torch_counts() -> None:
     import torch
 
-    assert cluster._visible_gpus() == torch.cuda.device_count()
+    assert can_start._visible_gpus() == torch.cuda.device_count()

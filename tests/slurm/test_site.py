@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.slurm.cluster import JobRequest, given_options, sbatch_options, stage_resources, training_resources
+from pipeline_lib.slurm.can_start import sbatch_options
+from pipeline_lib.slurm.request import JobRequest, given_options, stage_resources, training_resources
 from pipeline_lib.slurm.site import VARIABLES, Site, site_file
 
 FILE = """\

@@ -15,16 +15,9 @@ from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_
 from pipeline_lib.plan.answer import Question, question_of
 from pipeline_lib.plan.warnings import long_evaluations
 from pipeline_lib.records.plan import PlanDocument, known
-from pipeline_lib.slurm.cluster import (
-    OF_STAGE,
-    OF_TRAINING,
-    JobRequest,
-    NodeGroup,
-    fitted,
-    refuse_jobs,
-    stage_resources,
-    training_resources,
-)
+from pipeline_lib.slurm.can_start import refuse_jobs
+from pipeline_lib.slurm.cluster import NodeGroup, fitted
+from pipeline_lib.slurm.request import OF_STAGE, OF_TRAINING, JobRequest, stage_resources, training_resources
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     evaluation_request,

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.run_record import EVENTS_BYTES, METRICS_BYTES, RunRecord, objects, tail
-from pipeline_lib.status.run import finished_numbers, newest_checkpoint, numbers_of
+from pipeline_lib.status.progress import finished_numbers, newest_checkpoint, numbers_of
 from pipeline_lib.train.metrics import print_progress
 from tests.status.stubs import row
 

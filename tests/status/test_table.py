@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from pipeline_lib.status.run import Numbers
+from pipeline_lib.status.progress import Numbers
 from pipeline_lib.status.survey import STATES, Status, render, to_json
 
 FULL = Numbers(

@@ -21,19 +21,17 @@ from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
 from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
 from pipeline_lib.report.outcomes import LOGS
-from pipeline_lib.slurm.cluster import (
+from pipeline_lib.slurm.can_start import refuse_jobs
+from pipeline_lib.slurm.cluster import fitted, groups_of, read_groups
+from pipeline_lib.slurm.job import wait_for_jobs
+from pipeline_lib.slurm.request import (
     EXTRA,
     OF_STAGE,
     OF_TRAINING,
-    fitted,
     given_options,
-    groups_of,
-    read_groups,
-    refuse_jobs,
     stage_resources,
     training_resources,
 )
-from pipeline_lib.slurm.job import wait_for_jobs
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     evaluation_request,

@@ -1,0 +1,187 @@
+"""The figures of the plan: memory by strategy, the time of a step by cause, and the step's timeline."""
+
+from collections.abc import Mapping, Sequence
+
+from bokeh.models import ColumnDataSource, NumeralTickFormatter
+from bokeh.models.annotations import Span
+
+from pipeline_lib.core import units
+from pipeline_lib.core.units import GIB, MIB
+from pipeline_lib.records.plan import PART_NAMES, Memory, PlanDocument, Segment
+from pipeline_lib.report.charts import (
+    AMBER,
+    AMBERS,
+    BLUE,
+    GREEN,
+    GREY,
+    PALE_BLUE,
+    RED,
+    REDS,
+    BarSeries,
+    Chart,
+    add_hover,
+    empty_bars,
+    short_names,
+    stacked_bars,
+)
+
+MEMORY_COLOURS = {
+    "weights": BLUE,
+    "gradients": AMBER,
+    "optimizer": GREEN,
+    "gathered": PALE_BLUE,
+    "exchanged": "#e3b06e",
+    "activations": GREY,
+    "loss": "#b4bbc3",
+    "reserve": "#d5d9de",
+}
+_WORKING = "activations and buffers"
+STEP_COLOURS = {
+    "forward": BLUE,
+    "recompute": PALE_BLUE,
+    "backward": GREEN,
+    "exchange": RED,
+    "offload": "#e3b06e",
+    "update": AMBER,
+    "data": GREY,
+    "rest": "#b4bbc3",
+}
+STEP_NAMES = {
+    "recompute": "recomputed activations",
+    "exchange": "communication not hidden",
+    "offload": "copies to host memory",
+    "data": "waiting for data",
+    "rest": "between the phases",
+}
+LANES = ("compute", "exchange", "host")
+EXCHANGE_COLOURS = (*REDS, *AMBERS[1:])
+# If the GPU's memory is at least this multiple of the longest bar, its line is omitted, since it would shrink the bars.
+_FAR = 8
+_MAX_SEGMENTS = 2000
+
+
+def memory_figure(plan: PlanDocument) -> Chart | None:
+    """Draw the predicted memory of a rank under each strategy, part by part, against the memory of its GPU."""
+    if not plan.memory:
+        return None
+    chosen, limit = plan.chosen.strategy, plan.machine.gpu_memory_bytes if plan.cluster.is_gpu else None
+    ordered = sorted(plan.memory, key=lambda name: name != chosen)
+    names = short_names([f"{name}, chosen" if name == chosen else name for name in ordered])
+    by_part = [_parts_of(plan.memory[name], plan.cluster.is_gpu) for name in ordered]
+    used = [part for part in (*MEMORY_COLOURS, _WORKING) if any(parts.get(part) for parts in by_part)]
+    longest = max(sum(parts.values()) for parts in by_part)
+    scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
+    bars = [
+        BarSeries(
+            PART_NAMES.get(part, part),
+            MEMORY_COLOURS.get(part, GREY),
+            [parts.get(part, 0) / scale for parts in by_part],
+            unit,
+        )
+        for part in used
+    ]
+    if not bars:
+        return None
+    drawn = limit is not None and limit < _FAR * longest
+    label = f"memory of one rank ({unit})"
+    chart = stacked_bars(names, bars, label, "0,0.00", reach=limit / scale if limit and drawn else 0.0)
+    if not limit or not drawn:
+        return chart
+    chart.plot.add_layout(Span(location=limit / scale, dimension="height", line_color=RED, line_width=2))
+    return Chart(chart.plot, (*chart.legend, (RED, f"the GPU has {units.gib(limit)}")))
+
+
+def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> Chart | None:
+    """Draw the seconds of a step: predicted by cause, predicted by phase, and measured by phase."""
+    predicted = plan.prediction
+    by_cause = {name: value for name, value in predicted.parts.items() if value and value > 0}
+    phases = {name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")}
+    bars = {
+        "predicted, by cause": by_cause,
+        "predicted, by phase": _with_rest(phases, predicted.step_s.value),
+        "measured, by phase": _with_rest({name: measured.get(f"{name}_s") for name in phases}, measured.get("step_s"))
+        | ({"data": measured.get("data_wait_s") or 0.0} if measured.get("step_s") else {}),
+    }
+    bars = {name: parts for name, parts in bars.items() if sum(parts.values()) > 0}
+    if not by_cause or not bars:
+        return None
+    scale, unit = _time_scale(max(sum(parts.values()) for parts in bars.values()))
+    known = (*STEP_COLOURS, *(name for name in by_cause if name not in STEP_COLOURS))
+    parts = [
+        BarSeries(
+            STEP_NAMES.get(name, name),
+            STEP_COLOURS.get(name, GREY),
+            [bar.get(name, 0.0) / scale for bar in bars.values()],
+            unit,
+        )
+        for name in known
+        if any(bar.get(name) for bar in bars.values())
+    ]
+    return stacked_bars(list(bars), parts, f"time of one optimizer step ({unit})", "0,0.0[00]")
+
+
+def timeline_figure(plan: PlanDocument) -> Chart | None:
+    """Draw the timeline of one predicted step, with a lane each for compute, communication and the host."""
+    segments = [one for one in plan.prediction.segments[:_MAX_SEGMENTS] if one.duration_s and one.start_s is not None]
+    lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]
+    if not lanes:
+        return None
+    end_s = max((one.start_s or 0.0) + (one.duration_s or 0.0) for one in segments)
+    scale, unit = _time_scale(end_s)
+    plot = empty_bars(
+        [PART_NAMES.get(lane, lane) for lane in lanes], f"time since the step began ({unit})", 1.02 * end_s / scale
+    )
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    colours = _colours_of(segments)
+    for name, colour in colours.items():
+        mine = [one for one in segments if one.name == name and one.lane in lanes]
+        starts, lengths = ([getattr(one, field) / scale for one in mine] for field in ("start_s", "duration_s"))
+        columns = {
+            "lane": [PART_NAMES.get(one.lane, one.lane) for one in mine],
+            "name": [name] * len(mine),
+            "left": starts,
+            "right": [start + length for start, length in zip(starts, lengths, strict=True)],
+            "length": lengths,
+        }
+        bars = plot.hbar(
+            y="lane",
+            left="left",
+            right="right",
+            height=0.6,
+            color=colour,
+            line_width=0,
+            source=ColumnDataSource(columns),
+        )
+        time = f"@left{{0,0.0[00]}} to @right{{0,0.0[00]}} {unit}"
+        add_hover(plot, bars, (("", "@lane"), ("", "@name"), ("", f"@length{{0,0.0[00]}} {unit}"), ("", time)))
+    return Chart(plot, tuple((colour, name) for name, colour in colours.items()))
+
+
+def _parts_of(memory: Memory, is_gpu: bool) -> dict[str, int]:
+    """Return bytes by part; plans without the finer parts have their working memory as one part."""
+    parts = {name: getattr(memory, f"{name}_bytes") for name in MEMORY_COLOURS}
+    if not is_gpu:
+        parts["reserve"] = None  # belongs to CUDA and NCCL
+    known = {name: size for name, size in parts.items() if size}
+    working = (memory.allocated_bytes or 0) - sum(size for name, size in known.items() if name != "reserve")
+    return known | ({_WORKING: working} if working > 0 else {})
+
+
+def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict[str, float]:
+    """Return the seconds of the phases and the rest of the step; nothing if the phases or the step are unknown."""
+    known = {name: value for name, value in phases.items() if value is not None}
+    if not known or step_s is None:
+        return {}
+    return {**known, "rest": max(0.0, step_s - sum(known.values()))}
+
+
+def _colours_of(segments: Sequence[Segment]) -> dict[str, str]:
+    """Return the colour of each segment name: phases as in phases_figure, exchanges in rotation."""
+    names = list(dict.fromkeys(one.name for one in segments))
+    others = [name for name in names if name not in STEP_COLOURS]
+    in_turns = {name: EXCHANGE_COLOURS[turn % len(EXCHANGE_COLOURS)] for turn, name in enumerate(others)}
+    return {name: STEP_COLOURS.get(name) or in_turns[name] for name in names}
+
+
+def _time_scale(longest_s: float) -> tuple[float, str]:
+    return (1.0, "s") if longest_s >= 1 else (1e-3, "ms")

@@ -1,0 +1,104 @@
+"""The request of one job, and the same as resources of a rule, in the names of Snakemake's SLURM plugin.
+
+None leaves a resource out.
+"""
+
+import ast
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline_lib.core.errors import ConfigError
+from pipeline_lib.slurm.site import OF_THE_JOB, Site
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """The resources of one job: nodes and, per node, tasks, GPUs and host memory.
+
+    The job is warned `warning_s` seconds before its time limit.
+    """
+
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int
+    memory_mb: int
+    runtime_minutes: int
+    warning_s: int
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks, one for each rank."""
+        return self.nodes * self.tasks_per_node
+
+
+EXTRA = "slurm_extra"
+_OUR_OPTIONS = ("--signal", "--open-mode")
+OF_STAGE = (
+    *("mem_mb", "runtime", "cpus_per_task", "gres", "slurm_account", "slurm_partition", "qos", "constraint"),
+    "slurm_extra",
+)
+OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu")
+
+
+def training_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the resources of a job with one task per rank, whose batch step starts the tasks.
+
+    Any value of `mpi` keeps the plugin's job step from taking the place of the tasks. A true value makes the plugin ask
+    for several tasks, and it refuses a single one. `--signal` reaches job steps only: the ranks, but not the Snakemake
+    in the job. `given` are further options of the user.
+    """
+    own = ("--open-mode=append", f"--signal=USR1@{request.warning_s}")
+    several_each, several = request.tasks_per_node > 1, request.tasks > 1
+    return {
+        **_job(request, site, True, (*given, *own)),
+        "nodes": request.nodes,
+        "mpi": "srun" if several else "",
+        "tasks_per_node": request.tasks_per_node if several_each else None,
+        "tasks": request.nodes if several and not several_each else None,
+        "tasks_per_gpu": 0 if request.gpus_per_node else None,
+    }
+
+
+def stage_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the resources of a job with one task, on a node with GPUs if it asks for one; `given` as above."""
+    return _job(request, site, request.gpus_per_node > 0, given)
+
+
+def _job(request: JobRequest, site: Site, is_training: bool, further: Sequence[str]) -> dict[str, Any]:
+    """Return the resources of a job; options that the plugin has no resource for go into `slurm_extra`, ours last."""
+    options = site.job_options(is_training)
+    named = [f"--{name}={options[name]}" for name in ("reservation", "exclude") if options[name] is not None]
+    return {
+        "mem_mb": request.memory_mb,
+        "runtime": request.runtime_minutes,
+        "cpus_per_task": request.cpus_per_task,
+        "gres": site.gres(request.gpus_per_node),
+        "slurm_account": options["account"],
+        "slurm_partition": options["partition"],
+        "qos": options["qos"],
+        "constraint": options["constraint"],
+        "slurm_extra": shlex.join([*named, *site.further_options(is_training), *further]) or None,
+    }
+
+
+def given_options(resources: Mapping[str, Any], rule: str) -> tuple[str, ...]:
+    """Return the options in `slurm_extra` of the `resources` that the user gave for `rule` on the command line.
+
+    Raises ConfigError for those that would take the warning from a training, or its log, and if a quote is not closed.
+    """
+    if EXTRA not in resources:
+        return ()
+    given = str(resources[EXTRA].raw)
+    with suppress(ValueError, SyntaxError):  # in quotes of its own, or as they come
+        given = str(ast.literal_eval(given))
+    try:
+        options = tuple(shlex.split(given))
+    except ValueError as error:
+        raise ConfigError(f"{EXTRA} of {rule}", [f"{given}: {error}; write it as a shell would read it"]) from error
+    if ours := [option for option in options if option.partition("=")[0] in _OUR_OPTIONS]:
+        raise ConfigError(f"{EXTRA} of {rule}", [f"{option}: {OF_THE_JOB}; leave it out" for option in ours])
+    return options

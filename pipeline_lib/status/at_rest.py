@@ -1,0 +1,187 @@
+"""Why nobody works on a stage that is not done: it failed, was interrupted, waits in SLURM, or was never begun.
+
+The newest evidence counts: SLURM's queue, then the end of the stage's log, then what the run and its ranks left. If an
+old log describes the same end as the latter, they know better whether it was a failure.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pipeline_lib.config.halving import RUNG_LOGS
+from pipeline_lib.core.errors import Interrupted, end_of_log
+from pipeline_lib.core.events import EventName
+from pipeline_lib.core.run_folder import ERRORS, EVENTS_NAME
+from pipeline_lib.core.run_record import RunRecord, tail, text_of, whole
+from pipeline_lib.core.stage import done_lines
+from pipeline_lib.core.store import Ref
+from pipeline_lib.core.text import one_line, shortened
+from pipeline_lib.launch.rank_report import RankReport
+from pipeline_lib.slurm.job import PENDING, QueuedJob
+from pipeline_lib.status.catalog import changed_at, json_object
+
+DONE = "done"
+RUNNING = "running"
+WAITING = "waiting"
+REQUEUED = "requeued"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
+NOT_BEGUN = "not begun"
+STOPPED = "stopped"  # by its sweep, until the sweep decides anew
+UNREADABLE = "unreadable"
+
+LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
+_RUNG_RULE = "rule_rung_stage"
+REASON_CHARS = 600
+LOG_BYTES = 16 * 1024
+_OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+_SLACK_S = 5.0  # between the last event and the end of the log, which may be on different file systems
+# The end of an interruption's message before logs had an exit line. It must match old logs, so it never changes.
+_OLD_CONTINUES = "run the same command again to continue"
+_SILENT = "its process is gone and left no message: it was killed, or its machine went down"
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """The state of a stage, and the reason for it."""
+
+    state: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The evidence about a stage instance. `jobs` are its SLURM jobs; None if SLURM gave no answer.
+
+    `to_rungs` are the digests of the trainings to a rung that share this training's run.
+    """
+
+    stage: str
+    digest: str
+    known_since: float | None  # when its spec was written; anything older is not of this store
+    run: RunRecord | None
+    jobs: list[QueuedJob] | None
+    folder: Path  # where snakemake runs
+    to_rungs: Sequence[str] = ()
+
+    @cached_property
+    def log(self) -> Path | None:
+        """The log of the newest attempt; None if it is older than the spec or the run, or ends in success.
+
+        A log from before a rewind is about a run that is no more.
+        """
+        logs = {self.digest: self.folder / LOGS / self.stage / f"{self.digest}.log"}
+        logs |= {digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs}
+        digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
+        written = changed_at(path)
+        last_event = changed_at(self.run.folder / EVENTS_NAME) if self.run else None
+        slack_s = 0.0 if self.run is not None and self.run.is_rewound else _SLACK_S
+        if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - slack_s):
+            return None
+        done = tuple(line.encode() for line in done_lines(Ref(self.stage, digest)))
+        return None if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n")) else path
+
+    def slurm_log(self, job: str | None) -> Path | None:
+        """Return SLURM's log of `job`, else of the newest job of the stage; None if there is none."""
+        folders = [self.folder / SLURM_LOGS / f"rule_{self.stage}_stage" / self.digest]
+        folders += [self.folder / SLURM_LOGS / _RUNG_RULE / digest for digest in self.to_rungs]
+        logs = (path for folder in folders for path in folder.glob("*.log"))
+        found = sorted(logs, key=lambda path: changed_at(path) or 0.0)
+        return next((path for path in found if path.stem == job), found[-1] if found else None)
+
+
+def at_rest(traces: Traces) -> AtRest:
+    """Return the state of a stage that nobody works on."""
+    run = traces.run
+    last = run.last_event.get("event") if run is not None else None
+    jobs = [job for job in traces.jobs or [] if job.state not in _OVER]
+    if run is not None and last in (EventName.RUN_FAILED, EventName.RUN_REQUEUE_REFUSED):
+        # SLURM lists a job until it has ended what the run has ended for good.
+        jobs = [job for job in jobs if run.job != job.id or job.state == PENDING]
+    is_requeued = last == EventName.RUN_REQUEUED
+    if jobs or (is_requeued and (traces.jobs is None or bool(traces.jobs))):  # nothing shows that it will not requeue
+        job = jobs[0] if jobs else None
+        queued = ""
+        if job is not None:
+            starts = f", expected to start at {job.start}" if job.state == "PENDING" and "T" in job.start else ""
+            queued = f"SLURM job {job.id}: {job.shown}{starts}"
+        if run is not None and (is_requeued or (job is not None and run.job == job.id)):
+            why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
+            return AtRest(REQUEUED, _joined(shown(why), queued))
+        return AtRest(WAITING, queued)
+    if (ended := _end_of_log(traces)) is not None:
+        return ended
+    if run is not None and (ended := _end_of_run(run, traces.log is not None)):
+        return ended
+    return AtRest(INTERRUPTED, _SILENT) if traces.log is not None else AtRest(NOT_BEGUN)
+
+
+def _joined(*parts: str) -> str | None:
+    return "; ".join(part for part in parts if part) or None
+
+
+def _end_of_log(traces: Traces) -> AtRest | None:
+    """Return the state by the error that ends the log; None without a log or an error in it.
+
+    Its exit code tells a failure from an interruption. Older logs have none: then what the run and its ranks report
+    about the same end counts, else the words of the error.
+    """
+    if traces.log is None:
+        return None
+    end = end_of_log(tail(traces.log, LOG_BYTES)[0].decode(errors="replace"))
+    if end is None:
+        return None
+    message = end.message
+    if end.exit_code is not None or end.is_interruption:
+        return AtRest(INTERRUPTED if end.is_interruption else FAILED, shown(message))
+    for known in _ends_of(traces.run) if traces.run is not None else ():
+        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(message):
+            return AtRest(known.state, shown(message))
+    return AtRest(INTERRUPTED if _OLD_CONTINUES in message else FAILED, shown(message))
+
+
+def _ends_of(run: RunRecord) -> Iterator[AtRest]:
+    """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks, the most telling first."""
+    reason = text_of(run.last_event.get("reason"))
+    if run.is_rewound:
+        return  # the reports of its ranks are from before
+    match run.last_event.get("event"):
+        case EventName.RUN_INTERRUPTED:
+            yield AtRest(INTERRUPTED, reason)
+        case EventName.RUN_FAILED:
+            yield AtRest(FAILED, reason)
+        case EventName.RUN_REQUEUE_REFUSED:
+            yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
+    reports = [RankReport.from_json(json_object(path)) for path in (run.folder / ERRORS).glob("rank-*.json")]
+    for report in sorted(filter(None, reports), key=lambda each: (each.blame, each.rank)):
+        state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
+        yield AtRest(state, f"rank {report.rank}: {report.message}")
+
+
+def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
+    """Return the state according to the run's own files; None if the run was never begun.
+
+    Rehearsals and shorter runs share its folder.
+    """
+    last = run.last_event.get("event")
+    if (known := next(_ends_of(run), None)) is not None:
+        before = None
+        if last == EventName.RUN_REQUEUE_REFUSED:
+            before = text_of(run.newest(EventName.RUN_INTERRUPTED).get("reason"))
+        return AtRest(known.state, _joined(shown(before or ""), shown(known.reason or _SILENT)))
+    if run.is_rewound:
+        return AtRest(INTERRUPTED, f"rewound to step {whole(run.last_event.get('step'))}")
+    if last == EventName.RUN_REQUEUED:
+        return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")
+    if last == EventName.RUN_END:
+        step = whole(run.last_event.get("step"))
+        if has_log:
+            return AtRest(INTERRUPTED, f"stopped after its last step, {step}, before its result was sealed")
+        return AtRest(NOT_BEGUN, f"a shorter run or a rehearsal ended after step {step}; training resumes from there")
+    return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
+
+
+def shown(text: str) -> str:
+    """Return `text` of a file in a form safe to show: one line, shortened, no credentials, no control characters."""
+    return shortened(text, REASON_CHARS)
