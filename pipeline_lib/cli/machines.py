@@ -159,7 +159,8 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
 
 def join(arguments: argparse.Namespace) -> None:
     """Join the training of the first host, and start this machine's ranks when it says so."""
-    from pipeline_lib.hosts.joining import FirstHost, address_from, connect, node_rank_of, parse_address, read_secret
+    from pipeline_lib.hosts.join_settings import FirstHost, address_from, node_rank_of, parse_address, read_secret
+    from pipeline_lib.hosts.joining import connect
     from pipeline_lib.launch.agent import serve_by_joining
 
     secret = read_secret(os.environ)

@@ -16,8 +16,9 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import count
 from pipeline_lib.hosts.checks import HostNeeds
 from pipeline_lib.hosts.facts import gpus_here
+from pipeline_lib.hosts.first_host import Joined, JoiningPort
 from pipeline_lib.hosts.group import HostGroup
-from pipeline_lib.hosts.joining import Joined, JoiningPort, joining_hosts, read_secret
+from pipeline_lib.hosts.join_settings import joining_hosts, read_secret
 from pipeline_lib.hosts.link import HostLink, connect
 from pipeline_lib.hosts.listing import SOURCE, Host, hosts_of
 from pipeline_lib.launch.environment import LOOPBACK

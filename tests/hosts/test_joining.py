@@ -14,20 +14,20 @@ import pytest
 
 from pipeline_lib.core.errors import ConfigError, Interrupted
 from pipeline_lib.core.text import redact
-from pipeline_lib.hosts import joining
+from pipeline_lib.hosts import first_host as listening
+from pipeline_lib.hosts import handshake, joining
 from pipeline_lib.hosts.channel import Channel, ChannelClosed
-from pipeline_lib.hosts.joining import (
+from pipeline_lib.hosts.first_host import Joined, JoiningPort
+from pipeline_lib.hosts.handshake import Signed
+from pipeline_lib.hosts.join_settings import (
     FirstHost,
-    Joined,
-    JoiningPort,
     JoinPort,
-    Signed,
     address_from,
-    connect,
     joining_hosts,
     parse_address,
     read_secret,
 )
+from pipeline_lib.hosts.joining import connect
 from tests.processes import wait_for
 
 HERE = "127.0.0.1"
@@ -111,7 +111,7 @@ def client(port: int) -> Iterator[Client]:
 
 
 def claim(node_rank: object = None, nonce: str = "a" * 64, **more: object) -> bytes:
-    return json.dumps({"protocol": joining.PROTOCOL, "node_rank": node_rank, "nonce": nonce, **more}).encode() + b"\n"
+    return json.dumps({"protocol": handshake.PROTOCOL, "node_rank": node_rank, "nonce": nonce, **more}).encode() + b"\n"
 
 
 class Between:
@@ -187,7 +187,8 @@ def test_two_hosts_join_and_talk_in_both_directions() -> None:
 def test_hosts_in_processes_of_their_own_join() -> None:
     code = """
 import sys
-from pipeline_lib.hosts.joining import connect, read_secret
+from pipeline_lib.hosts.join_settings import read_secret
+from pipeline_lib.hosts.joining import connect
 channel = connect("127.0.0.1", int(sys.argv[1]), read_secret({"PIPELINE_JOIN_SECRET": sys.argv[2]}), None, 30.0, print)
 channel.send({"answer": channel.receive(30.0)})
 channel.close()
@@ -274,7 +275,7 @@ def test_nobody_listens() -> None:
 
 
 def test_who_has_joined_and_how_the_others_join_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(listening, "SAY_EVERY_S", 0.5)
     with first_host(3, wait_s=1.5) as first:
         channel = join(first.port, 2)
         with pytest.raises(Interrupted) as end:
@@ -335,10 +336,10 @@ def test_one_host_too_many_is_told_so() -> None:
     """Its handshake begins while a host is awaited, and ends when all are there."""
     with first_host(1) as first, client(first.port) as late:
         late.send(claim())
-        transcript = [joining.PROTOCOL, None, "a" * 64, json.loads(late.read())["nonce"]]
+        transcript = [handshake.PROTOCOL, None, "a" * 64, json.loads(late.read())["nonce"]]
         held = join(first.port)
         first.joined()
-        late.send(json.dumps({"proof": joining._derive(SECRET, "joiner proves", transcript).hex()}).encode() + b"\n")
+        late.send(json.dumps({"proof": handshake.derive(SECRET, "joiner proves", transcript).hex()}).encode() + b"\n")
         answer = json.loads(late.read())
 
         assert answer["node_rank"] is None
@@ -371,7 +372,7 @@ def test_a_first_host_without_the_secret_is_not_believed() -> None:
         connection = server.accept()[0]
         with connection, connection.makefile("rb") as file:
             file.readline()
-            connection.sendall(json.dumps({"protocol": joining.PROTOCOL, "nonce": "b" * 64}).encode() + b"\n")
+            connection.sendall(json.dumps({"protocol": handshake.PROTOCOL, "nonce": "b" * 64}).encode() + b"\n")
             proof = json.loads(file.readline())["proof"]
             connection.sendall(json.dumps({"node_rank": 1, "refused": "", "proof": proof}).encode() + b"\n")
             file.readline()
@@ -420,7 +421,7 @@ def test_a_service_of_another_kind_is_told_from_nobody(monkeypatch: pytest.Monke
         b"[" * 1000 + b"\n",
         b"\n",
         b"null\n",
-        b'{"protocol": "' + joining.PROTOCOL.encode() + b'"}\n',
+        b'{"protocol": "' + handshake.PROTOCOL.encode() + b'"}\n',
         claim(True),
         claim(1.0),
         claim("1"),
@@ -439,7 +440,7 @@ def test_garbage_is_refused_without_a_word(content: bytes) -> None:
                 stranger.send(content)
             begin_s = monotonic()
             assert stranger.read() == b""
-            assert monotonic() - begin_s < joining.HANDSHAKE_S / 2, "it was heard out"
+            assert monotonic() - begin_s < handshake.HANDSHAKE_S / 2, "it was heard out"
         held = join(first.port)
         first.joined()
     assert not any("secret" in line for line in first.said)
@@ -643,9 +644,9 @@ def test_idle_clients_keep_nobody_out() -> None:
 def test_a_flood_of_clients_is_bounded_and_keeps_nobody_out() -> None:
     before = threading.active_count()
     with first_host(1) as first, ExitStack() as stack:
-        flood = [stack.enter_context(client(first.port)) for _ in range(3 * joining.MAX_HANDSHAKES)]
+        flood = [stack.enter_context(client(first.port)) for _ in range(3 * listening.MAX_HANDSHAKES)]
         wait_for(lambda: flood[0].read() == b"", "the end of the oldest")
-        most = before + 1 + joining.MAX_HANDSHAKES
+        most = before + 1 + listening.MAX_HANDSHAKES
         wait_for(lambda: threading.active_count() <= most, "the end of the oldest threads")
         held = join(first.port)
         first.joined()
@@ -656,7 +657,7 @@ def test_an_address_with_many_clients_keeps_only_its_own_out() -> None:
     with first_host(1) as first, ExitStack() as stack:
         slow = socket.create_connection((HERE, first.port), source_address=("127.0.0.2", 0), timeout=WAIT_S)
         stack.enter_context(slow)
-        flood = [stack.enter_context(client(first.port)) for _ in range(joining.MAX_HANDSHAKES + 20)]
+        flood = [stack.enter_context(client(first.port)) for _ in range(listening.MAX_HANDSHAKES + 20)]
         assert flood[0].read() == b"" == flood[15].read()
         slow.sendall(claim())
 
@@ -664,7 +665,7 @@ def test_an_address_with_many_clients_keeps_only_its_own_out() -> None:
 
 
 def test_a_client_that_sends_a_byte_now_and_then_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 0.5)
     with first_host(1) as first, client(first.port) as slow:
         begin_s = monotonic()
         slow.socket.settimeout(0.05)
