@@ -9,7 +9,7 @@ from benchmarks.predictions import BLOCK_TOKENS, USUAL_BLOCK_TOKENS, train_of, w
 from benchmarks.sizes import config_json
 from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.calibrate.run import rate_of
+from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.machine import Machine, Rate

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.loopback import DIRECTIONS, Loopback, sent_bytes
-from pipeline_lib.calibrate.run import link_of
+from pipeline_lib.calibrate.fits import link_of
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.units import MIB

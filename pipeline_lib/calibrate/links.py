@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from pipeline_lib.calibrate.fits import link_of
 from pipeline_lib.calibrate.rates import REPETITIONS
-from pipeline_lib.calibrate.run import link_of
 from pipeline_lib.core.errors import TrainingError
 from pipeline_lib.doctor.exchange import Collective, collectives
 from pipeline_lib.plan.traffic import Kind, leaving_share

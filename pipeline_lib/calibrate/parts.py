@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import can_compile, is_compiled
+from pipeline_lib.calibrate.fits import pass_of
 from pipeline_lib.calibrate.random_model import batch_of_documents, random_stepper, take_step
-from pipeline_lib.calibrate.run import Task, config_json, pass_of, with_layers
+from pipeline_lib.calibrate.task import Task, config_json, with_layers
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.files import write_json

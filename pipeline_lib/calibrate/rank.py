@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.calibrate.links import group_of_node, link_rates
 from pipeline_lib.calibrate.parts import measure_parts, most_tokens
 from pipeline_lib.calibrate.rates import attention_flop_s, copy_bytes_s, host_bytes_s, matmul_flop_s, memory_bytes_s
-from pipeline_lib.calibrate.run import Task, rate_of
+from pipeline_lib.calibrate.task import Task
 from pipeline_lib.train.dist import LET_GO_S, World, process_group
 
 GROUP_TIMEOUT_S = 60

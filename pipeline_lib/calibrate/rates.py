@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeline_lib.arch.geometry import FP32_BYTES
 from pipeline_lib.calibrate.random_model import batch_of_documents
-from pipeline_lib.calibrate.run import Task
+from pipeline_lib.calibrate.task import Task
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.doctor.exchange import timed

@@ -307,7 +307,7 @@ def measure(arguments: argparse.Namespace) -> None:
     os.environ.update(compile_caches(os.environ))
     with importing():
         from pipeline_lib.calibrate.rank import measure_rank
-        from pipeline_lib.calibrate.run import Task
+        from pipeline_lib.calibrate.task import Task
 
     found = measure_rank(Task.from_json(arguments.task.read_text(encoding="utf-8")), os.environ)
     print(json.dumps(found), flush=True)

@@ -178,7 +178,9 @@ def join(arguments: argparse.Namespace) -> None:
 
 def calibrate(arguments: argparse.Namespace) -> None:
     """Measure the rates and layer times that the plan computes with, write them to cluster.json and show them."""
-    from pipeline_lib.calibrate.run import Calibration, busy, report
+    from pipeline_lib.calibrate.report import report
+    from pipeline_lib.calibrate.run import Calibration
+    from pipeline_lib.calibrate.task import busy
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.plan.known import geometry_of, learn_architecture, workload_of

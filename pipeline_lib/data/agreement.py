@@ -19,11 +19,11 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json, sha256_file
 from pipeline_lib.core.processes import unseen
 from pipeline_lib.core.text import shortened
-from pipeline_lib.data.batches import losses_explained
 from pipeline_lib.data.chat_template import TEMPLATE_FAILURES, ChatTemplate, has_template
 from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.pool import Guard, Limits, Pool
+from pipeline_lib.data.template_worker import losses_explained
 
 TEXTS = (
     'Hello, world!  It\'s 12345 words\n\n and\tmore\r\n  code: {"a": [1, 2]}',

@@ -3,123 +3,28 @@
 Everything that depends on a single row happens here, so the output is the same for any number of workers.
 """
 
-import hashlib
-import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline_lib.config.schema import Tokenize
-from pipeline_lib.config.section import MOST_TOKENS
-from pipeline_lib.core.errors import DataError, Interrupted
+from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import canonical_json
-from pipeline_lib.core.text import how_to_install, redact
-from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.data.conversations import BadRow, Content, Message, Reason, Text, WrongFile
+from pipeline_lib.core.text import redact
+from pipeline_lib.data.conversations import BadRow, Content, Reason, Text, WrongFile
+from pipeline_lib.data.duplicates import PERMUTATIONS
 from pipeline_lib.data.encode import Drop, Encoder, Rendered, Sample
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded, TooLong
-from pipeline_lib.data.pool import Guard, Limits, LossCause, Pool, WorkerLost
+from pipeline_lib.data.pool import Guard, LossCause, WorkerLost
 from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of
 from pipeline_lib.data.read_json import KEPT_BYTES, RawRow, RowPosition
-
-# Detection of duplicate conversations: equal ones by a 64-bit hash, similar ones by MinHash.
-# Both run in the order of the data, so the first of several duplicates stays, on every machine. Similar conversations
-# need the library datasketch (the extra `dedup`).
-
-PERMUTATIONS = 128  # length of a signature; the error of an estimated similarity is at most about 1 / sqrt(128) = 0.09
-SHINGLE_CHARS = 5
-SHINGLES_AT_ONCE = 1 << 14  # each takes 1 kB while it is hashed
-
-
-class ExactDuplicates:
-    """The hashes seen so far, in sorted arrays of doubling size: 8 bytes a hash, 16 while arrays are merged."""
-
-    def __init__(self) -> None:
-        """Start without hashes."""
-        self._levels: list[NDArray[np.uint64]] = []  # the largest first
-
-    def seen(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return which of `hashes`, uint64[n], occurred before, here or in an earlier call; remember all of them."""
-        is_known = np.ones(len(hashes), dtype=np.bool_)
-        is_known[np.unique(hashes, return_index=True)[1]] = False
-        for level in self._levels:
-            places = np.minimum(np.searchsorted(level, hashes), len(level) - 1)
-            is_known |= level[places] == hashes
-        if not is_known.all():
-            new = np.sort(hashes[~is_known])
-            while self._levels and len(self._levels[-1]) < 2 * len(new):
-                new = np.concatenate([self._levels.pop(), new])
-                new.sort(kind="stable")  # merges two sorted runs
-            self._levels.append(new)
-        return is_known
-
-
-class NearDuplicates:
-    """The signatures of conversations that are similar to no earlier one, about 1 kB each."""
-
-    def __init__(self, similarity: float) -> None:
-        """Start without signatures; `similarity` is the least estimated Jaccard similarity of near duplicates.
-
-        Raises DataError without datasketch.
-        """
-        sketch = _datasketch()
-        self._similarity = similarity
-        self._min_hash = sketch.MinHash
-        self._index = sketch.MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS)
-        self._signatures: list[NDArray[Any]] = []
-
-    def seen(self, signatures: NDArray[Any], skip: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which of `signatures`, [n, PERMUTATIONS], are similar to an earlier one; ignore those in `skip`."""
-        is_known = np.zeros(len(signatures), dtype=np.bool_)
-        for number in np.flatnonzero(~skip).tolist():
-            signature = signatures[number]
-            sketch = self._min_hash(num_perm=PERMUTATIONS)
-            sketch.hashvalues = signature
-            earlier = (self._signatures[key] for key in self._index.query(sketch))
-            is_known[number] = any(float(np.mean(signature == other)) >= self._similarity for other in earlier)
-            if not is_known[number]:
-                self._index.insert(len(self._signatures), sketch)
-                self._signatures.append(signature)
-        return is_known
-
-
-def signature_of(text: str) -> NDArray[Any]:
-    """Return the MinHash signature of the character 5-grams of `text`, [PERMUTATIONS].
-
-    Raises DataError without datasketch.
-    """
-    sketch = _datasketch().MinHash(num_perm=PERMUTATIONS)
-    count = max(1, len(text) - SHINGLE_CHARS + 1)
-    for first in range(0, count, SHINGLES_AT_ONCE):
-        starts = range(first, min(count, first + SHINGLES_AT_ONCE))
-        shingles = {text[start : start + SHINGLE_CHARS] for start in starts}
-        sketch.update_batch([shingle.encode(errors="replace") for shingle in shingles])
-    signature: NDArray[Any] = sketch.hashvalues
-    return signature
-
-
-def _datasketch() -> Any:
-    try:
-        import datasketch  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise DataError(
-            "tokenize.near_duplicates needs the library datasketch, which is not installed: "
-            f"{how_to_install('dedup')}, or leave the key out"
-        ) from error
-    return datasketch
-
-
-# The tasks of the workers. Their state is the encoder of the model.
+from pipeline_lib.data.row_hashes import Prints, prints_of
 
 NO_LIMIT_TOKENS = 2**31 - 1
 
@@ -165,7 +70,7 @@ class RowBatch:
                 if token is not None:
                     bad_rows.append(_forged(row, content, token))
                     continue
-                prints.append(_prints(content, turns, state.settings))
+                prints.append(prints_of(content, turns, state.settings))
             if self.is_slow:
                 with guard.at(position, _size_of_rendered(turns)):
                     outcomes += state.encode_rendered([turns])
@@ -228,8 +133,6 @@ def text_size(value: Any) -> int:
     return 8
 
 
-# What a row may cost is limited, and a row that costs more is put aside, if the config allows unusable rows.
-
 MOST_OVER_LIMITS = 8  # rows put aside; more of them show that the template is at fault, and each takes seconds
 
 
@@ -278,68 +181,6 @@ def wrong_file(row: RawRow, wrong: WrongFile, source_key: str) -> DataError:
 def shown(row: RawRow) -> str:
     """Return the place and the beginning of `row`, for messages."""
     return f"{row.place}: {excerpt(row)}"
-
-
-def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
-    """Return a 64-bit hash of the rendered turns: equal for equal prompts and trained text, whatever the row's format.
-
-    It covers each turn to be trained on, whether its sample is kept or dropped, so equal hashes hide no loss. Without
-    such a turn, it is a hash of the content itself.
-    """
-    turns = [(turn.prompt, turn.full, turn.thinking, *filter(None, [turn.drop])) for turn in rendered]
-    return _hash(canonical_json(turns or vars(content)))
-
-
-def prompt_hash(content: Content, shared_system: str | None = None) -> int:
-    """Return a 64-bit hash of the first question, or of the text; equal for all rows and answers of a conversation.
-
-    A row's own system message is part of the question, because it may contain the document that is asked about.
-    `shared_system` is not part of it: rows without a system message get it, and must equal rows that contain it.
-    Surrounding whitespace and Unicode composition do not matter, because templates trim and tokenizers normalize.
-    """
-    if isinstance(content, Text):
-        return _hash(_composed(content.text))
-    question = _composed(next(message["content"] for message in content.messages if message["role"] == "user"))
-    first = content.messages[0]
-    system = _composed(first["content"]) if first["role"] == "system" else ""
-    is_own = system not in ("", _composed(shared_system or ""))
-    return _hash(canonical_json([system, question]) if is_own else question)
-
-
-def _composed(text: str) -> str:
-    """Return `text` without surrounding whitespace in NFC, in linear time: Python sorts marks in quadratic time."""
-    text = text.strip()
-    if unicodedata.is_normalized("NFC", text):
-        return text
-    decomposed = text.translate({ord(letter): unicodedata.normalize("NFD", letter) for letter in set(text)})
-    in_order: list[str] = []
-    for is_mark, run in groupby(decomposed, key=_is_mark):
-        letters = list(run)
-        if is_mark:
-            letters.sort(key=unicodedata.combining)
-        in_order += letters
-    return unicodedata.normalize("NFC", "".join(in_order))
-
-
-def _is_mark(letter: str) -> bool:
-    return unicodedata.combining(letter) != 0
-
-
-class Prints(NamedTuple):
-    """What rows are compared by."""
-
-    content: int  # `samples_hash`
-    prompt: int  # `prompt_hash`
-    signature: NDArray[Any] | None  # of its text, if near duplicates are looked for
-
-
-def _prints(content: Content, turns: Sequence[Rendered], settings: Tokenize) -> Prints:
-    signature = None if settings.near_duplicates is None else signature_of(_text_of(content))
-    return Prints(samples_hash(content, turns), prompt_hash(content, settings.system), signature)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _forged(row: RawRow, content: Content, token: str) -> Rejected:
@@ -427,137 +268,3 @@ def _turns_found(
             starts = np.diff(sample.supervised, prepend=False) & sample.supervised
             found[number] += np.count_nonzero(starts)
     return found
-
-
-def _text_of(content: Content) -> str:
-    """Return the messages, thinking and calls of `content` as text, without template text and roles.
-
-    Assistant messages that are not trained on are left out, so that they do not make conversations similar.
-    """
-    if isinstance(content, Text):
-        return content.text
-    said = []
-    for number, message in enumerate(content.messages):
-        if message["role"] == "assistant" and number not in content.supervised:
-            continue
-        said += [message.get("reasoning_content", ""), message["content"]]
-        said += [canonical_json(call["function"]) for call in message.get("tool_calls") or ()]
-    return "\n".join(text for text in said if text)
-
-
-# Rendering through a model's chat template in a limited process, and the errors for a lost worker.
-# jinja2 computes constant expressions while it compiles a template, so a template is compiled within the limits too.
-
-
-def _no_state() -> None:
-    """Return the state of a worker whose task compiles the template: what a worker loads has no limits."""
-
-
-def _check_template(folder: Path, state: None, guard: Guard) -> None:
-    question: Message = {"role": "user", "content": "?"}
-    with guard.at(0):
-        template = ChatTemplate.load(folder)
-        with suppress(DataError):  # it may want another conversation
-            template.render([question], add_generation_prompt=True)
-
-
-def check_template(folder: Path, limits: Limits | None = None) -> None:
-    """Compile the chat template of the model in `folder` in a limited process, and render a question.
-
-    Raises DataError if it does not compile or exceeds its limits, Interrupted if the process is killed.
-    """
-    with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
-        list(pool.map([partial(_check_template, folder)]))
-
-
-def _prompts(
-    load: Callable[[], ChatTemplate],
-    conversations: Sequence[Sequence[Message]],
-    variables: Mapping[str, Any],
-    state: None,
-    guard: Guard,
-) -> list[str]:
-    with guard.at(0):
-        template = load()
-    prompts = []
-    for number, messages in enumerate(conversations):
-        with guard.at(number):
-            prompts.append(template.render(messages, add_generation_prompt=True, **variables))
-    return prompts
-
-
-def render_prompts(
-    folder: Path,
-    conversations: Sequence[Sequence[Message]],
-    limits: Limits | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    **variables: Any,
-) -> list[str]:
-    """Return the generation prompt of each conversation for the model in `folder`, rendered in a limited process.
-
-    `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError if the template
-    fails or exceeds its limits, Interrupted if the process is killed.
-    """
-    load = partial(ChatTemplate.load, folder, kwargs)
-    with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
-        (prompts,) = pool.map([partial(_prompts, load, conversations, variables)])
-    return prompts
-
-
-def end_of_turn(folder: Path, limits: Limits | None = None) -> int | None:
-    """Return the id of the token that ends an answer of the model in `folder`, found in a limited process.
-
-    Return None if the chat template ends no answer with a control token, fails or exceeds its limits: then no
-    conversation was trained. Raises Interrupted if the process is killed.
-    """
-    load = partial(Encoder, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
-    try:
-        with losses_explained(folder), Pool(load, 1, limits) as pool:
-            (end,) = pool.map([_end_of_turn])
-    except DataError:
-        return None
-    return end
-
-
-def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
-    with guard.at(0):
-        return state.end_of_turn()
-
-
-def refuse_unrendered_defaults(folder: Path, settings: Tokenize, limits: Limits | None = None) -> None:
-    """Raise DataError if the template in `folder` leaves out the system message or the tools of `settings`.
-
-    It is rendered in a limited process. Raises Interrupted if the process is killed.
-    """
-    with losses_explained(folder), Pool(partial(Encoder, folder, settings, fast=False), 1, limits) as pool:
-        list(pool.map([_refuse_unrendered_defaults]))
-
-
-def _refuse_unrendered_defaults(state: Encoder, guard: Guard) -> None:
-    with guard.at(0):
-        state.refuse_unrendered_defaults()
-
-
-@contextmanager
-def losses_explained(model: Path) -> Iterator[None]:
-    """Convert WorkerLost into DataError or Interrupted, with the template or row in work and a remedy."""
-    try:
-        yield
-    except WorkerLost as lost:
-        place = f"{lost.task.place_of(lost.position)}: " if isinstance(lost.task, RowBatch) else ""
-        if lost.cause is LossCause.KILLED:
-            raise Interrupted(
-                f"{place}a worker process was {lost.detail}, most likely because memory ran out: give the job more, "
-                "or fewer cores, and run again"
-            ) from lost
-        if lost.position is None:
-            doing, remedy = "tokenizing", "Look for rows of many megabytes there, or for a template that writes as much"
-        else:
-            doing = f"rendering the chat template of {model}"
-            remedy = "Take the template of the model's publisher"
-            if place:
-                remedy = (
-                    f"Look at the row; if it is in order, the template is not. {remedy}, or allow such rows to be put "
-                    "aside with tokenize.max_quarantined_fraction"
-                )
-        raise DataError(f"{place}a worker process was ended while {doing}: {lost.detail}. {remedy}") from lost

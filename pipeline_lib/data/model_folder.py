@@ -27,9 +27,9 @@ from pipeline_lib.arch.weight_files import (
 )
 from pipeline_lib.config.content import model_files
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.batches import check_template
 from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.data.template_worker import check_template
 
 
 def problems_of(folder: Path) -> list[str]:

@@ -22,18 +22,11 @@ from pipeline_lib.core.files import canonical_json, read_json, sha256_file, sha2
 from pipeline_lib.core.stage import Job, open_sealed
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import Progress
-from pipeline_lib.data.batches import (
-    ExactDuplicates,
-    NearDuplicates,
-    PuttingAside,
-    hints_of,
-    lacks_generation_prompt,
-    losses_explained,
-    thinking_default,
-)
+from pipeline_lib.data.batches import PuttingAside, hints_of, lacks_generation_prompt, thinking_default
 from pipeline_lib.data.bpe import WrongIds
 from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tokenizer_config, repetition, trained_modes
 from pipeline_lib.data.documents import Samples
+from pipeline_lib.data.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.encode import TOKENIZER_NAME, Encoder
 from pipeline_lib.data.ledger import (
     LEDGER_NAME,
@@ -61,6 +54,7 @@ from pipeline_lib.data.pool import Limits, Pool
 from pipeline_lib.data.preview import preview_of
 from pipeline_lib.data.samples_writer import SampleWriter
 from pipeline_lib.data.sources import DataSource, fraction_read, open_sources
+from pipeline_lib.data.template_worker import losses_explained
 
 LIMITS = Limits()
 READ_OF_MODEL = (*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*")

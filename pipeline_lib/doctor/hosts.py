@@ -10,7 +10,8 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import redact
 from pipeline_lib.core.units import count
-from pipeline_lib.doctor.nodes import ALL_S, MARK, ROUND_S, START_S, Findings, Inbox
+from pipeline_lib.doctor.messages import MARK, Inbox
+from pipeline_lib.doctor.nodes import ALL_S, ROUND_S, START_S, Findings
 from pipeline_lib.hosts.checks import HostNeeds, token_in, unseen_answers
 from pipeline_lib.hosts.facts import HostFacts
 from pipeline_lib.hosts.group import Ended, HostGroup

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.text import shortened
 from pipeline_lib.doctor.exchange import MEET_S, ExchangeRank, clock_offsets, gpu_at_work, measure_all, measure_pairs
-from pipeline_lib.doctor.nodes import lines_of, node_facts
+from pipeline_lib.doctor.messages import lines_of
+from pipeline_lib.doctor.node_facts import node_facts
 from pipeline_lib.doctor.probes import log_nccl, logged_transports
 from pipeline_lib.launch.environment import (
     HOST_VARIABLE,

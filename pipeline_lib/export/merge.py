@@ -27,9 +27,9 @@ from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, describe_file
 from pipeline_lib.core.units import size
-from pipeline_lib.data.batches import end_of_turn
 from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
 from pipeline_lib.data.pool import Limits
+from pipeline_lib.data.template_worker import end_of_turn
 from pipeline_lib.export.card import adapter_card, loading_code, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove

@@ -187,7 +187,7 @@ def _of_template(config: Config) -> Iterator[str]:
     if not is_there:
         yield f"{model_key(model)}: {no_template(Path(path))}"
     elif config.tokenize.system or config.tokenize.tools:
-        from pipeline_lib.data.batches import refuse_unrendered_defaults
+        from pipeline_lib.data.template_worker import refuse_unrendered_defaults
 
         try:
             refuse_unrendered_defaults(Path(path), config.tokenize)

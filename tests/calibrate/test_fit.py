@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline_lib.calibrate.run import LEAST_SPREAD, link_of, pass_of, rate_of
+from pipeline_lib.calibrate.fits import LEAST_SPREAD, link_of, pass_of, rate_of
 from pipeline_lib.doctor.exchange import Collective
 from pipeline_lib.plan.machine import Pass
 

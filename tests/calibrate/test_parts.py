@@ -12,7 +12,7 @@ from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate import parts
 from pipeline_lib.calibrate.parts import Found, measure_parts
 from pipeline_lib.calibrate.random_model import random_stepper
-from pipeline_lib.calibrate.run import Task
+from pipeline_lib.calibrate.task import Task
 from pipeline_lib.config.train import Train
 from pipeline_lib.model.batch import Batch
 from pipeline_lib.model.build import decoder_layers

@@ -8,7 +8,7 @@ from pipeline_lib.arch.families import geometry_in
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.parts import most_tokens, variants
 from pipeline_lib.calibrate.random_model import batch_of_documents
-from pipeline_lib.calibrate.run import Task, config_json, with_layers
+from pipeline_lib.calibrate.task import Task, config_json, with_layers
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.step_time import shape_of, variant_of
 from pipeline_lib.plan.workload import Workload

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data import batches as module
-from pipeline_lib.data.batches import ExactDuplicates, NearDuplicates, signature_of
+from pipeline_lib.data import duplicates as duplicates_module
+from pipeline_lib.data import row_hashes
+from pipeline_lib.data.duplicates import ExactDuplicates, NearDuplicates, signature_of
 
 batches = st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=30)
 
@@ -64,7 +65,7 @@ def test_short_texts_have_a_signature_of_their_own(text: str) -> None:
 
 def test_a_long_text_has_the_signature_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = signature_of(TEXT * 3)
-    monkeypatch.setattr(module, "SHINGLES_AT_ONCE", 7)
+    monkeypatch.setattr(duplicates_module, "SHINGLES_AT_ONCE", 7)
     assert np.array_equal(signature_of(TEXT * 3), whole)
 
 
@@ -73,14 +74,14 @@ MARKS = [*map(chr, range(0x300, 0x345)), *"\u0f71\u0f72\u0f73\u0f74\u0f75\u0323\
 
 @given(text=st.text(st.sampled_from([*MARKS, *"aAé\u1ebf\u212bか\u09c7\u1100\u1161\u11a8가 "]), max_size=20))
 def test_texts_are_compared_in_nfc(text: str) -> None:
-    assert module._composed(text) == unicodedata.normalize("NFC", text.strip())
+    assert row_hashes._composed(text) == unicodedata.normalize("NFC", text.strip())
 
 
 @pytest.mark.parametrize("marks", ["\u0301\u0327", "\u0f73"])
 def test_marks_in_the_wrong_order_take_linear_time(marks: str) -> None:
     """Python alone takes 20 s of CPU time and more."""
     begun_s = time.process_time()
-    module._composed("a" + marks * 200_000)
+    row_hashes._composed("a" + marks * 200_000)
     assert time.process_time() - begun_s < 5
 
 

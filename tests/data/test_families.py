@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.batches import render_prompts
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.conversations import Conversation
 from pipeline_lib.data.encode import Drop, Encoder, Sample
+from pipeline_lib.data.template_worker import render_prompts
 
 from .chats import (
     ANSWER,

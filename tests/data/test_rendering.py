@@ -6,10 +6,10 @@ import pytest
 
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.batches import check_template, end_of_turn, render_prompts
 from pipeline_lib.data.chat_template import ChatTemplate
 from pipeline_lib.data.encode import Encoder, load_tokenizer
 from pipeline_lib.data.pool import Limits
+from pipeline_lib.data.template_worker import check_template, end_of_turn, render_prompts
 
 from .chats import NO_TEMPLATE, TEMPLATES, change_template
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Store
-from pipeline_lib.data import tokenize
+from pipeline_lib.data import sources, tokenize
 
 def peak_kb(process):
     status = Path(f"/proc/{process.pid}/status").read_text()
@@ -35,7 +35,7 @@ class Writer(tokenize.SampleWriter):
         global peak_worker_kb
         peak_worker_kb = max(map(peak_kb, workers()))
 
-tokenize.BATCH_BYTES = tokenize.BYTES_PER_WORKER = 1 << 16
+sources.BATCH_BYTES = tokenize.BYTES_PER_WORKER = 1 << 16
 tokenize.SampleWriter = Writer
 path = Path(sys.argv[1])
 store = Store(path.parent.parent)

@@ -12,8 +12,10 @@ import pytest
 
 from pipeline_lib.doctor.exchange import rounds_of
 from pipeline_lib.doctor.facts import UNMEASURED, Facts
-from pipeline_lib.doctor.nodes import Findings, Inbox, Pair, SrunJob, lines_of, outside_of_jobs
+from pipeline_lib.doctor.messages import Inbox, lines_of
+from pipeline_lib.doctor.nodes import Findings, Pair
 from pipeline_lib.doctor.report import nodes_report, to_set, together
+from pipeline_lib.doctor.srun_job import SrunJob, outside_of_jobs
 from pipeline_lib.hosts.checks import token_in
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.calibrate.run import NAMES as MEASURABLE
+from pipeline_lib.calibrate.report import NAMES as MEASURABLE
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan.cluster import Measured, machine_of

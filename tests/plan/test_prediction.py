@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.calibrate.run import with_layers
+from pipeline_lib.calibrate.task import with_layers
 from pipeline_lib.config.schema import Cluster
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import choose

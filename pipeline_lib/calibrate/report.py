@@ -1,0 +1,102 @@
+"""The printed report: measured rates and costs with units, beside the figures of the GPUs' data sheets."""
+
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline_lib.calibrate.task import Task, with_layers
+from pipeline_lib.config.schema import Cluster
+from pipeline_lib.core.units import GIGA, TERA, brief, gbit_per_s
+from pipeline_lib.plan.machine import Gpu, find_gpu
+
+# Labels by the field names of Speeds in plan/machine.py, in the order of the table.
+NAMES = {
+    "matmul_flop_s": "products of a layer",
+    "attention_flop_s": "attention",
+    "memory_bytes_s": "memory of a rank",
+    "launch_s": "host, for an operation",
+    "in_node_bytes_s": "bus within a node",
+    "in_node_latency_s": "latency of it",
+    "between_bytes_s": "sent between nodes",
+    "between_latency_s": "latency of it",
+    "copy_bytes_s": "copies, host and GPU",
+    "host_bytes_s": "memory of the host",
+    "disk_bytes_s": "disk, writing",
+}
+WIDTH = 110
+
+
+def report(task: Task, measured: Mapping[str, Any], left_out: list[str], path: Path, cluster: Cluster) -> str:
+    """Return the report for a terminal: rates, parts, what was left out and why, and how to use the file `path`."""
+    gpu = find_gpu(measured["gpu"]) if measured["gpu"] else None
+    lines = [_text(_rates(task, measured, gpu)), _text(_parts(task, measured, gpu))]
+    if left_out:
+        lines += ["left out:", *(f"  - {text}" for text in left_out)]
+    on_gpus = measured["gpu"] is not None
+    needs = ""
+    if on_gpus != (cluster.device == "cuda"):
+        needs = f"gpus_per_node: {measured['ranks'] // measured['nodes'] if on_gpus else 0}, "
+    lines.append(f"wrote {path}; the plan uses it with  cluster: {{{needs}measured: {path}}}")
+    return "\n".join(lines)
+
+
+def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
+    table = Table("rate", "measured", "from", "to", "data sheet", "share of it", title_justify="left")
+    table.title = f"{measured['host']}, {measured['precision']}, shapes of {measured['model']}"
+    known: dict[str, float | None] = {}
+    if gpu is not None:
+        peak = gpu.peak_flop_s(task.train.precision)
+        known = {"matmul_flop_s": peak, "attention_flop_s": peak, "memory_bytes_s": gpu.memory_bytes_per_s}
+        known["in_node_bytes_s"] = gpu.link.bytes_per_s
+    for name, text in NAMES.items():
+        if name in measured["rates"]:
+            rate, best = measured["rates"][name], known.get(name)
+            figures = [_quantity(name, rate[key]) for key in ("value", "low", "high")]
+            share = f"{rate['value'] / best:.0%}" if best else "-"
+            table.add_row(text, *figures, _quantity(name, best) if best else "-", share)
+    return table
+
+
+def _quantity(name: str, value: float) -> str:
+    if name == "between_bytes_s":
+        return gbit_per_s(value)
+    if name.endswith("_flop_s"):
+        return f"{value / TERA:.3g} TFLOP/s" if value >= TERA else f"{value / GIGA:.3g} GFLOP/s"
+    return f"{value / GIGA:.3g} GB/s" if name.endswith("_bytes_s") else brief(value)
+
+
+def _parts(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
+    """Return the table of costs per pass; the share of peak covers a layer's forward and backward pass together."""
+    columns = ("variant", "part", "pass", "for 1,000 tokens", "and fixed", "the host", "share of peak")
+    table = Table(*columns, title="passes of one micro-batch", title_justify="left")
+    for part in measured["parts"]:
+        for name in ("forward", "backward"):
+            one = part[name]
+            first = [part["variant"], part["part"]] if name == "forward" else ["", ""]
+            share = _share(task, part, gpu) if name == "forward" else ""
+            costs = (brief(value) for value in (1000 * one["per_token_s"], one["fixed_s"], one["host_s"]))
+            table.add_row(*first, name, *costs, share)
+    return table
+
+
+def _share(task: Task, part: Mapping[str, Any], gpu: Gpu | None) -> str:
+    """Return a layer's MFU in percent; recomputed FLOPs do not count."""
+    peak = gpu.peak_flop_s(task.train.precision) if gpu else None
+    per_token_s = part["forward"]["per_token_s"] + part["backward"]["per_token_s"]
+    if part["part"] != "layer" or not peak or not per_token_s:
+        return "-" if part["part"] == "layer" else ""
+    one = with_layers(task.geometry, 1)
+    products = one.matmul_parameters - one.vocab * one.hidden
+    flops = (6.0 if task.train.method == "full" else 4.0) * products
+    flops += 6.0 * one.heads * one.head_dim * part["document_tokens"]
+    return f"{flops / per_token_s / peak:.0%}"
+
+
+def _text(table: Table) -> str:
+    console = Console(file=StringIO(), width=WIDTH)
+    console.print(table)
+    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
