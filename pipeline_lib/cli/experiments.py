@@ -175,7 +175,8 @@ def interval(text: str) -> float:
 
 def status(arguments: argparse.Namespace) -> None:
     """Show the state of the experiments, once or repeatedly."""
-    from pipeline_lib.status.survey import Survey, show, watch
+    from pipeline_lib.status.survey import Survey
+    from pipeline_lib.status.watch import show, watch
 
     store = Store.from_env(os.environ)
     survey = Survey(store, texts=tuple(arguments.experiments), all_of_them=arguments.all)
@@ -275,7 +276,7 @@ def plan(arguments: argparse.Namespace) -> None:
 def summary(arguments: argparse.Namespace) -> None:
     """Show the table of a finished experiment; of several, a line for each, or with --experiment the table of one."""
     from pipeline_lib.report.outcomes import outcome_table, outcomes_of
-    from pipeline_lib.report.record import print_summary
+    from pipeline_lib.report.publish import print_summary
     from pipeline_lib.status.selection import Selector, notes_on
 
     selector = Selector(Store.from_env(os.environ), wants_finished=True)
@@ -333,8 +334,8 @@ def write_docs(_: argparse.Namespace) -> None:
 def publish(arguments: argparse.Namespace) -> None:
     """Rewrite results/current from a finished experiment: the best of a sweep, or the one that --experiment names."""
     from pipeline_lib.core.lock import locked
-    from pipeline_lib.report.record import RECORDING, best_of
-    from pipeline_lib.report.record import publish as publish_results
+    from pipeline_lib.report.publish import RECORDING, best_of
+    from pipeline_lib.report.publish import publish as publish_results
 
     store, config = Store.from_env(os.environ), config_of(arguments)
     if arguments.experiment is None:
@@ -378,7 +379,7 @@ def overrides(_: argparse.Namespace) -> None:
 
 
 def _say_how_to_commit(experiment: Experiment) -> None:
-    from pipeline_lib.report.record import FOR_GIT
+    from pipeline_lib.report.publish import FOR_GIT
 
     if command := how_to_commit(FOR_GIT, f"Results of {experiment.name}"):
         say(command)
@@ -388,8 +389,9 @@ def compare(arguments: argparse.Namespace) -> None:
     """Show the comparison, and write its page if --page is given."""
     from pipeline_lib.compare.comparison import Comparison
     from pipeline_lib.compare.read import select
-    from pipeline_lib.compare.show import render, verdict
-    from pipeline_lib.status.survey import console_on
+    from pipeline_lib.compare.show import render
+    from pipeline_lib.compare.verdict import verdict
+    from pipeline_lib.status.watch import console_on
 
     comparison = Comparison.of(select(arguments.experiments, Store.from_env(os.environ), tell))
     said = verdict(comparison)

@@ -6,7 +6,7 @@ from typing import TextIO
 from rich.table import Table
 
 from pipeline_lib.config.import_draft import AccountPart, Row
-from pipeline_lib.status.survey import console_on
+from pipeline_lib.status.watch import console_on
 
 
 def show(rows: Sequence[Row], stream: TextIO) -> None:

@@ -103,7 +103,8 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.doctor.hosts import HostsExamination
-    from pipeline_lib.doctor.report import nodes_report, together
+    from pipeline_lib.doctor.node_advice import together
+    from pipeline_lib.doctor.nodes_report import nodes_report
     from pipeline_lib.hosts.listing import hosts_of, read_hosts
     from pipeline_lib.plan.one_node import compare_with_one_node
     from pipeline_lib.slurm.site import Site
@@ -138,8 +139,9 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
     from pipeline_lib.config.load import load_config
     from pipeline_lib.config.schema import Cluster
     from pipeline_lib.core.files import write_json
+    from pipeline_lib.doctor.node_advice import together
     from pipeline_lib.doctor.nodes import NodesExamination
-    from pipeline_lib.doctor.report import nodes_report, together
+    from pipeline_lib.doctor.nodes_report import nodes_report
     from pipeline_lib.slurm.site import Site
 
     if arguments.ranks:

@@ -13,7 +13,7 @@ from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.compare.sameness import Sameness, describe_sameness, sameness
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.records.results import Training
-from pipeline_lib.report.facts import spent
+from pipeline_lib.report.cost import spent
 from pipeline_lib.status.at_rest import shown
 
 DIGEST_SHOWN = 8

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pipeline_lib.compare.comparison import Comparison
 from pipeline_lib.compare.ranking import BEST
 from pipeline_lib.compare.read import MAX_COMPARED, Subject
-from pipeline_lib.compare.show import SECTIONS, among, cost_cells, footnotes, listed, loss_cells, lowest, verdict
+from pipeline_lib.compare.show import SECTIONS, cost_cells, footnotes, loss_cells
+from pipeline_lib.compare.verdict import among, listed, lowest, verdict
 from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.core import units
 from pipeline_lib.core.files import write_text

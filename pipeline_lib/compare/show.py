@@ -1,4 +1,4 @@
-"""A comparison as text: the verdict in a sentence, the numbers, and the differences."""
+"""The comparison for a terminal, at most as wide as it: the verdict, the numbers, and the differences."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -10,134 +10,10 @@ from rich.text import Text
 from pipeline_lib.compare.comparison import Comparison, ExperimentNumbers
 from pipeline_lib.compare.differences import DifferingRow
 from pipeline_lib.compare.ranking import BEST, PAIRED, UNKNOWN, Versus
+from pipeline_lib.compare.verdict import interval, listed
 from pipeline_lib.core import units
 from pipeline_lib.status.at_rest import shown
-from pipeline_lib.status.survey import plain_table
-
-# The verdict in a sentence or two: which experiment is best, by how much, and whether the difference may be noise.
-
-UNIT = "nats/token"
-_NAMED = 3  # experiments listed by name in a sentence
-
-
-def verdict(comparison: Comparison) -> str:
-    """Return the verdict of the comparison."""
-    names, best = comparison.names, comparison.ranking.best
-    if comparison.is_identical:
-        if len(names) == 2:
-            return comparison.same_texts[0]
-        return f"All {len(names)} are identical: the same curves to the last bit, and the same model files."
-    known = list(zip(names, comparison.found, strict=True))
-    states = {name: one.state for name, one in known if one.loss is None and one.stop is None}
-    reasons = [f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()]
-    stopped = [name for name, one in known if one.loss is None and one.stop is not None]
-    versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
-    if best is None:
-        text = _of_none(comparison) if versus else "There are no results to compare yet."
-    elif not versus and stopped:
-        loss = units.real(comparison.ranking.loss, UNIT, 4)
-        text = f"{names[best]} won its sweep, which stopped {listed(stopped)}: its held-out loss is {loss}."
-    elif not versus:
-        text = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
-    elif len(versus) == 1:
-        text = _of_two(comparison, *next(iter(versus.items())))
-    else:
-        text = _of_many(comparison, versus)
-    if versus and stopped:
-        text += f" The sweep stopped {listed(stopped)} before."
-    return f"{text} No held-out loss: {listed(reasons)}." if reasons else text
-
-
-def interval(versus: Versus) -> str:
-    """Return text like `0.0312 (0.0121 to 0.0503)`."""
-    difference = units.real(versus.difference, "", 4)
-    return difference if versus.low is None else f"{difference} ({_ends(versus)})"
-
-
-def basis(versus: Versus) -> str:
-    """Return the documents that the interval is based on, as the end of a sentence."""
-    if versus.kind == PAIRED:
-        return f", on the same {versus.documents:,} held-out documents"
-    shared = f"only {versus.documents:,} held-out documents are" if versus.documents else "no held-out document is"
-    return f"; {shared} shared, so the difference of the documents counts as noise"
-
-
-def among(comparison: Comparison) -> str:
-    """Return the number of ranked experiments: `3`, or `the 2 that can be compared`."""
-    ranking = comparison.ranking
-    count = len(ranking.ranked)
-    return f"{count}" if count == len(ranking.versus) else f"the {count} that can be compared"
-
-
-def lowest(comparison: Comparison) -> str:
-    """Return the criterion of the best: lowest held-out loss, or lowest loss on the documents shared by all."""
-    ranking = comparison.ranking
-    if not ranking.is_part:
-        return "lowest held-out loss"
-    return f"lowest loss on the {ranking.shared:,} held-out documents that all were scored on"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return `a, b and c`, or for long lists the first names and the number of further ones."""
-    if not names:
-        return ""
-    if len(names) > _NAMED + 1:
-        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _of_none(comparison: Comparison) -> str:
-    places = list(comparison.ranking.versus)
-    losses = [f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}" for place in places]
-    why = next(one.why for one in comparison.ranking.versus.values())
-    return f"No two of them can be compared: {why}. Held-out losses, in {UNIT}: {listed(losses)}."
-
-
-def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
-    first = comparison.ranking.best or 0
-    best, other = comparison.names[first], comparison.names[place]
-    if versus.kind == UNKNOWN:
-        losses = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (first, place)]
-        text = f"{best} has a held-out loss of {losses[0]}, {other} of {losses[1]}"
-        return f"{text}; whether the difference is noise is unknown: {versus.why}."
-    if not versus.difference:
-        return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
-    gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95% interval {_ends(versus)}{basis(versus)}"
-    if versus.is_worse:
-        return f"{best} is better than {other} by more than chance: its held-out loss is {gap}."
-    return f"The difference between {best} and {other} is noise: the held-out loss of {best} is {gap}."
-
-
-def _ends(versus: Versus) -> str:
-    return f"{units.real(versus.low, '', 4)} to {units.real(versus.high, '', 4)}"
-
-
-def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
-    names, ranking = comparison.names, comparison.ranking
-    best, loss = names[ranking.best or 0], units.real(ranking.loss, UNIT, 4)
-    worse = [names[place] for place, one in versus.items() if one.is_worse]
-    noise = [names[place] for place, one in versus.items() if one.is_noise]
-    unknown = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
-    if worse and len(worse) == len(ranking.ranked) - 1:
-        nearest = min((one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0)
-        text = (
-            f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next is "
-            f"{units.real(nearest.difference, UNIT, 4)} above it, 95% interval {_ends(nearest)}{basis(nearest)}."
-        )
-    else:
-        text = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
-        text += f", but its lead over {listed(noise)} is within noise." if noise else "."
-        text += f" It is better than {listed(worse)} by more than chance." if worse else ""
-    if better := [names[place] for place, one in versus.items() if one.is_better]:
-        text += f" On the documents that they share, {listed(better)} {'is' if len(better) == 1 else 'are'} better."
-    if unknown:
-        why = next(one.why for one in versus.values() if one.why)
-        text += f" Whether it is better than {listed(unknown)} is unknown: {why}."
-    return text
-
-
-# The comparison for a terminal, at most as wide as it: the verdict, the numbers, and the differences.
+from pipeline_lib.status.table import plain_table
 
 UNKNOWN_CELL = "-"
 GAP = 2

@@ -1,42 +1,35 @@
-"""The doctor's reports: the facts of one machine or of several nodes, and what is wrong."""
+"""Report on one machine: a table of all facts, then what is wrong."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from io import StringIO
-from itertools import combinations
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline_lib.core.units import count
-from pipeline_lib.doctor.advice import advice
 from pipeline_lib.doctor.facts import UNMEASURED, Facts
-from pipeline_lib.doctor.nodes import Findings
 
 WIDTH = 110
-
-# Report on one machine: a table of all facts, then what is wrong.
 
 
 def report(facts: Facts, wrong: list[str]) -> str:
     """Return the report as text for a terminal."""
     table = Table("part", "what", "value", title="what this machine has", title_justify="left")
     for name, section in facts.items():
-        _add_section(table, name, list(rows_of(section)))
-    return _page([table], [], wrong, "what is wrong, and what to set:")
+        add_section(table, name, list(rows_of(section)))
+    return page_of([table], [], wrong, "what is wrong, and what to set:")
 
 
-def _add_section(table: Table, name: str, rows: list[tuple[str, str]]) -> None:
+def add_section(table: Table, name: str, rows: list[tuple[str, str]]) -> None:
+    """Add `rows` to `table`, the first with the `name` of the section."""
     for number, (what, value) in enumerate(rows):
         table.add_row(name if number == 0 else "", escape(what), escape(value))
     if rows:
         table.add_section()
 
 
-def _page(parts: list[Table | str], lines: list[str], wrong: list[str], title: str) -> str:
+def page_of(parts: list[Table | str], lines: list[str], wrong: list[str], title: str) -> str:
     """Return `parts` as a terminal of WIDTH columns shows them, then `lines`, then `wrong` below its `title`."""
     console = Console(file=StringIO(), width=WIDTH)
     for part in parts:
@@ -78,251 +71,3 @@ def _with_unit(name: str, value: Any) -> tuple[str, str]:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
-
-
-# Advice on several nodes: differences, slow links, and what cannot be reached.
-
-SLOW = 0.5  # of the rate of other pairs
-SLOW_OF_LINK = 0.25  # of the nominal speed of the interfaces
-CPU_LINK_MBIT = 10_000  # a single gloo stream cannot saturate a faster link
-LESS = 0.95
-CLOCK_S = 1.0
-GBIT = 8 / 1e9
-
-# Facts that must be equal on all nodes, and the remedy if they are not.
-_SAME = {
-    "versions": "run the same environment on all nodes: a shared folder, or the same container",
-    "torch": "run the same environment on all nodes: a shared folder, or the same container",
-    "GPUs": "ask for nodes of one kind (`constraint` in the site file)",
-    "processors": "ask for nodes of one kind (`constraint` in the site file)",
-    "limits": "have the limits of the nodes made equal",
-}
-_NOT_COMPARED = ("memory_used", "sm_clock_mhz", "load_1_min", "allowed", "cgroup_limit", "_free_bytes", "system")
-
-
-def together(found: Findings) -> list[str]:
-    """Return what is wrong by every rule, in the order of the report."""
-    of_nodes = [(name, text) for name, facts in found.nodes.items() for text in advice(facts)]
-    rules = (_failures, _stores, _differences, _odd_nodes, _slow_pairs, _slow_links, _sockets)
-    return [*(text for rule in rules for text in rule(found)), *_once(of_nodes)]
-
-
-def _once(problems: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield each text once, after the names of all nodes that have it; `problems` are (name, text)."""
-    by_text: dict[str, list[str]] = {}
-    for name, text in problems:
-        by_text.setdefault(text, []).append(name)
-    for text, names in by_text.items():
-        yield f"{', '.join(names)}: {text}"
-
-
-def _failures(found: Findings) -> Iterator[str]:
-    yield from _once((name, text) for name, texts in found.failures.items() for text in texts)
-    for number, name in sorted(found.numbers.items()):
-        if "versions" not in found.nodes.get(name, {}):
-            yield f"{name}: node {number} told nothing of itself in time"
-    if (silent := found.asked - len(found.numbers)) > 0:
-        yield f"{silent} of {count(found.asked, 'nodes')} told nothing at all"
-    if found.said and (silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2):
-        speaker = "SLURM says:" if found.job else "the hosts say:"
-        yield "\n      ".join([speaker, *found.said[:6]])
-    names = [found.numbers[number] for number in sorted(found.numbers)]
-    if len(found.pairs) < len(names) * (len(names) - 1) // 2:
-        measured = {frozenset((pair.first, pair.second)) for pair in found.pairs}
-        missing = [f"{a} <-> {b}" for a, b in combinations(names, 2) if {a, b} not in measured]
-        yield (
-            f"no exchange between {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: can the nodes reach"
-            " each other by the interface that was taken? Name another in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-        )
-
-
-def _stores(found: Findings) -> Iterator[str]:
-    for name, facts in found.nodes.items():
-        if reason := facts.get("store", {}).get(UNMEASURED):
-            yield f"{name} cannot use the store: {reason}; PIPELINE_STORE has to be a folder that all nodes share"
-    for name in found.unseen:
-        yield (
-            f"{name} wrote into the store, and it is not seen here: its folder of that name is another one; set"
-            " PIPELINE_STORE to a folder that all nodes share"
-        )
-
-
-def _differences(found: Findings) -> Iterator[str]:
-    for section, remedy in _SAME.items():
-        names = {name: dict(flat(facts.get(section, {}))) for name, facts in found.nodes.items()}
-        for what in sorted({what for facts in names.values() for what in facts}):
-            if any(part in what for part in _NOT_COMPARED):
-                continue
-            values = {name: str(facts.get(what, "nothing")) for name, facts in names.items()}
-            if len(set(values.values())) > 1 and UNMEASURED not in what:
-                yield f"{section} {what}: {grouped(values)}; {remedy}"
-
-
-def grouped(values: dict[str, str]) -> str:
-    """Return text like `2.11 on n1, n2; 2.10 on n3`, the most common value first."""
-    counts = Counter(values.values())
-    parts = []
-    for value, _ in counts.most_common():
-        names = [name for name, own in values.items() if own == value]
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        parts.append(f"{value} on {shown}")
-    return "; ".join(parts)
-
-
-def _odd_nodes(found: Findings) -> Iterator[str]:
-    """Report nodes with other code than this machine, less host memory than others, or a clock that differs."""
-    codes = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
-    if other := [name for name, code in codes.items() if code != found.code_here]:
-        yield f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone that all nodes share"
-    memory = {name: facts.get("memory", {}).get("total_bytes") for name, facts in found.nodes.items()}
-    totals = {name: total for name, total in memory.items() if total is not None}
-    most = max(totals.values(), default=0)
-    for name, total in totals.items():
-        if total < LESS * most:
-            yield (
-                f"{name} has {total / 1e9:.0f} GB of host memory, where others have {most / 1e9:.0f} GB; ask for no"
-                " more (cluster.memory_gb), or leave it out"
-            )
-    for name, ahead_s in found.clocks.items():
-        if abs(ahead_s) > CLOCK_S:
-            way = "ahead of" if ahead_s > 0 else "behind"
-            yield (
-                f"the clock of {name} is {abs(ahead_s):.1f} s {way} that of {found.name_of(0)}; have its time service"
-                " checked: whether a lock is stale is told by the times of files"
-            )
-
-
-def _slow_pairs(found: Findings) -> Iterator[str]:
-    pairs = found.pairs
-    if not pairs:
-        return
-    rates = sorted(pair.worst for pair in pairs)
-    # A good pair is the 80th percentile: with 3 nodes, one slow node makes 2 of 3 pairs slow.
-    good, middle = rates[min(len(rates) - 1, int(0.8 * len(rates)))], median(rates)
-    slow = [pair for pair in pairs if pair.worst < SLOW * good]
-    for pair in sorted(slow, key=lambda pair: pair.worst):
-        yield (
-            f"{pair.first} <-> {pair.second}: {pair.worst * GBIT:.3g} Gbit/s, the median of the pairs is"
-            f" {middle * GBIT:.3g}, the fast ones have {good * GBIT:.3g}"
-        )
-    for name in found.numbers.values():
-        own = [pair for pair in pairs if name in (pair.first, pair.second)]
-        if len(pairs) > len(own) and own and all(pair in slow for pair in own):
-            yield f"{name}: all of its pairs are slow, so it is its own link; have it checked, and leave the node out"
-    for pair in pairs:
-        fast, low = max(pair.there, pair.back), pair.worst
-        if pair not in slow and low < SLOW * fast:
-            way = (pair.first, pair.second) if pair.there < pair.back else (pair.second, pair.first)
-            yield (
-                f"{way[0]} -> {way[1]}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other way; have the link"
-                " checked"
-            )
-
-
-def _slow_links(found: Findings) -> Iterator[str]:
-    """Report if the best pair is far below the interfaces' nominal speed; two nodes have no other pair to compare."""
-    speeds = []
-    for facts in found.nodes.values():
-        interface = facts.get("between nodes", {}).get("interface", "")
-        speed = facts.get("network", {}).get(interface, {}).get("mbit_per_s", "?")
-        if isinstance(speed, int | float) and speed > 0:
-            speeds.append(float(speed))
-    if not speeds or not found.pairs:
-        return
-    link = min(speeds) if found.device == "cuda" else min(*speeds, CPU_LINK_MBIT)
-    good = max(max(pair.there, pair.back) for pair in found.pairs) * GBIT
-    if good < SLOW_OF_LINK * link / 1000:
-        yield (
-            f"the best pairs send {good:.3g} Gbit/s through interfaces of {link / 1000:g} Gbit/s; is the network shared"
-            " or limited, or another interface the right one (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)?"
-        )
-
-
-def _sockets(found: Findings) -> Iterator[str]:
-    for name, facts in found.nodes.items():
-        active = [port for port, text in facts.get("network", {}).items() if " port " in port and "ACTIVE" in str(text)]
-        used = facts.get("between nodes", {}).get("transports", [])
-        if active and any(transport.startswith("NET/Socket") for transport in used):
-            yield (
-                f"{name}: NCCL sends through TCP sockets, although {', '.join(active)} is active; unset"
-                " NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory (`ulimit -l unlimited`)"
-            )
-
-
-def to_set(found: Findings) -> list[str]:
-    """Return the settings for the config and the environment that follow from the measurements."""
-    lines = []
-    nodes = len(found.numbers)
-    if rate := found.sent_gbit_s:
-        why = f"what a node sends while all ranks reduce {max(found.all_reduce) / 1e6:.3g} MB"
-        lines.append(f"cluster.internode_gbit_s: {rate:.3g}   # {why}")
-    used = {name: facts.get("between nodes", {}).get("interface", "") for name, facts in found.nodes.items()}
-    if any(used.values()) and nodes > 1:
-        kinds = sorted(set(filter(None, used.values())))
-        how = f"NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
-        if not found.job:
-            how = f"`interface: {kinds[0]}` in the site file, or PIPELINE_INTERFACE"
-        named = grouped(used) if len(kinds) > 1 else kinds[0]
-        lines.append(f"interface between the nodes: {named}   # to name it: {how}")
-    between = [facts.get("between nodes", {}) for facts in found.nodes.values()]
-    if transports := {transport for section in between for transport in section.get("transports", [])}:
-        lines.append(f"NCCL sends through {', '.join(sorted(transports))}")
-    return lines
-
-
-# Report on several nodes: their facts side by side, the matrices between them, what to set and what is wrong.
-
-MOST_COLUMNS = 12  # of a matrix, to fit a terminal
-
-
-def nodes_report(found: Findings, wrong: list[str], comparison: str | None = None) -> str:
-    """Return the report as text for a terminal; `comparison` says whether one node would be faster."""
-    parts: list[Table | str] = [_facts(found)]
-    lines = []
-    if found.pairs:
-        rates, latencies = {}, {}
-        for pair in found.pairs:
-            there, back = (pair.first, pair.second), (pair.second, pair.first)
-            rates[there], rates[back] = f"{pair.there * GBIT:.3g}", f"{pair.back * GBIT:.3g}"
-            latencies[there] = latencies[back] = f"{pair.latency_s * 1e6:.0f}"
-        parts += _matrix(found, "Gbit/s from the node of the row to that of the column", rates)
-        parts += _matrix(found, "latency of one way in microseconds", latencies)
-        worst = [pair.worst * GBIT for pair in found.pairs]
-        lines.append(f"pairs of nodes: {median(worst):.3g} Gbit/s in the middle, {min(worst):.3g} to {max(worst):.3g}")
-    for size_bytes, one in sorted(found.all_reduce.items()):
-        lines.append(
-            f"all-reduce of {size_bytes / 1e6:.3g} MB over all ranks ({found.device}):"
-            f" {one['bus_bytes_per_s'] * GBIT:.3g} Gbit/s on the bus"
-        )
-    if settings := to_set(found):
-        lines += ["what to set:", *(f"  - {line}" for line in settings)]
-    lines += [comparison] if comparison else []
-    return _page(parts, lines, wrong, "what is wrong, and what to do:")
-
-
-def _facts(found: Findings) -> Table:
-    """Return a table with a row for each fact: its value, or its values with their nodes."""
-    names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
-    title = f"what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
-    title = f"job {found.job}: {title}" if found.job else title
-    table = Table("part", "what", "value", title=title, title_justify="left")
-    for section in dict.fromkeys(section for name in names for section in found.nodes[name]):
-        facts = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}
-        rows = []
-        for label in dict.fromkeys(label for own in facts.values() for label in own):
-            values = {name: facts[name].get(label, "nothing") for name in names}
-            is_equal = len(set(values.values())) == 1
-            rows.append((label, next(iter(values.values())) if is_equal else grouped(values)))
-        _add_section(table, section, rows)
-    return table
-
-
-def _matrix(found: Findings, title: str, cells: dict[tuple[str, str], str]) -> list[Table | str]:
-    names = [found.numbers[number] for number in sorted(found.numbers)][:MOST_COLUMNS]
-    more = f"; the first {MOST_COLUMNS} of {len(found.numbers)} nodes, --json has all"
-    table = Table()
-    for name in ("", *names):
-        table.add_column(escape(name), justify="right")
-    for row in names:
-        table.add_row(escape(row), *("-" if row == column else cells.get((row, column), "?") for column in names))
-    return [f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}", table]

@@ -28,7 +28,7 @@ from markupsafe import Markup
 
 from pipeline_lib.core import units
 from pipeline_lib.records.plan import bound_in_words
-from pipeline_lib.report.facts import beyond
+from pipeline_lib.report.plan_check import beyond
 
 # Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's style sheet, so
 # that they follow its dark mode; data colours are legible on white and on black. The page draws the legends,

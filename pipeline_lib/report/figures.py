@@ -22,7 +22,8 @@ from pipeline_lib.report.charts import (
     stacked_bars,
 )
 from pipeline_lib.report.curves import Curves
-from pipeline_lib.report.facts import ReportFacts, medians
+from pipeline_lib.report.facts import ReportFacts
+from pipeline_lib.report.plan_check import medians
 from pipeline_lib.report.plan_figures import memory_figure, phases_figure, timeline_figure
 from pipeline_lib.report.statistics import estimate_of
 from pipeline_lib.report.training_figures import training_figures

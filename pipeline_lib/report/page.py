@@ -13,8 +13,9 @@ from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.results import Score, Scores
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page
 from pipeline_lib.report.curves import Curves
-from pipeline_lib.report.facts import SETTLING_STEPS, ReportFacts, settled, verdict
+from pipeline_lib.report.facts import ReportFacts
 from pipeline_lib.report.figures import figures_of
+from pipeline_lib.report.plan_check import SETTLING_STEPS, settled, verdict
 from pipeline_lib.report.statistics import estimate_of
 
 LIMITS = {

@@ -1,194 +1,30 @@
-"""The output of a finished experiment outside the store: the git-tracked record, links, a table, the DVC experiment."""
+"""Recording of a finished experiment in DVC: `publish`, optionally the model, then `dvc exp save`."""
 
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from io import StringIO
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from ruamel.yaml import YAML
-
-from pipeline_lib.config.compile import Experiment, held_keys
-from pipeline_lib.config.dag import DEFAULT_CONFIG, Dag, link_results
-from pipeline_lib.config.schema import Config
-from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED
-from pipeline_lib.core import units
-from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
-from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text
+from pipeline_lib.config.compile import Experiment
+from pipeline_lib.config.dag import DEFAULT_CONFIG
+from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.lock import locked
-from pipeline_lib.core.stage import open_sealed
-from pipeline_lib.core.store import MANIFEST_NAME, Store, read_manifest, verify
+from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import redact, shortened
-from pipeline_lib.report.facts import read_facts, tally
-from pipeline_lib.report.outcomes import outcomes
-from pipeline_lib.report.stage import CURVES_NAME, SUMMARY_NAME, metrics_of, settings_of_run
-from pipeline_lib.report.wall_time import Span
-
-# Publishing: the git-tracked record, links to results, and the summary table.
-# results/current/ is no Snakemake output. Every publish rewrites it, since DVC compares those files, and removes the
-# model that was added for the previously recorded experiment.
-
-CURRENT = Path("results/current")
-RECORDING = Path("results/.recording")  # lock of the process that writes to CURRENT
-MODEL_NAME = "model"
-NOTABLE = 0.02  # of the time of all stages
-# Every path that `publish` and `record` write or remove and that git may track; git ignores the model itself.
-FOR_GIT = (
-    *(CURRENT / name for name in ("config.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")),
-    Path("dvc.lock"),  # DVC updates it with every record
+from pipeline_lib.report.publish import (
+    CURRENT,
+    MODEL_NAME,
+    RECORDING,
+    as_in_a_file,
+    model_pointer,
+    publish,
+    sealed_part,
+    yaml_of,
 )
-
-
-def best_of(dag: Dag) -> Experiment:
-    """Return the experiment; of a sweep, the finished one with the lowest held-out loss.
-
-    Raise IntegrityError if no experiment of the sweep is finished.
-    """
-    if len(dag.experiments) == 1:
-        return dag.experiment
-    first = outcomes(dag)[0]
-    if not first.is_done:
-        raise IntegrityError("no experiment of the sweep is finished; run `snakemake` with the same config first")
-    return next(one for one in dag.experiments if one.name == first.name)
-
-
-def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
-    """Rewrite config.yaml, metrics.json and curves.csv in `target`, each atomically; return their texts.
-
-    The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not sealed, or is damaged.
-    """
-    report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
-    ran = settings_of_run(experiment.config)
-    texts = {
-        "config.yaml": f"{head} as resolved, defaults included; every publish rewrites this file.\n"
-        + yaml_of(resolved(experiment.config)),
-        "metrics.json": json_text({**metrics_of(read_json(report / SUMMARY_NAME)), "ran": ran}),
-        "curves.csv": (report / CURVES_NAME).read_text(encoding="utf-8"),
-    }
-    drop_model(target)
-    published = {target / name: text for name, text in texts.items()}
-    for path, text in published.items():
-        write_text(path, text)
-    return published
-
-
-def resolved(config: Config) -> dict[str, Any]:
-    """Return the config with defaults; it compiles to the same stages, so keys left to `strategy: auto` are omitted."""
-    left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
-    idle = {"validation_fraction"} if config.data.validation else set()
-    return _as_in_a_file(config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle}))
-
-
-def _as_in_a_file(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `keys` of a config by their names in a file: one that had both names of a key would be refused."""
-    if "train" not in keys:
-        return dict(keys)
-    return {**keys, "train": {RENAMED.get(key, key): value for key, value in keys["train"].items()}}
-
-
-def model_pointer(target: Path) -> Path:
-    """Return the path of the DVC file that tracks the model folder in `target`."""
-    return target / f"{MODEL_NAME}.dvc"
-
-
-def drop_model(target: Path) -> None:
-    """Remove the copy of a sealed model from `target`, but keep a folder that the user made."""
-    model = target / MODEL_NAME
-    if model_pointer(target).exists() or (model / MANIFEST_NAME).exists():
-        model_pointer(target).unlink(missing_ok=True)
-        remove_dir(model)
-
-
-def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = True) -> None:
-    """Print results, stage durations, links, and the command that starts a chat with the model.
-
-    Unless `is_linked`, as for another store's experiment, no link is made and the paths are those in `store`. Raise
-    IntegrityError if the experiment is not finished.
-    """
-    sealed_part(experiment, store, "report")
-    console = Console(highlight=False)
-    console.print(summary_table(experiment, store))
-    report, merged = experiment.ref("report"), experiment.ref("merge")
-    paths = {"report": store.sealed(report) / "report.html", "model": store.sealed(merged)}
-    if is_linked:
-        paths = link_results(experiment, store)
-    elif not store.is_sealed(merged):
-        del paths["model"]
-    lines = [(name, str(path)) for name, path in paths.items()]
-    if model := paths.get("model"):
-        lines.append(("chat", f"{_python()} -m pipeline_lib chat {shlex.quote(str(model))}"))
-    for name, text in lines:
-        console.print(f"{name:6}  {text}", markup=False, soft_wrap=True)
-
-
-def _python() -> str:
-    """Return how to call this Python from here: `make demo` leaves its environment, `.venv`, not activated."""
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "python"
-
-
-def summary_table(experiment: Experiment, store: Store) -> Table:
-    """Return a table of base and tuned losses, tokens, speed, and seconds of each stage."""
-    parts = [part for part in experiment.specs if part not in ("plan", "report")]
-    facts = read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})
-    scores, training = facts.evaluation.eval, facts.training
-    table = Table(title=f"Experiment {experiment.name}", title_justify="left", show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    if scores.are_of_nothing:
-        table.add_row("held-out loss", "nothing was held out")
-    models = {} if scores.are_of_nothing else {"base": scores.base, "tuned": scores.tuned}
-    for name, score in models.items():
-        loss, perplexity = units.real(score.loss, "nats/token"), units.rounded(score.perplexity)
-        table.add_row(f"held-out loss, {name}", f"{loss}, perplexity {perplexity}")
-    table.add_row("trained", units.count(training.tokens, "tokens"))
-    table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))
-    table.add_row("speed", units.count(facts.tokens_per_s, "tokens/s"))
-    if compared := facts.compared:
-        table.add_row("as predicted", tally(compared))
-    table.add_section()
-    all_s = 0.0
-    for part, spec in experiment.specs.items():
-        manifest = read_manifest(store.sealed(spec.ref))
-        spans = [span for span in facts.spans if span.part == part] or [Span(part, "", manifest.duration_s)]
-        took_s = sum(span.duration_s for span in spans)
-        all_s += took_s
-        table.add_row(part, units.seconds(took_s))
-        for span in spans:
-            if span.name and span.duration_s > NOTABLE * facts.total_s:
-                table.add_row(f"  {span.name}", units.seconds(span.duration_s))
-    table.add_row("all stages", units.seconds(all_s))
-    return table
-
-
-def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
-    """Return the verified directory of a part. Raise IntegrityError if it is not finished, or is damaged."""
-    path = store.sealed(experiment.ref(part))
-    if not store.is_sealed(experiment.ref(part)):
-        raise IntegrityError(
-            f"{path}: experiment {experiment.name!r} has no finished {part}; run `snakemake` with the same config first"
-        )
-    verify(path, store.verified)
-    return path
-
-
-def yaml_of(values: Any) -> str:
-    """Return `values` as YAML, in their order."""
-    text = StringIO()
-    writer = YAML()
-    writer.width = 100
-    writer.dump(values, text)
-    return text.getvalue()
-
-
-# Recording of a finished experiment in DVC: `publish`, optionally the model, then `dvc exp save`.
 
 # Patterns of DVC's errors with our remedies; other errors are shown in DVC's own words.
 REMEDIES = (
@@ -264,7 +100,7 @@ def record(
 def _as_config(experiment: Experiment) -> str:
     """Return the experiment's config as a file with the keys that were set, by their names in a file."""
     keys = experiment.config.model_dump(mode="json", exclude_unset=True)
-    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(_as_in_a_file(keys))}"
+    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(as_in_a_file(keys))}"
 
 
 def _with_config(commit: str, text: str) -> str:

@@ -21,7 +21,8 @@ from pipeline_lib.core.store import read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
 from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
 from pipeline_lib.records.results import Parity, Step, Training
-from pipeline_lib.report.facts import FIGURES, Compared, comparison, read_one, read_rows, unjudged
+from pipeline_lib.report.facts import read_one, read_rows
+from pipeline_lib.report.plan_check import FIGURES, Compared, comparison, unjudged
 from pipeline_lib.upkeep.temporary import remove_passing
 
 if TYPE_CHECKING:

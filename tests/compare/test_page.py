@@ -15,7 +15,7 @@ from pipeline_lib.compare.page import (
     write_page,
     write_sweep_page,
 )
-from pipeline_lib.compare.show import verdict
+from pipeline_lib.compare.verdict import verdict
 from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import Halving, Reached, decide, decision_path, write_record

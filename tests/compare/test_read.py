@@ -9,14 +9,14 @@ import pytest
 from pipeline_lib.compare.page import render
 from pipeline_lib.compare.read import Subject, read_known
 from pipeline_lib.compare.show import render as render_text
-from pipeline_lib.compare.show import verdict
+from pipeline_lib.compare.verdict import verdict
 from pipeline_lib.config.compile import compile_config, run_digest
 from pipeline_lib.config.content import Content
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store, describe_file, read_manifest, write_manifest
-from pipeline_lib.status.survey import console_on
+from pipeline_lib.status.watch import console_on
 from tests.compare.fakes import compared, experiment, made, seal
 from tests.report.fake_plans import plan
 from tests.report.fakes import World, realistic_files

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.compare.show import verdict
+from pipeline_lib.compare.verdict import verdict
 from pipeline_lib.core.store import Store
 from tests.compare.fakes import Samples, compared, evaluated, experiment, made, seal, weights
 from tests.report.fakes import Files, realistic_files

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline_lib.compare.page import cards
-from pipeline_lib.compare.show import verdict
+from pipeline_lib.compare.verdict import verdict
 from pipeline_lib.core.store import Store
 from tests.compare.fakes import Samples, compared, made
 

@@ -12,7 +12,7 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import dotted
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.report.record import resolved
+from pipeline_lib.report.publish import resolved
 from tests.config.test_compile import compiled
 
 PYDOC = {"source": "pydoc"}

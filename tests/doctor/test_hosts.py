@@ -18,8 +18,9 @@ from pipeline_lib.config.schema import Cluster
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.doctor.hosts import HostsExamination, place_of
+from pipeline_lib.doctor.node_advice import to_set, together
 from pipeline_lib.doctor.nodes import Findings
-from pipeline_lib.doctor.report import nodes_report, to_set, together
+from pipeline_lib.doctor.nodes_report import nodes_report
 from pipeline_lib.hosts.facts import HostFacts, HostGpu, facts_of_this_host
 from pipeline_lib.hosts.listing import Host, read_hosts
 from pipeline_lib.launch.allocation import HERE

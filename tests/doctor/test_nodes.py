@@ -13,8 +13,9 @@ import pytest
 from pipeline_lib.doctor.exchange import rounds_of
 from pipeline_lib.doctor.facts import UNMEASURED, Facts
 from pipeline_lib.doctor.messages import Inbox, lines_of
+from pipeline_lib.doctor.node_advice import to_set, together
 from pipeline_lib.doctor.nodes import Findings, Pair
-from pipeline_lib.doctor.report import nodes_report, to_set, together
+from pipeline_lib.doctor.nodes_report import nodes_report
 from pipeline_lib.doctor.srun_job import SrunJob, outside_of_jobs
 from pipeline_lib.hosts.checks import token_in
 
@@ -190,7 +191,7 @@ def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    code = "import sys, pipeline_lib.doctor.nodes, pipeline_lib.doctor.report; print('torch' in sys.modules)"
+    code = "import sys, pipeline_lib.doctor.nodes, pipeline_lib.doctor.nodes_report; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
 
     assert done.stdout == "False\n"

@@ -24,7 +24,7 @@ from pipeline_lib.core.lock import locked
 from pipeline_lib.core.store import Manifest, Store, describe_files, write_manifest
 from pipeline_lib.report import record
 from pipeline_lib.report.overrides import is_copy, overrides_in, refuse_overrides
-from pipeline_lib.report.record import publish
+from pipeline_lib.report.publish import publish
 
 pytestmark = pytest.mark.slow
 

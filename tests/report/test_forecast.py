@@ -15,11 +15,11 @@ from pipeline_lib.plan.predict import predict_step
 from pipeline_lib.plan.workload import Case, Workload
 from pipeline_lib.records.plan import PlanDocument, Prediction
 from pipeline_lib.records.results import Step, Training
-from pipeline_lib.report.facts import (
+from pipeline_lib.report.facts import _without_nulls
+from pipeline_lib.report.plan_check import (
     FIGURES,
     SETTLING_STEPS,
     Compared,
-    _without_nulls,
     attempts_elsewhere,
     beyond,
     comparison,

@@ -19,7 +19,7 @@ from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError, IntegrityError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.report import record
-from pipeline_lib.report.record import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
+from pipeline_lib.report.publish import CURRENT, FOR_GIT, print_summary, publish, resolved, yaml_of
 from tests.report.fakes import World, experiment_named, realistic_files
 
 

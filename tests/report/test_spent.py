@@ -7,7 +7,7 @@ import pytest
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.results import Step, Training
-from pipeline_lib.report.facts import spent
+from pipeline_lib.report.cost import spent
 
 GPUS = PlanDocument.model_validate({"cluster": {"ranks": 8, "cpus_per_rank": 12, "device": "cuda"}})
 CORES = PlanDocument.model_validate({"cluster": {"ranks": 2, "cpus_per_rank": 3, "device": "cpu"}})

@@ -21,7 +21,7 @@ from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.text import cut
 from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.rank_report import Reporting
-from pipeline_lib.status.survey import show
+from pipeline_lib.status.watch import show
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from pipeline_lib.status.progress import Numbers
-from pipeline_lib.status.survey import STATES, Status, render, to_json
+from pipeline_lib.status.survey import STATES, Status
+from pipeline_lib.status.table import render, to_json
 
 FULL = Numbers(
     step=12_345, last_step=100_000, loss=11.2345, tokens_per_s=1_234_567.0, eta_s=360_000.0, elapsed_s=86_400.0,

@@ -11,7 +11,7 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.results import Step, Training
-from pipeline_lib.report.facts import FIGURES, comparison
+from pipeline_lib.report.plan_check import FIGURES, comparison
 from pipeline_lib.train.step import PHASES, PhaseClock
 from tests.ranks import run_ranks
 from tests.report.fake_plans import plan

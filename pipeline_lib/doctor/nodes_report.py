@@ -1,0 +1,65 @@
+"""Report on several nodes: their facts side by side, the matrices between them, what to set and what is wrong."""
+
+from statistics import median
+
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline_lib.doctor.node_advice import GBIT, grouped, to_set
+from pipeline_lib.doctor.nodes import Findings
+from pipeline_lib.doctor.report import add_section, page_of, rows_of
+
+MOST_COLUMNS = 12  # of a matrix, to fit a terminal
+
+
+def nodes_report(found: Findings, wrong: list[str], comparison: str | None = None) -> str:
+    """Return the report as text for a terminal; `comparison` says whether one node would be faster."""
+    parts: list[Table | str] = [_facts(found)]
+    lines = []
+    if found.pairs:
+        rates, latencies = {}, {}
+        for pair in found.pairs:
+            there, back = (pair.first, pair.second), (pair.second, pair.first)
+            rates[there], rates[back] = f"{pair.there * GBIT:.3g}", f"{pair.back * GBIT:.3g}"
+            latencies[there] = latencies[back] = f"{pair.latency_s * 1e6:.0f}"
+        parts += _matrix(found, "Gbit/s from the node of the row to that of the column", rates)
+        parts += _matrix(found, "latency of one way in microseconds", latencies)
+        worst = [pair.worst * GBIT for pair in found.pairs]
+        lines.append(f"pairs of nodes: {median(worst):.3g} Gbit/s in the middle, {min(worst):.3g} to {max(worst):.3g}")
+    for size_bytes, one in sorted(found.all_reduce.items()):
+        lines.append(
+            f"all-reduce of {size_bytes / 1e6:.3g} MB over all ranks ({found.device}):"
+            f" {one['bus_bytes_per_s'] * GBIT:.3g} Gbit/s on the bus"
+        )
+    if settings := to_set(found):
+        lines += ["what to set:", *(f"  - {line}" for line in settings)]
+    lines += [comparison] if comparison else []
+    return page_of(parts, lines, wrong, "what is wrong, and what to do:")
+
+
+def _facts(found: Findings) -> Table:
+    """Return a table with a row for each fact: its value, or its values with their nodes."""
+    names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
+    title = f"what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
+    title = f"job {found.job}: {title}" if found.job else title
+    table = Table("part", "what", "value", title=title, title_justify="left")
+    for section in dict.fromkeys(section for name in names for section in found.nodes[name]):
+        facts = {name: dict(rows_of(found.nodes[name].get(section, {}))) for name in names}
+        rows = []
+        for label in dict.fromkeys(label for own in facts.values() for label in own):
+            values = {name: facts[name].get(label, "nothing") for name in names}
+            is_equal = len(set(values.values())) == 1
+            rows.append((label, next(iter(values.values())) if is_equal else grouped(values)))
+        add_section(table, section, rows)
+    return table
+
+
+def _matrix(found: Findings, title: str, cells: dict[tuple[str, str], str]) -> list[Table | str]:
+    names = [found.numbers[number] for number in sorted(found.numbers)][:MOST_COLUMNS]
+    more = f"; the first {MOST_COLUMNS} of {len(found.numbers)} nodes, --json has all"
+    table = Table()
+    for name in ("", *names):
+        table.add_column(escape(name), justify="right")
+    for row in names:
+        table.add_row(escape(row), *("-" if row == column else cells.get((row, column), "?") for column in names))
+    return [f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}", table]

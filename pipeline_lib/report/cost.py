@@ -1,0 +1,47 @@
+"""Cost of a training: how long its attempts occupied their devices, and which fraction produced the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline_lib.core.run_record import RunRecord
+from pipeline_lib.core.units import HOUR_S
+from pipeline_lib.records.plan import PlanDocument
+from pipeline_lib.records.results import Step, Training
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Device hours of all attempts: `held_s` seconds on at most `devices` of `device` ("GPU" or "CPU core") at a time.
+
+    `used_fraction` is the fraction of the hours spent in steps that are in the model. The rest is startup, saving,
+    validation, and lost steps. A killed attempt occupied its devices for longer than its events show: the fraction is
+    None where the events cover less time than the steps took.
+    """
+
+    device: str
+    devices: int
+    held_s: float
+    hours: float
+    used_fraction: float | None
+
+
+def spent(plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord) -> Spent | None:
+    """Return the cost by the events of each attempt, or by the time of the steps alone; None if neither is known."""
+    device = "GPU" if plan.cluster.is_gpu else "CPU core"
+    per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
+    usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
+    sizes = {attempt: event.get("world_size") for attempt, event in record.starts.items()}
+    devices = {attempt: size * per_rank for attempt, size in sizes.items() if isinstance(size, int)}
+    held_s = record.held_s
+    if not any(held_s.values()):
+        seconds = training.train_s
+        return None if not seconds else Spent(device, usual, seconds, usual * seconds / HOUR_S, None)
+    used = sum(devices.get(step.attempt or 1, usual) * (step.step_s or 0.0) for step in steps)
+    total = sum(devices.get(attempt, usual) * seconds for attempt, seconds in held_s.items())
+    return Spent(
+        device=device,
+        devices=max(devices.get(attempt, usual) for attempt in held_s),
+        held_s=sum(held_s.values()),
+        hours=total / HOUR_S,
+        used_fraction=used / total if 0 < used <= total else None,
+    )

@@ -1,0 +1,156 @@
+"""Rendering of the statuses: a table of at most WIDTH columns unless told otherwise, lines below it, or JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipeline_lib.core.units import brief, count, gib
+from pipeline_lib.status.at_rest import DONE, FAILED, INTERRUPTED, REQUEUED, RUNNING, UNREADABLE, WAITING
+from pipeline_lib.status.survey import Status
+from pipeline_lib.train.metrics import clock
+
+WIDTH = 100
+UNKNOWN = "-"
+STYLES = {
+    **{RUNNING: "green", WAITING: "yellow", REQUEUED: "yellow", DONE: "dim"},
+    **{FAILED: "bold red", INTERRUPTED: "red", UNREADABLE: "red"},
+}
+_LEFT = ("stage", "state")  # columns that are always shown
+_NAMES_SHOWN = 5  # of experiments with the same stage, in a line below the table; others are counted
+_NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
+
+
+def render(found: Sequence[Status], where: str, width: int = WIDTH) -> Group:
+    """Return the table and the lines below it; `where` is the folder that was looked at."""
+    if not found:
+        return Group(Text(f"{where}: no experiments yet; snakemake adds them when it starts"))
+    parts: list[Table | Text | Padding] = [_table(found, width)]
+    if notes := list(_notes(found)):
+        parts += [Text(""), *notes]
+    return Group(*parts)
+
+
+def to_json(found: Sequence[Status]) -> str:
+    """Return a JSON list of flat objects, whose keys are stable."""
+    return json.dumps([status.to_json() for status in found], indent=2, ensure_ascii=False)
+
+
+def plain_table(first: str, columns: Iterable[str], left: Collection[str] = (), gap: int = 2) -> Table:
+    """Return a table without lines: the `first` column wraps, the others align right except those in `left`."""
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="left" if name in left else "right")
+    return table
+
+
+def _table(found: Sequence[Status], width: int) -> Table:
+    """Return a table with one row per experiment, without empty columns and without those that do not fit."""
+    rows = [_cells(status) for status in found]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    short_saved = columns.pop("saved, short")
+    columns = {name: cells for name, cells in columns.items() if name in _LEFT or set(cells) != {UNKNOWN}}
+    gap = 2
+    width -= min(_NAME_CHARS, max(map(len, ("experiment", *(status.experiment for status in found)))))
+    for left_out in ("GPU", "memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
+        if sum(max(map(len, (name, *cells))) + gap for name, cells in columns.items()) <= width:
+            break
+        if left_out == "age" and "saved" in columns:
+            columns["saved"] = short_saved
+        elif left_out == "gap":
+            gap = 1
+        else:
+            columns.pop(left_out, None)
+    table = plain_table("experiment", columns, _LEFT, gap)
+    for index, status in enumerate(found):
+        styles = {"state": STYLES.get(status.state, "")}
+        cells = (Text(cells[index], styles.get(name, "")) for name, cells in columns.items())
+        table.add_row(Text(status.experiment), *cells)
+    return table
+
+
+def _cells(status: Status) -> dict[str, str]:
+    """Return the cells of a row by column. A first attempt has no number; `saved, short` is without the age."""
+
+    def known(value: Any, show: Callable[[Any], str] = str) -> str:
+        return UNKNOWN if value is None else show(value)
+
+    numbers = status.numbers
+    step, last_step = ("?" if value is None else str(value) for value in (numbers.step, numbers.last_step))
+    attempt = UNKNOWN
+    if numbers.attempt is not None and numbers.attempt > 1:
+        attempt = f"{numbers.attempt}, {numbers.requeues} by SLURM" if numbers.requeues else str(numbers.attempt)
+    short_saved = known(numbers.checkpoint_step)
+    age_s = numbers.checkpoint_age_s
+    return {
+        "stage": status.stage or UNKNOWN,
+        "state": status.state,
+        "step": UNKNOWN if step == last_step == "?" else f"{step}/{last_step}",
+        "loss": known(numbers.loss, "{:.4f}".format),
+        "tokens/s": known(numbers.tokens_per_s, "{:,.0f}".format),
+        "ETA": known(numbers.eta_s, clock),
+        "elapsed": known(numbers.elapsed_s, clock),
+        "attempt": attempt,
+        "memory": known(numbers.peak_memory_bytes, gib),
+        "GPU": known(numbers.gpu_utilization, _range),
+        "job": status.job or UNKNOWN,
+        "saved": short_saved if short_saved == UNKNOWN or age_s is None else f"{short_saved}, {_ago(age_s)}",
+        "saved, short": short_saved,
+    }
+
+
+def _range(fractions: Sequence[float]) -> str:
+    """Return the utilization of all GPUs: `97%`, or `61-97%` from the lowest to the highest."""
+    low, high = (round(100 * value) for value in (min(fractions), max(fractions)))
+    return f"{low}%" if low == high else f"{low}-{high}%"
+
+
+def _ago(age_s: float) -> str:
+    """Return a rough age: `12 s`, `5 min`, `3 h`, `2 d`."""
+    for unit, size_s, limit in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
+        if age_s < size_s * limit:
+            return f"{int(age_s // size_s)} {unit}"
+    return f"{int(age_s // 86400)} d"
+
+
+def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
+    """Yield lines about each stage with a reason or an error, once for all experiments that wait for it."""
+    groups: dict[tuple[str | None, str, str | None], list[Status]] = {}
+    for status in found:
+        if status.reason or status.numbers.warnings or status.state in (FAILED, INTERRUPTED, UNREADABLE):
+            groups.setdefault((status.digest or status.frozen, status.state, status.reason), []).append(status)
+    for group in groups.values():
+        first, numbers = group[0], group[0].numbers
+        names = list(dict.fromkeys(status.experiment for status in group))
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        stage = f" in {first.stage}" if first.stage else ""
+        title = Text(f"{', '.join(names[:_NAMES_SHOWN])}{more}: ")
+        yield title.append(f"{first.state}{stage}", STYLES.get(first.state, ""))
+        lines = [first.reason] if first.reason else []
+        lines += [f"warning: {text}" for text in numbers.warnings]
+        if numbers.attempt is not None and numbers.attempt > 1:
+            requeues = f", queued again by SLURM {count(numbers.requeues, 'times')}" if numbers.requeues else ""
+            lines.append(f"attempt {numbers.attempt}{requeues}")
+        logs = [path for path in (first.log, first.slurm_log) if path]
+        if logs and first.state != WAITING:
+            lines.append(f"log: {', '.join(logs)}")
+        if first.advice:
+            lines.append(f"then: {first.advice}")
+        yield from (Padding.indent(Text(line), 2) for line in lines)
+    for status in found:
+        if status.finished is not None:
+            done = f"an earlier config is done ({status.finished})"
+            yield Text(f"{status.experiment}: {done}; to chat, summary and compare, the name means that one")
+
+
+def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
+    """Return the last line while watching: counts by state, and when the next look is."""
+    counts = Counter(status.state for status in found)
+    text = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return Text(f"\n{text}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim")
