@@ -25,7 +25,7 @@ from benchmarks.sizes import model_config
 from benchmarks.train.weights import fill, put_whole_or_zero_3
 from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
-from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.tiny_model import build_tiny
 from pipeline_lib.model.weights import materialise
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,8 +27,8 @@ from pipeline_lib.config.compile import open_experiment
 from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.data import download, tokenize
-from pipeline_lib.data.chat_template import thinking_of
 from pipeline_lib.data.documents import Samples
+from pipeline_lib.data.thinking import thinking_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MAX_TOKENS = 8192

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeline_lib.config.schema import TinyModel
-from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.tiny_model import build_tiny
 
 
 def tiny_model() -> Path:

@@ -37,8 +37,9 @@ from pipeline_lib.core.store import HASHED_AT_ONCE, VerifiedFiles
 from pipeline_lib.core.text import Progress
 from pipeline_lib.core.units import count
 from pipeline_lib.data.agreement import refuse_differences
-from pipeline_lib.data.demo import build_tiny, write_rows
+from pipeline_lib.data.demo import write_rows
 from pipeline_lib.data.model_folder import problems_of
+from pipeline_lib.data.tiny_model import build_tiny
 from pipeline_lib.hub.repository import Repository, is_commit, some_of
 from pipeline_lib.hub.snapshot import WEIGHTS_SUFFIX, Snapshot, is_edited_by_nobody
 from pipeline_lib.hub.splits import files_of_split, is_aside

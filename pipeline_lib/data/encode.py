@@ -18,28 +18,13 @@ from tokenizers import Tokenizer
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data.bpe import BatchTokenizer
-from pipeline_lib.data.chat_template import (
-    ChatTemplate,
-    end_of_thinking,
-    opens_thinking,
-    read_tokenizer_config,
-    special_tokens,
-    thinking_modes,
-    thinking_of,
-    without_thinking,
-)
-from pipeline_lib.data.conversations import (
-    BadRow,
-    Content,
-    Fields,
-    Message,
-    Text,
-    TextParts,
-    check_json,
-    tools_of,
-)
+from pipeline_lib.data.chat_template import ChatTemplate, read_tokenizer_config, special_tokens
+from pipeline_lib.data.conversations import BadRow, Content, Message, Text, TextParts, check_json
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.parts import RenderedParts, TemplatePart, control_tokens_of, shape_of, unrendered_default
+from pipeline_lib.data.row_fields import Fields
+from pipeline_lib.data.thinking import end_of_thinking, opens_thinking, thinking_modes, thinking_of, without_thinking
+from pipeline_lib.data.tools import tools_of
 
 # For each assistant turn, inference gives the model the messages before it with a generation prompt, and the model
 # continues from there. So the tokens of that prompt have to be a prefix of the tokens of the whole turn, and the tokens

@@ -17,8 +17,9 @@ from typing import Any
 
 from pipeline_lib.config.schema import IGNORE
 from pipeline_lib.core.text import redact
-from pipeline_lib.data.conversations import BadRow, Fields, Reason, WrongFile
+from pipeline_lib.data.conversations import BadRow, Reason, WrongFile
 from pipeline_lib.data.read_files import printable
+from pipeline_lib.data.row_fields import Fields
 
 # Names: `systemPrompt`, `SYSTEM-PROMPT`, `System Prompt` and `system_prompts` are the words (system, prompt).
 

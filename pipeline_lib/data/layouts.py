@@ -9,18 +9,12 @@ from pipeline_lib.data.conversations import (
     BadRow,
     Content,
     Conversation,
-    Fields,
     Message,
     Reason,
     Text,
     TextParts,
     WrongFile,
-    calls_in,
-    calls_of,
     check,
-    conversation_tools,
-    is_turns,
-    names_of,
     type_name,
 )
 from pipeline_lib.data.keys import (
@@ -33,6 +27,8 @@ from pipeline_lib.data.keys import (
     refuse,
     refuse_in_parts,
 )
+from pipeline_lib.data.row_fields import Fields, is_turns, names_of
+from pipeline_lib.data.tools import calls_in, calls_of, conversation_tools
 
 # Conversion of a conversation row to turns, for each layout.
 #

@@ -16,7 +16,7 @@ from rich.table import Table
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import count
-from pipeline_lib.data.chat_template import THINKING_OFF, THINKING_ON
+from pipeline_lib.data.how_to_call import THINKING_OFF, THINKING_ON
 from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.read_files import Rejected
 

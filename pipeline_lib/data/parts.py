@@ -14,8 +14,8 @@ from enum import StrEnum
 from typing import Any
 
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.chat_template import without_thinking
 from pipeline_lib.data.conversations import Message
+from pipeline_lib.data.thinking import without_thinking
 
 Tools = Sequence[Mapping[str, Any]] | None
 Render = Callable[[Sequence[Message], Tools], str]

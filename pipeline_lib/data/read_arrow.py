@@ -23,8 +23,9 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.data import read_json
-from pipeline_lib.data.conversations import BadRow, Reason, parse
+from pipeline_lib.data.conversations import BadRow, Reason
 from pipeline_lib.data.read_json import RawRow, RowPosition
+from pipeline_lib.data.strict_json import parse
 
 BATCH_ROWS = 16  # larger batches are not faster
 READ_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 from pipeline_lib.config.schema import IGNORE
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import redact
-from pipeline_lib.data.conversations import BadRow, Reason, is_turns, parse
+from pipeline_lib.data.conversations import BadRow, Reason
 from pipeline_lib.data.read_csv import records
 from pipeline_lib.data.read_json import (
     BOM,
@@ -33,6 +33,8 @@ from pipeline_lib.data.read_json import (
     lines,
     utf_16_name,
 )
+from pipeline_lib.data.row_fields import is_turns
+from pipeline_lib.data.strict_json import parse
 
 EXCERPT_CHARS = 200
 _PYTHON = re.compile(rb"[\[{]+\s*'")

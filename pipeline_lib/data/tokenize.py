@@ -24,10 +24,11 @@ from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import Progress
 from pipeline_lib.data.batches import PuttingAside, hints_of, lacks_generation_prompt, thinking_default
 from pipeline_lib.data.bpe import WrongIds
-from pipeline_lib.data.chat_template import TEMPLATE_NAME, how_to_call, read_tokenizer_config, repetition, trained_modes
+from pipeline_lib.data.chat_template import TEMPLATE_NAME, read_tokenizer_config, repetition
 from pipeline_lib.data.documents import Samples
 from pipeline_lib.data.duplicates import ExactDuplicates, NearDuplicates
 from pipeline_lib.data.encode import TOKENIZER_NAME, Encoder
+from pipeline_lib.data.how_to_call import how_to_call, trained_modes
 from pipeline_lib.data.ledger import (
     LEDGER_NAME,
     Encoded,

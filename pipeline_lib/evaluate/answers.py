@@ -20,11 +20,13 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Manifest
 from pipeline_lib.core.units import count
 from pipeline_lib.data.blocks import BlockReader, documents_of
-from pipeline_lib.data.chat_template import Mode, has_template, last_question, modes_in
+from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.conversations import Message
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import default_tools, load_tokenizer
+from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.template_worker import render_prompts
+from pipeline_lib.data.thinking import last_question
 from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
 from pipeline_lib.model.build import load_base, load_plain
 from pipeline_lib.model.gpu import free_gpus

@@ -28,9 +28,10 @@ from pipeline_lib.core.stage import Say, Sealed, open_sealed
 from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.core.units import compact, count, gib
-from pipeline_lib.data.chat_template import has_template, opens_thinking
+from pipeline_lib.data.chat_template import has_template
 from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING, Message
 from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.data.thinking import opens_thinking
 from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate, modes_of, render
 from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record, settings_in
 from pipeline_lib.lineage.trace import store_of

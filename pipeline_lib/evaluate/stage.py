@@ -39,8 +39,8 @@ from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.spans import Spans
 from pipeline_lib.core.stage import Job, Say
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, Block, BlockReader, documents_of
-from pipeline_lib.data.chat_template import Mode, modes_in
 from pipeline_lib.data.documents import ARRAYS, Document, Samples, prompt_length
+from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.ledger import LEDGER_NAME
 from pipeline_lib.data.packing import Split
 from pipeline_lib.evaluate.answers import (

@@ -17,7 +17,7 @@ from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Manifest, Ref
 from pipeline_lib.core.text import one_line
 from pipeline_lib.core.units import NONE, count, seconds
-from pipeline_lib.data.chat_template import modes_in, warning_of
+from pipeline_lib.data.how_to_call import modes_in, warning_of
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,

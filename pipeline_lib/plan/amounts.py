@@ -12,9 +12,9 @@ from typing import Any
 from pipeline_lib.config.content import data_files
 from pipeline_lib.config.schema import Config, FileData, Tokenize
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.chat_template import thinking_of, without_thinking
 from pipeline_lib.data.conversations import Content, Text
 from pipeline_lib.data.first_rows import Stamp, first_rows, stamp_of
+from pipeline_lib.data.thinking import thinking_of, without_thinking
 from pipeline_lib.plan.workload import Workload
 
 _READ_ROWS = 1024  # of the files of a source together

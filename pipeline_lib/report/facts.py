@@ -16,7 +16,7 @@ from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, S
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.store import Manifest
-from pipeline_lib.data.chat_template import Mode, modes_in
+from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.lineage.record import LineageLink, chain, settings_in
 from pipeline_lib.records.plan import PlanDocument, read_plan
 from pipeline_lib.records.results import (

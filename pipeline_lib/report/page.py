@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeline_lib.core import units
 from pipeline_lib.core.events import EventName
-from pipeline_lib.data.chat_template import repetition, warning_of
+from pipeline_lib.data.chat_template import repetition
+from pipeline_lib.data.how_to_call import warning_of
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.results import Score, Scores
 from pipeline_lib.report.charts import AMBER, BLUE, GREEN, GREY, PURPLE, RED, TEAL, render_page

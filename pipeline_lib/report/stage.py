@@ -7,7 +7,7 @@ from typing import Any
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.stage import Job
-from pipeline_lib.data.chat_template import how_to_call
+from pipeline_lib.data.how_to_call import how_to_call
 from pipeline_lib.report.curves import curves_csv, curves_of
 from pipeline_lib.report.facts import ReportFacts, read_facts
 from pipeline_lib.report.page import render

@@ -18,9 +18,9 @@ from torch import nn
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.files import disk_full_named, read_jsonl, write_jsonl
 from pipeline_lib.data.blocks import PADDING_DOCUMENT, BlockReader, documents_of
-from pipeline_lib.data.chat_template import last_question
 from pipeline_lib.data.documents import Document, first_answer, prompt_length, question
 from pipeline_lib.data.encode import load_tokenizer
+from pipeline_lib.data.thinking import last_question
 from pipeline_lib.model.batch import Portion, block_losses, empty_block, logits_at, make_batch
 from pipeline_lib.train.dist import World, sum_over_ranks
 from pipeline_lib.train.strategy import Strategy

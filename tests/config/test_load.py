@@ -11,7 +11,8 @@ from pipeline_lib.config.load import load_config, load_configs
 from pipeline_lib.config.schema import COLUMN_NAMES, Config
 from pipeline_lib.config.strict_yaml import MAX_BYTES
 from pipeline_lib.core.errors import ConfigError
-from pipeline_lib.data.conversations import Fields, tools_of
+from pipeline_lib.data.row_fields import Fields
+from pipeline_lib.data.tools import tools_of
 from tests.config.keys import HUB, LOCAL, TINY, all_keys, plain, with_value
 
 ROOT = Path(__file__).parents[2]

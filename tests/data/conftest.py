@@ -12,7 +12,7 @@ from pipeline_lib.core.stage import Sealed, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data import download, shard, tokenize
-from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.tiny_model import build_tiny
 from tests.stages import fork_workers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from pipeline_lib.config.schema import Config, Tokenize
 from pipeline_lib.config.section import read_settings
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.store import Store
-from pipeline_lib.data.chat_template import thinking_of, without_thinking
 from pipeline_lib.data.conversations import Content, Conversation, Text
 from pipeline_lib.data.encode import Drop, Encoder, Sample, load_tokenizer
+from pipeline_lib.data.thinking import thinking_of, without_thinking
 
 from .chats import (
     ANSWER,

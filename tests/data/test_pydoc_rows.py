@@ -11,9 +11,10 @@ import pytest
 
 from pipeline_lib.config.schema import Tokenize
 from pipeline_lib.core.files import read_jsonl
-from pipeline_lib.data.demo import MODULES, conversations, read_entries, write_rows
+from pipeline_lib.data.demo import conversations, write_rows
 from pipeline_lib.data.encode import Encoder, Sample
 from pipeline_lib.data.layouts import Layout, to_content
+from pipeline_lib.data.library_docs import MODULES, read_entries
 
 from .conftest import ROOT
 

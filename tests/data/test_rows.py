@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_lib.data.conversations import MAX_TURNS, BadRow, Content, Conversation, Reason, Text, parse
+from pipeline_lib.data.conversations import MAX_TURNS, BadRow, Content, Conversation, Reason, Text
 from pipeline_lib.data.layouts import AmbiguousRow, Format, Layout, detect, to_content
+from pipeline_lib.data.strict_json import parse
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "hi"}

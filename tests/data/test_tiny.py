@@ -13,7 +13,8 @@ from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import list_files, read_json, sha256_file
 from pipeline_lib.data.chat_template import ChatTemplate
-from pipeline_lib.data.demo import MARKS, build_tiny
+from pipeline_lib.data.tiny_model import build_tiny
+from pipeline_lib.data.tiny_tokenizer import MARKS
 
 from .chats import ANSWER, QUESTION, RAINY, REASONED, SUNNY, SYSTEM, THOUGHTFUL, TOOL, call
 from .conftest import SMALL, silent

@@ -17,7 +17,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from pipeline_lib.config.schema import TinyModel
-from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.tiny_model import build_tiny
 from tests.docs.pages import Workplace, read
 from tests.fake_hub import Files, serving
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.store import SETTLED_NS
-from pipeline_lib.data.demo import build_tiny
+from pipeline_lib.data.tiny_model import build_tiny
 from tests.pipeline.conftest import SMALL, Project
 
 pytestmark = pytest.mark.slow

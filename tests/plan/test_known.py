@@ -17,9 +17,10 @@ from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.store import Manifest, Spec, Store, VerifiedFiles, describe_files, write_manifest
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockIndex, BlockReader
-from pipeline_lib.data.demo import build_tiny, write_tokenizer
 from pipeline_lib.data.download import run as download
 from pipeline_lib.data.shard import run as shard
+from pipeline_lib.data.tiny_model import build_tiny
+from pipeline_lib.data.tiny_tokenizer import write_tokenizer
 from pipeline_lib.data.tokenize import run as tokenize
 from pipeline_lib.plan.answer import question_of
 from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of

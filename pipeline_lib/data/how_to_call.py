@@ -1,0 +1,97 @@
+"""Instructions for calling a trained model: the chat template's variables have to be set as in training."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline_lib.core.store import Manifest
+from pipeline_lib.lineage.record import settings_in
+from pipeline_lib.records.results import Prompts
+
+THINKING_OFF, THINKING_ON = "thinking_off", "thinking_on"  # names of prompt counts, also in ledgers
+_SWITCH = "enable_thinking"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A setting of the chat template's variables, the number of answers trained with it, and whether it is the default.
+
+    `enable_thinking` is None if the template has no such switch; `kwargs` are the other variables.
+    """
+
+    enable_thinking: bool | None
+    answers: int
+    is_default: bool
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All variables that a prompt of this mode is rendered with."""
+        return {**({} if self.enable_thinking is None else {_SWITCH: self.enable_thinking}), **self.kwargs}
+
+    @property
+    def code(self) -> str:
+        """The Python call that renders a prompt in this mode."""
+        return f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, {self._arguments})"
+
+    @property
+    def request(self) -> str:
+        """The part of a server request (vLLM, SGLang) that selects this mode."""
+        return f'"chat_template_kwargs": {json.dumps(self.variables, ensure_ascii=False)}'
+
+    @property
+    def trained(self) -> str:
+        """The number of answers trained in this mode, as a clause without a final period."""
+        default = ", the chat template's default" if self.is_default else ""
+        answers = "1 answer was" if self.answers == 1 else f"{self.answers:,} answers were"
+        return f"{answers} trained with {self._arguments}{default}"
+
+    @property
+    def _arguments(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.variables.items())
+
+
+def trained_modes(
+    prompts: Mapping[str, int], thinking_default: str | None, kwargs: Mapping[str, Any] | None = None
+) -> list[Mode]:
+    """Return the modes of the counted `prompts`, the most frequent first; none if the template has no variables.
+
+    `thinking_default` is None if the template has no switch. `kwargs` are its other variables, as training set them.
+    """
+    kwargs = kwargs or {}
+    if thinking_default is None:
+        answers = sum(prompts.values())
+        return [Mode(None, answers, False, kwargs)] if kwargs and answers else []
+    names = {THINKING_OFF: False, THINKING_ON: True}
+    modes = [
+        Mode(switch, prompts[name], name == f"thinking_{thinking_default}" and not kwargs, kwargs)
+        for name, switch in names.items()
+        if prompts.get(name)
+    ]
+    return sorted(modes, key=lambda mode: -mode.answers)
+
+
+def warning_of(modes: Sequence[Mode]) -> str:
+    """Return a warning about prompts without the variables if none of `modes` is the default, else the empty string."""
+    if not modes or any(mode.is_default for mode in modes):
+        return ""
+    names = list(modes[0].variables)
+    given = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not given"
+    return f"No answer was trained under the chat template's default, which holds where {given}."
+
+
+def how_to_call(modes: Sequence[Mode]) -> list[str]:
+    """Return a line for each mode with its Python call and server request, then the warning if there is one."""
+    lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
+    return [*lines, *filter(None, [warning_of(modes)])]
+
+
+def modes_in(tokenize: Manifest) -> list[Mode]:
+    """Return the settings of the chat template's variables that were trained, from the manifest of the tokenize stage.
+
+    Return no modes if the template has no variables, or if they are not known.
+    """
+    kwargs = settings_in(tokenize).get("chat_template_kwargs", {})
+    found = Prompts.model_validate({**tokenize.counts, "chat_template_kwargs": kwargs})
+    return trained_modes(found.prompts, found.thinking_default, found.chat_template_kwargs)

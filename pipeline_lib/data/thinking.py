@@ -1,0 +1,82 @@
+"""The thinking of an assistant's message: in `reasoning_content`, or in one `<think>` block at the start of its text.
+
+`conversations.check` refuses rows with think tags anywhere else.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+
+from pipeline_lib.data.conversations import OPENS_THINKING, Message
+
+_BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
+_END = re.compile(r"</think>(?:\s*\n)?")
+# The opening tag is optional, because the prompt may end with it.
+_EMPTY_BLOCK = re.compile(r"(?:\s*<think>)?\s*</think>(?:\s*\n)?")
+
+
+def thinking_of(message: Message) -> str:
+    """Return the thinking of the assistant's `message`; the empty string if there is none."""
+    if reasoning := message.get("reasoning_content"):
+        return str(reasoning).strip()
+    block = _BLOCK.match(message["content"])
+    return block[1].strip() if block else ""
+
+
+def thinking_modes(messages: Sequence[Message]) -> list[bool]:
+    """Return for each message whether thinking is on for the question (user message) that it belongs to.
+
+    A caller sets the thinking switch once for a question: it is on for all its tool-call steps if any of them thinks.
+    """
+    questions = list(accumulate(message["role"] == "user" for message in messages))
+    thinking = {
+        question
+        for question, message in zip(questions, messages, strict=True)
+        if message["role"] == "assistant" and thinking_of(message)
+    }
+    return [question in thinking for question in questions]
+
+
+def without_thinking(message: Message) -> Message:
+    """Return `message` without an assistant's thinking, neither in reasoning_content nor in the text."""
+    if message["role"] != "assistant":
+        return message
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    block = _BLOCK.match(message["content"])
+    return {**kept, "content": message["content"][block.end() :]} if block else kept
+
+
+_USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def last_question(prompt: str) -> str:
+    """Return the last user turn of a rendered prompt; the whole prompt if the template is of another kind."""
+    turns = _USER_TURN.findall(prompt)
+    return str(turns[-1]).strip() if turns else prompt
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Return whether `prompt` ends within a thinking block, so that the model cannot choose not to think."""
+    return prompt.rstrip().endswith(OPENS_THINKING)
+
+
+def with_thinking_apart(message: Message) -> Message:
+    """Return `message` with the `<think>` block of an assistant's text as reasoning_content."""
+    block = _BLOCK.match(message["content"]) if message["role"] == "assistant" else None
+    if block is None:
+        return message
+    return {**message, "reasoning_content": block[1].strip(), "content": message["content"][block.end() :]}
+
+
+def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
+    """Return the index in `rendered` after the thinking of `message`, which begins at `start`, and its line ends.
+
+    Return 0 if `message` has no thinking and the template writes no empty block either, None if the end of the
+    thinking cannot be determined.
+    """
+    thought = thinking_of(message)
+    if not thought:
+        block = _EMPTY_BLOCK.match(rendered, start)
+        return block.end() if block else 0
+    end = _END.search(rendered, start)
+    return end.end() if end and rendered[start : end.start()].rstrip().endswith(thought) else None
