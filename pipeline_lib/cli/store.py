@@ -62,8 +62,8 @@ def days(text: str) -> float:
 
 def list_store(arguments: argparse.Namespace) -> None:
     """List the experiments; with names also their directories, with --all every directory instead."""
-    from pipeline_lib.upkeep.gc import directory_lines, experiment_lines
     from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.lines import directory_lines, experiment_lines
     from pipeline_lib.upkeep.usage import shares, used_by
 
     inventory, now_s = Inventory.read(Store.from_env(os.environ)), time.time()
@@ -79,8 +79,8 @@ def list_store(arguments: argparse.Namespace) -> None:
 def measure(arguments: argparse.Namespace) -> None:
     """Show the bytes that stages and experiments take."""
     from pipeline_lib.status.at_rest import LOGS
-    from pipeline_lib.upkeep.gc import use_lines
     from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.lines import use_lines
     from pipeline_lib.upkeep.usage import shares, used_by
 
     inventory = Inventory.read(Store.from_env(os.environ))
@@ -92,9 +92,11 @@ def measure(arguments: argparse.Namespace) -> None:
 def collect(arguments: argparse.Namespace) -> None:
     """Remove what nothing needs, or with --dry-run show it."""
     from pipeline_lib.core.lock import locked
-    from pipeline_lib.upkeep.gc import CleanupRequest, Removal, find_garbage, garbage_lines, removal_lines
+    from pipeline_lib.upkeep.garbage import CleanupRequest, find_garbage
     from pipeline_lib.upkeep.inventory import Inventory
+    from pipeline_lib.upkeep.lines import garbage_lines, removal_lines
     from pipeline_lib.upkeep.live import DAY_S
+    from pipeline_lib.upkeep.removal import Removal
 
     store = Store.from_env(os.environ)
     names = arguments.keep_experiments

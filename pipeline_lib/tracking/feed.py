@@ -22,7 +22,8 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import how_to_install, redact
 from pipeline_lib.records.plan import read_plan
-from pipeline_lib.tracking.trackers import FinishedReport, numbers_in
+from pipeline_lib.tracking.settings import numbers_in
+from pipeline_lib.tracking.trackers import FinishedReport
 
 # Tracker processes: each tracker has its own, so that its failure does not disturb training.
 

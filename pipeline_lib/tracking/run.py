@@ -18,16 +18,11 @@ from pipeline_lib.core.run_folder import METRICS_NAME, PLAN_NAME
 from pipeline_lib.core.run_record import objects
 from pipeline_lib.records.plan import read_plan
 from pipeline_lib.tracking.feed import FOLDER, kept_report
-from pipeline_lib.tracking.trackers import (
-    MlFlow,
-    SwanLab,
-    TensorBoard,
-    TrackedRun,
-    Tracker,
-    WeightsAndBiases,
-    numbers_in,
-    settings_of_run,
-)
+from pipeline_lib.tracking.settings import numbers_in, settings_of_run
+from pipeline_lib.tracking.to_mlflow import MlFlow
+from pipeline_lib.tracking.to_swanlab_and_wandb import SwanLab, WeightsAndBiases
+from pipeline_lib.tracking.to_tensorboard import TensorBoard
+from pipeline_lib.tracking.trackers import TrackedRun, Tracker
 
 # Following a JSON Lines file to which another process appends.
 

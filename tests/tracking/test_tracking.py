@@ -19,7 +19,7 @@ from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.tracking import feed
 from pipeline_lib.tracking.feed import trackers
 from pipeline_lib.tracking.run import Fed, follow, numbers
-from pipeline_lib.tracking.trackers import settings_of_run
+from pipeline_lib.tracking.settings import settings_of_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,9 @@ from pipeline_lib.core.files import canonical_json, remove_dir, write_json
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Spec, verify
-from pipeline_lib.upkeep.gc import CleanupRequest, Garbage, Removal, find_garbage
+from pipeline_lib.upkeep.garbage import CleanupRequest, Garbage, find_garbage
 from pipeline_lib.upkeep.inventory import Inventory
+from pipeline_lib.upkeep.removal import Removal
 from tests.processes import finish, running, wait_for
 from tests.upkeep.commands import begin, finished, store
 from tests.upkeep.stores import LONG_AGO_S, Shop, large_store
@@ -166,7 +167,7 @@ def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(shop: Shop, mo
                 assert not begun.exists()
             remove_dir(path)
 
-        monkeypatch.setattr("pipeline_lib.upkeep.gc.remove_dir", remove_slowly)
+        monkeypatch.setattr("pipeline_lib.upkeep.removal.remove_dir", remove_slowly)
         Removal(garbage, Path("results")).run()
         finish(stages)
 
