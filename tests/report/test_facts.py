@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.records.results import Training
 from tests.report.fakes import RESTART_AFTER, STEPS, World, facts_of
 
 
@@ -59,3 +60,13 @@ def test_a_file_of_another_schema_is_named(world: World) -> None:
     world.files["tokenize"]["ledger.json"] = {"sources": [{"name": "a", "rows": "many"}]}
     with pytest.raises(IntegrityError, match=re.escape("ledger.json: sources.0.rows: ") + ".*run snakemake again"):
         facts_of(world)
+
+
+@pytest.mark.parametrize(
+    ("keeps_best", "best_step", "result_step", "is_lost"),
+    [(True, 4, 6, True), (True, 4, 4, False), (True, None, 6, False), (False, 4, 6, False)],
+)
+def test_a_best_step_is_lost_if_the_result_should_be_it(
+    keeps_best: bool, best_step: int | None, result_step: int, is_lost: bool
+) -> None:
+    assert Training(best_step=best_step, result_step=result_step).has_lost_best(keeps_best) is is_lost
