@@ -239,7 +239,8 @@ def answers_to(
     room_bytes = ANSWERING_BYTES
     if model.device.type == "cpu":
         room_bytes = min(room_bytes, host_free_bytes() // 2)
-    if not config.to_diff_dict().keys() <= _BATCHED_KEYS:
+    effective = {key for key, value in config.to_diff_dict().items() if value is not None and value is not False}
+    if not effective <= _BATCHED_KEYS:
         room_bytes = 0
     waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
     texts = [""] * len(prompts)

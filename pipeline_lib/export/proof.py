@@ -110,11 +110,10 @@ class Reference:
     def fills(self, model: nn.Module) -> dict[int, Fill]:
         """Return what fills each parameter of `model`, which `built` returned, by the parameter's id."""
         stored, sources = match_tensors(model, self.base)
-        quantized = {name for _, name in quantized_linears(build_trainable(self.exported, self.train))}
         fills: dict[int, Fill] = {}
         for parameter, names, (first, *_) in sources:
             fills[id(parameter)] = fill_from(first, stored)
-            if names[0] in quantized:
+            if names[0] in self._quantized:
                 fills[id(parameter)] = partial(self._fill_quantized, stored[names[0]])
         adapters = self.adapters
         for name, parameter in trainable(model).items():
@@ -155,6 +154,11 @@ class Reference:
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors` with the trained ones of these names."""
         fill_saved(self.trained / WEIGHTS, self._saved, tensors)
+
+    @cached_property
+    def _quantized(self) -> frozenset[str]:
+        """The names of the weights that were in 4 bits in the training."""
+        return frozenset(name for _, name in quantized_linears(build_trainable(self.exported, self.train)))
 
     @cached_property
     def _saved(self) -> dict[str, SavedTensor]:

@@ -308,7 +308,7 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")  # Nf4Linear
         torch.manual_seed(seed)
-        model = get_peft_model(base, config)
+        model = get_peft_model(base, config, low_cpu_mem_usage=base.device.type == "meta")  # then nothing is drawn
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
