@@ -18,6 +18,7 @@ from pipeline_lib.core.errors import CONTINUES, Diverged, IntegrityError, Interr
 from pipeline_lib.core.events import EventLog, EventName
 from pipeline_lib.core.run_folder import (
     SET_ASIDE,
+    WEIGHTS,
     first_valid,
     newest_valid,
     sealed_steps,
@@ -37,6 +38,7 @@ from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import MetricsRows
 from pipeline_lib.train.replicas import refuse_differing_replicas
 from pipeline_lib.train.saver import Saver
+from pipeline_lib.train.state import STATE_KINDS
 from pipeline_lib.train.step import Stepper, StepResult
 from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
@@ -337,10 +339,11 @@ class Loop:
         self.saver.wait()
         self.let_ranks_agree()
         strategy, world = self.stepper.strategy, self.stepper.world
+        kinds = self.kinds_to_save
         snapshot = Snapshot(
             step=self.step,
-            parts=self.saver.parts(strategy),
-            tensor_bytes=FP32_BYTES * sum(strategy.state_sizes().values()),
+            parts=self.saver.parts(strategy, kinds),
+            tensor_bytes=FP32_BYTES * sum(strategy.state_sizes(kinds).values()),
             own=checkpoint.own_tensors(world, strategy.own_state()),
             scalars={
                 "attempt": self.attempt,
@@ -358,6 +361,14 @@ class Loop:
         self.saver.save(snapshot, best_step, time.monotonic() - start_s, self.window.step_before(self.step))
         self.saved_step, self.has_saved = self.step, True
         self.checkpoint_wait_s += time.monotonic() - start_s
+
+    @property
+    def kinds_to_save(self) -> tuple[str, ...]:
+        """The kinds of tensors that a checkpoint of this step needs: after the last step no moments, two thirds of it.
+
+        So a killed run still continues from it without computing a step again, to its result.
+        """
+        return STATE_KINDS if self.step < self.total_steps else (WEIGHTS,)
 
     def restore(self, path: Path) -> None:
         """Continue from the verified checkpoint `path`."""
@@ -380,10 +391,14 @@ class Loop:
         scalars = checkpoint.read_state(path)
         strategy = self.stepper.strategy
         saved = saved_tensors.find_state(path)
+        has_moments = int(scalars["step"]) < self.total_steps
         damaged: list[str] = []
 
         def read(tensors: Mapping[str, Tensor]) -> None:
-            saved_tensors.fill_saved(path, saved, tensors)
+            kept = {name: it for name, it in tensors.items() if has_moments or name.startswith(f"{WEIGHTS}.")}
+            for name in tensors.keys() - kept.keys():  # no step will use them
+                tensors[name].zero_()
+            saved_tensors.fill_saved(path, saved, kept)
             damaged.extend(state.not_finite(tensors))
 
         strategy.restore(read, int(scalars["updates"]))
