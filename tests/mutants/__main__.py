@@ -45,7 +45,7 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float, *options: str) -
     """Return pytest's exit code in `tree`, and what it printed; FAILED if it takes longer than `limit_s`."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [f"--timeout={TEST_LIMIT_S}", *options, *tests]
-    environ = {**os.environ, "PYTHONPATH": str(tree)}  # what tests start elsewhere imports from there too
+    environ = {**os.environ, "PYTHONPATH": str(tree), "TESTS_DEADLINE_S": "60"}  # the path is also for what tests start
     process = Popen(
         command, cwd=tree, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )
