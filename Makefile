@@ -1,6 +1,7 @@
 # make install: into .venv what the others need, and nothing else; they install by themselves.
 # make demo: install, run the pipeline on config/config.yaml, say where the report is and how to chat with the model.
 # make test: what to run before a commit.   make test-all: every test, as CI does.   make bench: measure what docs/data.md claims.
+# make mutants: put plausible faults into copies of the code, one at a time, and say which of them the tests notice.
 # `make PYTHON=python3.12 demo` takes another interpreter; any from 3.11 on will do.
 # `make WORKERS=8 test` tests with 8 processes; on two cores 4 are best, since some of them wait for SLURM most of the time.
 
@@ -15,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Containers often forbid Python to keep what it has compiled; every one of a pipeline's many processes would do it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all bench lint format docs clean
+.PHONY: install demo test test-all mutants bench lint format docs clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -38,6 +39,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(call run_tests)
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

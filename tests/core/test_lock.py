@@ -473,6 +473,17 @@ def test_a_late_remover_leaves_the_next_owner_alone(tmp_path: Path, me: dict[str
         assert [entry.name for entry in tmp_path.iterdir()] == ["lock"]
 
 
+def test_a_heartbeat_at_the_last_moment_saves_the_lock(tmp_path: Path, me: dict[str, Any]) -> None:
+    path, owner = tmp_path / "lock", me | {"host": "elsewhere"}
+    path.write_text(json.dumps(owner))
+    beat_ns = path.stat().st_mtime_ns
+    os.utime(path, ns=(beat_ns + 1, beat_ns + 1))
+    lock._remove_dead(path, owner, beat_ns)
+    assert owner_of(path) == owner
+    lock._remove_dead(path, owner, beat_ns + 1)
+    assert not path.exists()
+
+
 def test_only_one_process_at_a_time_removes_a_dead_owner(
     tmp_path: Path, me: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.store import MANIFEST_NAME, SCHEMA, InputEntry, Manifest, describe_files, verify, write_manifest
+from pipeline_lib.core.store import (
+    MANIFEST_NAME,
+    SCHEMA,
+    InputEntry,
+    Manifest,
+    describe_files,
+    verify,
+    verify_sizes,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -64,6 +73,14 @@ def test_damage_is_named_with_its_remedy(
         verify(sealed)
 
     assert str(raised.value) == f"{sealed / culprit}: {what}; delete {sealed} and run snakemake again"
+
+
+@pytest.mark.parametrize("size", [0, 255, 257])
+def test_a_file_of_another_size_is_seen_without_reading_it(sealed: Path, size: int) -> None:
+    (sealed / B).write_bytes(bytes(size))
+
+    with pytest.raises(IntegrityError, match=f"{B}: {size} bytes, sealed with 256"):
+        verify_sizes(sealed)
 
 
 def test_a_file_swapped_for_a_folder_is_missing(sealed: Path) -> None:

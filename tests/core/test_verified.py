@@ -1,8 +1,10 @@
 """A file is read once as long as it does not change, and is read again whenever it may have."""
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +105,24 @@ def test_a_young_file_is_not_remembered(verified: VerifiedFiles, large: Path, mo
 
     assert reads(verified, large, sha256)
     assert reads(verified, large, sha256)
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_remembered(
+    verified: VerifiedFiles, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha256, digest = sha256_file(large), hashlib.file_digest
+
+    def digest_of_what_changes(file: Any, name: str) -> Any:
+        found = digest(file, name)
+        edit_unseen(large)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", digest_of_what_changes)
+        assert verified.has_sha256(large, sha256, large.parent.parent), "as it was when it was read"
+
+    assert not verified.is_marked(large, sha256)
+    assert not verified.has_sha256(large, sha256, large.parent.parent)
 
 
 def test_where_nothing_can_be_written_our_clock_tells_the_age(

@@ -266,6 +266,18 @@ def test_answers_without_thinking_can_be_asked_for_as_with_thinking(folder: Path
     assert [sample.asked_to_think for sample in found if isinstance(sample, Sample)] == [(True,)] * 3
 
 
+def test_a_prompt_that_opens_the_thinking_is_kept_to_where_the_config_asks_for_it(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """By default such a turn is asked for without thinking, which this template can do too."""
+    template = INSTRUCT.replace("assistant\n' }}", "assistant\n' + ('<think>\n' if enable_thinking else '') }}")
+    folder = change_template(tiny_folder, tmp_path, template)
+    chat = talk(QUESTION, ANSWER)
+    assert template != INSTRUCT
+    assert learned(folder, encoder(folder).encode([chat])[0]) == [["Fine, 谢谢!<|im_end|>"]]
+    assert encoder(folder, prompt_thinking="on").encode([chat]) == [[Drop.PROMPT_NOT_PREFIX]]
+
+
 def test_a_sample_knows_how_its_turns_are_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
     mixed = talk(QUESTION, THOUGHTFUL, QUESTION, ANSWER, QUESTION, ANSWER)
     found = encoder(tiny_folder).encode([mixed, Text("To be")])
@@ -276,11 +288,13 @@ def test_a_sample_knows_how_its_turns_are_asked_for(tiny_folder: Path, tmp_path:
     folder = change_template(tiny_folder, tmp_path, INSTRUCT)
     whole = only(encoder(folder).encode([mixed])[0])
     assert whole.asked_to_think == (True, False, False)
-    first_end = int(np.flatnonzero(np.diff(whole.supervised, append=False))[1]) + 1
+    first_end, second_start = np.flatnonzero(np.diff(whole.supervised, append=False))[1:3].tolist()
     for limit, over_long, begun in (
         (len(whole.tokens) - 1, "split", (True, False)),
         (len(whole.tokens) - 1, "truncate", (True, False, False)),
-        (first_end, "truncate", (True,)),
+        (first_end + 1, "truncate", (True,)),
+        (second_start + 1, "truncate", (True,)),  # the turn begins behind the cut
+        (second_start + 2, "truncate", (True, False)),
     ):
         cut = encoder(folder, max_tokens=limit, over_long=over_long).encode([mixed])[0][0]
         assert isinstance(cut, Sample) and cut.asked_to_think == begun

@@ -160,6 +160,13 @@ def test_blocks_of_like_cost_share_a_micro_step() -> None:
     assert shares == [[13, 14, 12], [11, 15, 10]]  # 91 | 90, then 50 | 52 and 6 | 5: dearest to who had least
 
 
+def test_each_micro_step_is_balanced_by_itself() -> None:
+    """The second begins with what ranks have of the whole step, and goes on with what they have of itself."""
+    costs = np.array([100, 10, 9, 8, 7, 6, 5, 4])
+    shares = [[part.tolist() for part in rank_blocks(np.arange(8), costs, rank, world=2, micro=2)] for rank in range(2)]
+    assert shares == [[[0, 3], [5, 6]], [[1, 2], [4, 7]]]
+
+
 def waiting(costs: NDArray[np.int64], world: int, micro: int, deal: Callable[..., list[NDArray[np.int64]]]) -> float:
     """The part of a step that ranks spend waiting for the slowest, if they meet after every micro-step."""
     padded = np.append(costs, 0)  # PADDING is -1

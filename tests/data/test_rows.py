@@ -460,6 +460,11 @@ def test_bad_rows_are_refused_with_a_reason(row: Any, reason: Reason, detail: st
     assert caught.value.reason == reason
 
 
+def test_a_conversation_may_have_as_many_turns_as_are_allowed() -> None:
+    longest = read(chat(*[("user", "a"), ("assistant", "b")] * (MAX_TURNS // 2)))
+    assert isinstance(longest, Conversation) and len(longest.messages) == MAX_TURNS
+
+
 def nested(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):

@@ -144,6 +144,15 @@ def test_the_seed_chooses_others(tmp_path: Path) -> None:
     assert sides(samples, 0) == sides(samples, 0) != sides(samples, 1)
 
 
+def test_the_seed_packs_otherwise(tmp_path: Path) -> None:
+    packed = [
+        make(tmp_path / str(seed), conversations(60), seed=seed, validation_fraction=0.0).documents("train")
+        for seed in (0, 1)
+    ]
+    assert packed[0] != packed[1]
+    assert sorted(packed[0]) == sorted(packed[1])
+
+
 def test_every_sample_is_in_one_block_of_one_side(tmp_path: Path) -> None:
     made = make(tmp_path, [*conversations(200), *conversations(40)], validation_fraction=0.2)
     samples = Samples(tmp_path / "tokens")

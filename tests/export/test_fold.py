@@ -179,12 +179,13 @@ def test_folded_adapters_and_adapters_alone_are_what_peft_makes_of_them(base: Pa
         torch.testing.assert_close(tensor, folded[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_bf16_is_rounded_once(tmp_path: Path, tiny: Path) -> None:
-    base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.bfloat16)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bf16_is_rounded_once(tmp_path: Path, tiny: Path, stored: torch.dtype) -> None:
+    base = write_base(tmp_path / "base", "qwen3-tied", tiny, stored)
     train = Train(method="lora", precision="fp32", lora=LORAS["lora"])
     adapted = add_adapters(load_base(base, torch.float32), train.lora, seed=0)
     train_a_little(adapted, tmp_path / "trained")
-    out = merge(base, tmp_path, train)
+    out = merge(base, tmp_path, train, torch.bfloat16)
     folded = adapted.merge_and_unload().to(torch.bfloat16).state_dict()
     off = [
         int((tensor != folded[name]).sum())
@@ -236,6 +237,20 @@ def test_what_training_left_has_to_be_what_it_trained(tmp_path: Path, tiny: Path
         plan_fold(base, tmp_path / "trained", train)
     for problem in (f"lacks {name}", "holds stray, which is not trained", f"holds {other} as [3] instead of"):
         assert problem in str(failure.value)
+
+
+def test_a_trained_tensor_that_belongs_to_none_of_the_base_is_refused(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the model had a parameter that the list of its tensors leaves out: its training would be lost."""
+    base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.float32)
+    stray = {"model.layers.0.stray.weight": nn.Parameter(torch.zeros(3))}
+    model = load_base(base, torch.float32)
+    tensors = {name: parameter.detach() for name, parameter in {**trainable(model), **stray}.items()}
+    save_tensors(tmp_path / "trained" / "weights", tensors)
+    monkeypatch.setattr("pipeline_lib.export.fold.trainable", lambda model: {**trainable(model), **stray})
+    with pytest.raises(IntegrityError, match="layers.0.stray.weight belongs to no tensor of the base model"):
+        plan_fold(base, tmp_path / "trained", Train(precision="fp32"))
 
 
 def test_a_base_without_a_tensor_is_refused(tmp_path: Path, tiny: Path) -> None:

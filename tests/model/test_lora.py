@@ -139,6 +139,23 @@ def alone(model: nn.Module) -> Values:
     return torch.cat(logits).numpy()
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_adapters_begin_with_the_values_that_peft_draws(
+    folders: Mapping[str, Path], model: str, precision: str, dtype: torch.dtype
+) -> None:
+    """Peft rounds A to the dtype of the base; the adapters themselves are in fp32."""
+    train = LORA.model_copy(update={"precision": precision})
+    ours = build_trainable(folders[model], train)
+    load_weights(ours, folders[model], CPU, train.seed)
+    theirs = dict(add_adapters(load_base(folders[model], dtype), train.lora, train.seed).named_parameters())
+    drawn = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert drawn
+    for name, parameter in drawn.items():
+        assert parameter.dtype == theirs[name].dtype == torch.float32, name
+        assert torch.equal(parameter, theirs[name]), name
+
+
 @pytest.mark.parametrize(("strategy", "ranks", "precision"), [("ddp", 1, "bf16"), ("fsdp", 3, "fp32")])
 def test_magnitudes_are_the_norms_of_the_bases_rows(
     folders: Mapping[str, Path], strategy: str, ranks: int, precision: str

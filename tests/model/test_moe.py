@@ -172,6 +172,14 @@ def alone(folder: Path) -> list[tuple[float, float]]:
     return found
 
 
+def test_a_step_has_the_gradient_of_transformers_losses(
+    alone: list[tuple[float, float]], reference: Mapping[str, Tensor]
+) -> None:
+    """That of the routers is a mean over all tokens, that of the answers over the supervised ones."""
+    norm = torch.stack([gradient.square().sum() for gradient in reference.values()]).sum().sqrt()
+    assert alone[0][1] == pytest.approx(float(norm), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "parts"), [("ddp", 4, 1), ("fsdp", 2, 1), ("zero2", 2, 1), ("ddp", 4, 4), ("fsdp", 4, 2)]
 )

@@ -1,12 +1,13 @@
 """A difference is called one only where its interval says so."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline_lib.records.results import DocumentScore, Scores
-from pipeline_lib.report.statistics import differences, estimate_of
+from pipeline_lib.report.statistics import Estimate, Losses, differences, estimate_of
 from tests.report.fakes import evaluation, scores
 
 
@@ -43,6 +44,22 @@ def test_without_the_documents_the_means_tell_and_without_errors_nothing() -> No
     unsure = Scores.model_validate({"base": {"loss": 3.0}, "tuned": {"loss": 2.0}})
     assert differences(unsure, []) == []
     assert differences(unsure, rows(scores(documents=1))) == []
+
+
+def test_the_error_of_a_mean_is_that_of_a_sample() -> None:
+    """Of documents of one length, the ratio of the sums is the mean of their losses."""
+    nats = np.random.default_rng(0).normal(30.0, 5.0, 20)
+    estimate = Losses(nats, np.full(20, 10)).estimate
+    assert estimate.value == pytest.approx(nats.mean() / 10)
+    assert estimate.standard_error == pytest.approx(nats.std(ddof=1) / 10 / math.sqrt(20))
+    assert estimate.high - estimate.value == pytest.approx(2.09302 * estimate.standard_error, rel=1e-4)
+
+
+def test_a_difference_of_means_is_as_sure_as_the_smaller_of_them() -> None:
+    few, many = Estimate(2.0, 0.3, 25), Estimate(2.5, 0.4, 1000)
+    for gain in (few.gain_over(many), many.gain_over(few)):
+        assert gain.standard_error == pytest.approx(0.5)
+        assert gain.documents == 25
 
 
 @pytest.mark.parametrize("documents", [2, 19])

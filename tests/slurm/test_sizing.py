@@ -110,6 +110,7 @@ def test_what_the_config_says_is_asked_for(store: Store) -> None:
     request = training_request(config, None, [])
     assert (request.memory_mb, request.runtime_minutes, request.cpus_per_task) == (77_000, 5, 3)
     assert request.warning_s == 150  # half of its time at the most
+    assert training_request(config, None, [SMALL]).memory_mb == 77_000  # which is refused, by its key
 
 
 def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_take() -> None:
@@ -131,6 +132,8 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
     assert training_request(config, plan, [SMALL]).runtime_minutes == 720
     asked = config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 900})})
     assert training_request(asked, plan, [SMALL]).runtime_minutes == 900  # which is refused, by its key
+    brief = config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 4})})
+    assert training_request(brief, plan, []).warning_s == 120  # half of its time at the most
 
 
 def test_what_is_not_known_is_asked_for_generously(store: Store, tmp_path: Path) -> None:

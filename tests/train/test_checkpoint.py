@@ -94,6 +94,51 @@ def test_nothing_is_published_without_the_lock(folder: Path) -> None:
     assert {path: sha256_file(path) for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("is_lost_to", ["remove_dir", "publish_dir"], ids=["before", "while the old one goes"])
+def test_a_lock_that_is_lost_at_the_last_moment_keeps_the_checkpoint_from_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost_to: str
+) -> None:
+    """Another host may take over at any time, and publish a checkpoint of the same step."""
+    folder, act = tmp_path / "checkpoints", getattr(checkpoint, is_lost_to)
+    lock, world = lock_of(folder), World(0, 0, 1, torch.device("cpu"))
+
+    def act_late(*arguments: Any) -> Any:
+        take_over(lock.path)
+        return act(*arguments)
+
+    monkeypatch.setattr(checkpoint, is_lost_to, act_late)
+    snapshot = Snapshot(9, [{"weights.a": torch.zeros(8)}], 32, {}, {"strategy": "ddp"}, SavedRows(latest=()))
+    with pytest.raises(LockLost):
+        publish_checkpoint(folder, world, SPEC, snapshot, lock)
+    assert names_in(folder) == []
+
+
+def test_what_the_next_owner_has_saved_is_not_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is lost after a save, before older checkpoints are deleted."""
+    lock, world = lock_of(folder), World(0, 0, 1, torch.device("cpu"))
+    saver = Saver(folder, world, Train(keep_last=1, save_async=False), SPEC, EventLog(None, ()), lock)
+    saver.group = None  # its ranks are this one alone
+
+    def publish(*_: Any) -> int:
+        take_over(lock.path)
+        return 0
+
+    monkeypatch.setattr(checkpoint, "publish_checkpoint", publish)
+    before = names_in(folder)
+    with pytest.raises(LockLost):
+        saver.save(Snapshot(9, [], 0, {}, {}, SavedRows(latest=())), 0, 0.0)
+    assert names_in(folder) == before
+
+
+def test_each_rank_puts_the_files_that_it_writes_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank, which publishes, may be on another machine: it cannot flush what this one remembers."""
+    flushed = set[int]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
+    path = tmp_path / "rank.safetensors"
+    checkpoint.write_file(path, {"a": torch.zeros(8)}, {})
+    assert path.stat().st_ino in flushed
+
+
 def what_saving_says(environ: Mapping[str, str], folder: Path, size: int) -> str:
     """The error of a save that cannot be made."""
     try:

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline_lib.config.train import Guards
 from pipeline_lib.core.errors import Interrupted, TrainingError
+from pipeline_lib.train.checkpoint import read_state
 from pipeline_lib.train.guards import MAX_OVERFLOWS, Verdict, Window, judge
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena, make_arena
@@ -103,6 +104,31 @@ def test_skips_far_apart_are_forgiven() -> None:
         )
 
 
+def test_a_skip_counts_in_as_many_steps_as_the_window_has() -> None:
+    window = window_after([None], max_skips=1, window_steps=10)
+    assert verdict(window, 10, NAN) == Verdict.ROLL_BACK
+    assert verdict(window, 11, NAN) == Verdict.SKIP
+
+
+def test_whatever_was_refused_right_before_an_overflow_is_no_longer_forgiven() -> None:
+    refused: list[float | None] = [None] * MAX_OVERFLOWS
+    settings = {"max_skips": MAX_OVERFLOWS + 1}
+    step = MAX_OVERFLOWS + 1
+    assert verdict(window_after(refused, **settings), step, 2.0, INF, is_fp16=True) == Verdict.SKIP
+    assert verdict(window_after(refused[1:], **settings), step, 2.0, INF, is_fp16=True) == Verdict.OVERFLOW
+    assert verdict(window_after([*refused, 2.0], **settings), step + 1, 2.0, INF, is_fp16=True) == Verdict.OVERFLOW
+
+
+def test_a_window_reads_back_from_a_checkpoint_as_it_was() -> None:
+    window = window_after([2.0, 2.1, None, None])
+    window.add({"step": 5, "loss": None, "verdict": "roll_back"})
+    for step in (6, 7):
+        window.add({"step": step, "loss": None, "verdict": "skip"})
+    read = Window.from_json(window.guards, json.loads(json.dumps(window.to_json())))
+    assert vars(read) == vars(window)
+    assert (read.refused_in_a_row, read.has_rolled_back, list(read.skipped)) == (2, True, [6, 7])
+
+
 def test_overflows_of_fp16_count_apart_until_there_are_too_many() -> None:
     window = window_after([2.0] * 3)
     for step in range(4, 4 + MAX_OVERFLOWS):
@@ -165,6 +191,9 @@ def test_too_many_bad_steps_take_the_run_back_and_their_batches_stay_used(
     assert [row["step"] for row in metrics] == list(range(1, 13))
     marked = {row["step"]: row["verdict"] for row in metrics if "verdict" in row}
     assert marked == {7: "undone", 8: "skip", 9: "roll_back"}
+    run_dir = arena.job(2, tmp_path / "out", strategy=strategy, **ROLLING_BACK).run_dir
+    window = read_state(run_dir / "checkpoints" / "step-00000009")["window"]
+    assert window["accepted"] == [row["loss"] for row in metrics[:6]], "what was undone is compared with no more"
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["updates"] == 9
 
 
@@ -190,6 +219,9 @@ def test_a_kill_after_going_back_changes_nothing_of_the_result(
     assert_same_result(tmp_path / "resumed", not_killed)
     found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "resumed", not_killed))
     assert found == expected
+    counted = ("steps", "updates", "skipped_steps")
+    summaries = [json.loads((out / "summary.json").read_text()) for out in (tmp_path / "resumed", not_killed)]
+    assert [summaries[0][key] for key in counted] == [summaries[1][key] for key in counted]
 
 
 def test_a_second_time_the_run_gives_up_and_says_where_to_look(arena: Arena, tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ def test_wsd_stays_and_falls_linearly_at_the_end() -> None:
     assert rates[80:] == pytest.approx([1.0 - 0.9 * step / 21 for step in range(1, 21)])
 
 
+def test_a_part_of_a_step_in_the_fall_of_wsd_is_a_whole_one() -> None:
+    rates = curve(10, warmup_steps=0, lr_schedule="wsd", decay_fraction=0.25, min_lr_fraction=0.0)
+    assert rates[:7] == [1.0] * 7
+    assert rates[7:] == pytest.approx([0.75, 0.5, 0.25])
+
+
 def test_wsd_without_an_end_is_constant() -> None:
     wsd = curve(20, lr_schedule="wsd", decay_fraction=0.0)
     assert wsd == curve(20, lr_schedule="constant")
