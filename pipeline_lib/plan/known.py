@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
 
 BLOCK_SIZES = ("*/index.json", "*/costs.npy")  # the files of a sealed shard stage that `read_blocks` reads
-# Copied from data/demo.py, which needs numpy; a test compares them.
+# Copied from data/tiny_model.py, which needs numpy; a test compares them.
 _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 
 
@@ -301,7 +301,7 @@ def _remembered_revisions(store: Store) -> _RememberedRevisions:
 
 
 def _tiny(model: TinyModel) -> Geometry:
-    """Return the sizes of the model that data/demo.py will build, if its tokenizer gets the size it asks for."""
+    """Return the sizes of the model that data/tiny_model.py will build, if its tokenizer gets the size it asks for."""
     tokens = _tokenizer_tokens(Path(model.tokenizer)) if model.tokenizer is not None else model.vocab_tokens
     return Geometry(
         vocab=math.ceil(tokens / _TINY_VOCAB_MULTIPLE) * _TINY_VOCAB_MULTIPLE,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline_lib.records.results import DocumentScore, Scores
-from pipeline_lib.report.statistics import Estimate, Losses, differences, estimate_of
+from pipeline_lib.report.statistics import Losses, SampleEstimate, differences, estimate_of
 from tests.report.fakes import evaluation, scores
 
 
@@ -56,7 +56,7 @@ def test_the_error_of_a_mean_is_that_of_a_sample() -> None:
 
 
 def test_a_difference_of_means_is_as_sure_as_the_smaller_of_them() -> None:
-    few, many = Estimate(2.0, 0.3, 25), Estimate(2.5, 0.4, 1000)
+    few, many = SampleEstimate(2.0, 0.3, 25), SampleEstimate(2.5, 0.4, 1000)
     for gain in (few.gain_over(many), many.gain_over(few)):
         assert gain.standard_error == pytest.approx(0.5)
         assert gain.documents == 25

@@ -33,6 +33,7 @@ from pipeline_lib.train.checkpoint import Snapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.saver import Saver
+from pipeline_lib.train.shard_files import write_file
 from pipeline_lib.train.together import SaveFailed
 from tests.locks import hold, take_over
 from tests.processes import free_port, lines_of, wait_for
@@ -135,7 +136,7 @@ def test_each_rank_puts_the_files_that_it_writes_on_the_disk(tmp_path: Path, mon
     flushed = set[int]()
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
     path = tmp_path / "rank.safetensors"
-    checkpoint.write_file(path, {"a": torch.zeros(8)}, {})
+    write_file(path, {"a": torch.zeros(8)}, {})
     assert path.stat().st_ino in flushed
 
 
