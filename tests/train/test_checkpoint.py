@@ -124,7 +124,7 @@ def test_what_the_next_owner_has_saved_is_not_forgotten(folder: Path, monkeypatc
         take_over(lock.path)
         return 0
 
-    monkeypatch.setattr(checkpoint, "publish_checkpoint", publish)
+    monkeypatch.setattr("pipeline_lib.train.saver.publish_checkpoint", publish)
     before = names_in(folder)
     with pytest.raises(LockLost):
         saver.save(Snapshot(9, [], 0, {}, {}, SavedRows(latest=())), 0, 0.0)
