@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from pipeline_lib.arch.families import read_geometry
@@ -208,6 +209,8 @@ def render(folder: Path, conversations: Sequence[Sequence[Message]], context: Co
     )
 
 
+# Without cuDNN's, torch's first choice on Hopper: it is planned anew for each length, so for each token of an answer.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
@@ -269,7 +272,7 @@ def generate(
     rows = [list(prompt[:1]) * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)]
     mask = [[0] * missing + [1] * (longest - missing) for missing in padding]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_kernel(_ATTENTION):
             output = model.generate(  # type: ignore[operator]
                 torch.tensor(rows, device=device),
                 attention_mask=torch.tensor(mask, device=device),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -165,3 +166,18 @@ def test_a_batch_has_as_many_prompts_as_have_room(tiny: Path, monkeypatch: pytes
     rows = counted(model, monkeypatch)
     assert answers_to(model, load_tokenizer(tiny), PROMPTS, NEW_TOKENS, geometry) == expected
     assert rows == [1, 4]
+
+
+def test_attention_is_not_planned_anew_for_each_length(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = load_to_answer(tiny, Answers("cpu", 0, 1, NEW_TOKENS, 1, NEW_TOKENS))
+    forward, seen = model.forward, set[bool]()
+
+    def seeing(*arguments: Any, **options: Any) -> Any:
+        seen.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(*arguments, **options)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(model, "forward", seeing)
+    generate(model, [[3, 4, 5]], NEW_TOKENS, **GREEDY)
+    assert seen == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
