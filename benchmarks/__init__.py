@@ -1,1 +1,4 @@
-"""Measures what docs/data.md claims: `python -m benchmarks`. Ratios within one run, medians of several."""
+"""Measures what docs/data.md claims: `python -m benchmarks`.
+
+Ratios within one run, medians of several.
+"""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [tokenizing] [packing] [reading] [caching] [kernels]`; all of them without a name."""
+"""`python -m benchmarks [tokenizing] [packing] [reading] [caching] [kernels]`; by default all."""
 
 import argparse
 import importlib
@@ -7,8 +7,10 @@ BENCHMARKS = ("tokenizing", "packing", "reading", "caching", "kernels")
 
 
 def main() -> None:
-    """Run the benchmarks that the command line names, each imported only then: a GPU machine lacks some packages."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures what docs/data.md claims.")
+    """Run the named benchmarks, each imported only then: a GPU machine lacks some packages."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measures what docs/data.md claims."
+    )
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
     names = parser.parse_args().names
     if unknown := [name for name in names if name not in BENCHMARKS]:

@@ -14,7 +14,7 @@ RESULT = "result: "  # before the JSON that a case prints
 
 
 def started(module: str, case: Any, out: Path, limit_s: float) -> dict[str, Any]:
-    """What `python -m MODULE --case` finds in a process of its own, as its last line of RESULT says.
+    """What `python -m MODULE --case` finds in its own process, as its last RESULT line says.
 
     An `error` if there is none: it failed, or took longer than `limit_s`.
     """
@@ -25,7 +25,13 @@ def started(module: str, case: Any, out: Path, limit_s: float) -> dict[str, Any]
         port = listener.getsockname()[1]
     environment = {
         **os.environ,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        },
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
     }
     command = [sys.executable, "-m", module, "--out", str(out), "--case", json.dumps(asdict(case))]

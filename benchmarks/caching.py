@@ -1,4 +1,4 @@
-"""A token cache hit: `snakemake` for download, tokenize and shard when nothing changed, as a user waits for it."""
+"""A token cache hit: `snakemake` for unchanged download, tokenize and shard, as users wait."""
 
 import json
 import os
@@ -25,7 +25,9 @@ def run() -> None:
         config = folder / "config.yaml"
         source = {"source": "file", "path": str(folder / "rows.jsonl")}
         config.write_text(
-            json.dumps({"experiment": "cached", "model": {"source": "tiny"}, "data": {"train": [source]}})
+            json.dumps(
+                {"experiment": "cached", "model": {"source": "tiny"}, "data": {"train": [source]}}
+            )
         )
         store = Store(folder / "store")
         target = str(store.pointer(open_experiment(config, store).ref("shard")))
@@ -37,7 +39,11 @@ def run() -> None:
 
 def _snakemake(config: Path, target: str, store: Store, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
-    command = [str(Path(sys.executable).with_name("snakemake")), "--snakefile", str(ROOT / "Snakefile")]
+    command = [
+        str(Path(sys.executable).with_name("snakemake")),
+        "--snakefile",
+        str(ROOT / "Snakefile"),
+    ]
     command += [target, "--directory", str(directory), "--configfile", str(config)]
     command += ["--workflow-profile", str(ROOT / "workflow" / "profiles" / "default")]
     environment = {**os.environ, "PIPELINE_STORE": str(store.root), "PYTHONPATH": str(ROOT)}

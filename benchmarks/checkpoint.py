@@ -1,8 +1,11 @@
-"""`python -m benchmarks.checkpoint --size 4B --ranks 4 [--layers 18]`: what a save costs the training, and the disk.
+"""A save's cost to training and disk: `python -m benchmarks.checkpoint --size 4B --ranks 4`.
 
-Trains a model of random weights by the pipeline's own step, and saves through its Saver: seconds that the loop is
-blocked, the rate of the writing beside it and that of the disk by itself in the same run, and the step beside a save.
-Each checkpoint is deleted when it is measured; the disk has to hold one.
+In full: `python -m benchmarks.checkpoint --size 4B --ranks 4 [--layers 18]`.
+
+Trains a model of random weights by the pipeline's own step, and saves through its Saver: seconds
+that the loop is blocked, the rate of the writing beside it and that of the disk by itself in the
+same run, and the step beside a save. Each checkpoint is deleted when it is measured; the disk has
+to hold one.
 """
 
 import argparse
@@ -45,18 +48,30 @@ def line_of(row: Row) -> str:
     name = row["name"]
     if name == "model":
         state_gb = 12 * row["trained_parameters"] / 1e9
-        return f"{row['trained_parameters'] / 1e9:.2f}e9 trained parameters on {row['ranks']} ranks: {state_gb:.1f} GB"
+        return (
+            f"{row['trained_parameters'] / 1e9:.2f}e9 trained parameters on {row['ranks']} "
+            f"ranks: {state_gb:.1f} GB"
+        )
     if name == "steps":
         made = f"; buffers made in {row['buffers_s']:.1f} s" if row["buffers_s"] is not None else ""
         beside = row["step_beside_buffers_s"]
         if beside is not None:
-            made += f", a step meanwhile {_ms(beside)}, {_ms(row['slowest_step_beside_buffers_s'])} at most"
+            made += (
+                f", a step meanwhile {_ms(beside)}, "
+                f"{_ms(row['slowest_step_beside_buffers_s'])} at most"
+            )
         return f"a step with nothing beside it {_ms(row['quiet_s'])}{made}"
     if name == "save":
-        beside = f"{_ms(row['step_beside_s'])}, {_ms(row['slowest_step_beside_s'])} at most" if row[_BESIDE] else "none"
+        beside = (
+            f"{_ms(row['step_beside_s'])}, {_ms(row['slowest_step_beside_s'])} at most"
+            if row[_BESIDE]
+            else "none"
+        )
         return (
-            f"save {row['number']}: blocked {row['blocked_s']:.3f} s; {row['bytes'] / 1e9:.2f} GB written in "
-            f"{row['write_s']:.1f} s, {row['write_bytes_s'] / 1e9:.2f} GB/s; {row[_BESIDE]} steps beside it: {beside}; "
+            f"save {row['number']}: blocked {row['blocked_s']:.3f} s; {row['bytes'] / 1e9:.2f} GB "
+            "written in "
+            f"{row['write_s']:.1f} s, {row['write_bytes_s'] / 1e9:.2f} GB/s; {row[_BESIDE]} steps "
+            f"beside it: {beside}; "
             f"{row['host_bytes'] / 1e9:.2f} GB of host memory at the peak of the save"
         )
     if name == "disk":
@@ -75,7 +90,10 @@ def _ms(seconds: float) -> str:
 
 
 def measure(given: argparse.Namespace, folder: Path) -> bool:
-    """Run the ranks; print what they report, and write it down as it comes. Whether all went well."""
+    """Run the ranks; print what they report, and write it down as it comes.
+
+    Whether all went well.
+    """
     is_gpu = torch.cuda.is_available()
     os.environ.update({key: os.environ.get(key, value) for key, value in NO_MULTICAST.items()})
     os.environ["BENCHMARK_FOLDER"] = str(folder)
@@ -83,7 +101,12 @@ def measure(given: argparse.Namespace, folder: Path) -> bool:
     until_s = time.monotonic() + given.limit_s
     settings = {"train": settings_of(given, is_gpu), "tokens": given.tokens, "saves": given.saves}
     write_json(folder / "settings.json", {**settings, "compare": given.compare, "until_s": until_s})
-    about = {"size": given.size, "layers": given.layers, "strategy": given.strategy, "method": given.method}
+    about = {
+        "size": given.size,
+        "layers": given.layers,
+        "strategy": given.strategy,
+        "method": given.method,
+    }
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     rows: list[Row] = []
     group = Group("benchmarks.checkpoint_rank", given.ranks, folder, is_gpu, SILENCE_S)
@@ -108,13 +131,26 @@ def arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--method", choices=["full", "lora"], default="full")
     parser.add_argument(
-        "--tokens", type=int, default=8192 if torch.cuda.is_available() else 256, help="of a micro-batch"
+        "--tokens",
+        type=int,
+        default=8192 if torch.cuda.is_available() else 256,
+        help="of a micro-batch",
     )
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--compare", action="store_true", help="also copy to new memory, as before; the host needs it")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="no save begins that would end later")
-    parser.add_argument("--train", nargs="*", default=[], help="other keys of the section train: key=value")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also copy to new memory, as before; the host needs it",
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=90.0, help="no save begins that would end later"
+    )
+    parser.add_argument(
+        "--train", nargs="*", default=[], help="other keys of the section train: key=value"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure; a temporary one by default"
+    )
     parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args(texts)
 

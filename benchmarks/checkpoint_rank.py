@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.checkpoint`: trains, and saves through the pipeline's own Saver; the first rank reports."""
+"""A rank of `benchmarks.checkpoint`: trains, saves through our Saver; the first one reports."""
 
 import json
 import os
@@ -84,7 +84,9 @@ class Trainer:
         tensor_bytes = FP32_BYTES * sum(strategy.state_sizes().values())
         own = checkpoint.own_tensors(self.world, strategy.own_state())
         scalars = {"attempt": 1, "strategy": self.saver.train.strategy, "updates": self.step}
-        return Snapshot(self.step, parts, tensor_bytes, own, scalars, SavedRows()), time.perf_counter() - start_s
+        return Snapshot(
+            self.step, parts, tensor_bytes, own, scalars, SavedRows()
+        ), time.perf_counter() - start_s
 
     def wait_for_device(self) -> None:
         """Until its work is done: what is measured next begins then, on all ranks."""
@@ -94,7 +96,10 @@ class Trainer:
 
 
 def save(trainer: Trainer, number: int) -> dict[str, Any]:
-    """One save as the loop makes it, and the steps beside its writing. The checkpoint is deleted."""
+    """One save as the loop makes it, and the steps beside its writing.
+
+    The checkpoint is deleted.
+    """
     saver = trainer.saver
     before_bytes = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -118,7 +123,8 @@ def save(trainer: Trainer, number: int) -> dict[str, Any]:
         "number": number,
         "blocked_s": trainer.agree(max, blocked_s),
         "copy_s": trainer.agree(max, copy_s),
-        "copy_bytes_s": trainer.agree(sum, float(_copied_bytes(trainer))) / trainer.agree(max, copy_s),
+        "copy_bytes_s": trainer.agree(sum, float(_copied_bytes(trainer)))
+        / trainer.agree(max, copy_s),
         "write_s": written["duration_s"],
         "bytes": written["bytes"],
         "write_bytes_s": written["bytes"] / written["duration_s"],
@@ -191,7 +197,10 @@ def measure(trainer: Trainer, given: dict[str, Any], folder: Path) -> None:
         trainer.wait_for_device()
         start_s = time.perf_counter()
         trainer.stepper.strategy.snapshot(copied=new_copies)
-        say(trainer, {"name": "new memory", "copy_s": trainer.agree(max, time.perf_counter() - start_s)})
+        say(
+            trainer,
+            {"name": "new memory", "copy_s": trainer.agree(max, time.perf_counter() - start_s)},
+        )
     if row:
         say(trainer, disk(trainer, folder, min(row["bytes"], DISK_BYTES) // trainer.world.size))
     for told in trainer.told:
@@ -217,7 +226,11 @@ def main() -> None:
     batch = batch_of_documents(given["tokens"], 1000, 0.5, read_geometry(folder).vocab)
     with process_group(world, TIMEOUT_S):
         stepper = random_stepper(folder, train, 1, world)
-        trained = sum(getattr(p, "ds_numel", p.numel()) for p in stepper.wrapped.parameters() if p.requires_grad)
+        trained = sum(
+            getattr(p, "ds_numel", p.numel())
+            for p in stepper.wrapped.parameters()
+            if p.requires_grad
+        )
         spec = Spec("train", 1, {"benchmark": "checkpoint"}, {})
         buffers = HostBuffers(world) if world.device.type == "cuda" else None
         lock = Lock(folder / "lock", "benchmark")

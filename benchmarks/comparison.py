@@ -20,7 +20,11 @@ def line_of(row: Row) -> str:
     if "problem" in row:
         return f"{row['name']}: {row['problem']}"
     peak = f", {row['peak_bytes'] / GIB:.2f} GiB" if "peak_bytes" in row else ""
-    left = f", {row['left_bytes'] / GIB:.2f} GiB left before" if row.get("left_bytes", 0) > LEFT_BYTES else ""
+    left = (
+        f", {row['left_bytes'] / GIB:.2f} GiB left before"
+        if row.get("left_bytes", 0) > LEFT_BYTES
+        else ""
+    )
     return f"{row['name']}: {row['step_s']:.4f} s{peak}{left}, case {row['case_s']:.1f} s"
 
 
@@ -45,8 +49,14 @@ def table(results: Sequence[Row]) -> list[str]:
                 percent(seconds["error"]),
                 phases,
             ),
-            *(figures(memory, GIB, 2), number(memory["measured"], GIB, 2), percent(memory["error"])),
-            row["problem"][:60] if row["problem"] else "/".join(yes(each["within_band"]) for each in (seconds, memory)),
+            *(
+                figures(memory, GIB, 2),
+                number(memory["measured"], GIB, 2),
+                percent(memory["error"]),
+            ),
+            row["problem"][:60]
+            if row["problem"]
+            else "/".join(yes(each["within_band"]) for each in (seconds, memory)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -82,12 +92,17 @@ def summary(results: Sequence[Row]) -> list[str]:
             continue
         errors = [abs(row[what]["error"]) for row in known]
         worst = max(known, key=lambda row: abs(row[what]["error"]))
-        good, held = sum(error <= goal for error in errors), sum(row[what]["within_band"] for row in known)
+        good = sum(error <= goal for error in errors)
+        held = sum(row[what]["within_band"] for row in known)
         lines.append(
-            f"{what}: {good} of {len(known)} within {goal:.0%}, {held} within their bands; median error "
-            f"{statistics.median(errors):.1%}, worst {percent(worst[what]['error'])} ({worst['name']})"
+            f"{what}: {good} of {len(known)} within {goal:.0%}, {held} within their bands; median "
+            "error "
+            f"{statistics.median(errors):.1%}, worst {percent(worst[what]['error'])} "
+            f"({worst['name']})"
         )
-    failed = [row["name"] for row in results if "memory" in str(row["problem"]).lower() and row["fits"]]
+    failed = [
+        row["name"] for row in results if "memory" in str(row["problem"]).lower() and row["fits"]
+    ]
     return [*lines, f"said to fit, and then out of memory: {', '.join(failed) or 'none'}"]
 
 
@@ -95,16 +110,29 @@ def verdicts(results: Sequence[Row], chosen: dict[str, str]) -> list[str]:
     """For each group that computes the same: is what the plan would take nearly the fastest?"""
     lines = []
     for group in dict.fromkeys(row["group"] for row in results):
-        known = {row["name"]: row for row in results if row["group"] == group and row["time"]["measured"] is not None}
+        known = {
+            row["name"]: row
+            for row in results
+            if row["group"] == group and row["time"]["measured"] is not None
+        }
         if len(known) < 2:
             continue
         fastest = min(known, key=lambda name: known[name]["time"]["measured"])
-        of_grid = min((name for name in known if known[name]["fits"]), key=lambda name: known[name]["time"]["value"])
-        for what, name in (("auto takes", chosen.get(group, "")), ("of the grid the plan prefers", of_grid)):
+        of_grid = min(
+            (name for name in known if known[name]["fits"]),
+            key=lambda name: known[name]["time"]["value"],
+        )
+        for what, name in (
+            ("auto takes", chosen.get(group, "")),
+            ("of the grid the plan prefers", of_grid),
+        ):
             if name not in known:
                 lines.append(f"{group}: {what} {name or 'nothing'}, which was not measured")
                 continue
             slower = known[name]["time"]["measured"] / known[fastest]["time"]["measured"] - 1
             verdict = "good" if slower <= AUTO_GOAL else "NOT within 3%"
-            lines.append(f"{group}: {what} {name}, {slower:.1%} slower than the fastest, {fastest}: {verdict}")
+            lines.append(
+                f"{group}: {what} {name}, {slower:.1%} slower than the fastest, {fastest}: "
+                f"{verdict}"
+            )
     return lines

@@ -1,7 +1,8 @@
-"""Conversations that the project makes itself, in the shapes that real data has: plain, thinking, tools, very long.
+"""Conversations that the project makes, in shapes of real data: plain, thinking, tools, very long.
 
-Deterministic: the same numbers give the same rows. Every answer can be checked by hand, so that a reader of the
-decoded samples sees at once whether something is missing. Used by tests and benchmarks.
+Deterministic: the same numbers give the same rows. Every answer can be checked by hand, so that a
+reader of the decoded samples sees at once whether something is missing. Used by tests and
+benchmarks.
 """
 
 import json
@@ -48,7 +49,11 @@ def thinking(number: int) -> Row:
     return {
         "messages": [
             {"role": "system", "content": "You count carefully."},
-            {"role": "user", "content": f"There are {a} boxes with {b} {subject} each. How many {subject} are there?"},
+            {
+                "role": "user",
+                "content": f"There are {a} boxes with {b} {subject} each. How many {subject} are "
+                "there?",
+            },
             {
                 "role": "assistant",
                 "reasoning_content": f"Boxes: {a}. In each: {b}. {a} * {b} = {a * b}.",
@@ -89,16 +94,26 @@ def long(number: int) -> Row:
     """A list of a few thousand numbers to repeat in reverse: longer than most samples may be."""
     count = 2000 + number % 7 * 500
     numbers = [str(value % 1000) for value in bits(key_of(2, number), count).tolist()]
-    return {"prompt": "Reverse this list: " + " ".join(numbers), "completion": " ".join(reversed(numbers))}
+    return {
+        "prompt": "Reverse this list: " + " ".join(numbers),
+        "completion": " ".join(reversed(numbers)),
+    }
 
 
 def essay(number: int) -> Row:
     """A question with an answer of some 300 tokens."""
     a, b, subject = _draw(number)
-    lines = [f"After {day} days there are {a + day * b} {subject}, {b} more than the day before." for day in range(16)]
+    lines = [
+        f"After {day} days there are {a + day * b} {subject}, {b} more than the day before."
+        for day in range(16)
+    ]
     return {
         "messages": [
-            {"role": "user", "content": f"I have {a} {subject} and get {b} every day. Count them for me, day by day."},
+            {
+                "role": "user",
+                "content": f"I have {a} {subject} and get {b} every day. Count them for me, day by "
+                "day.",
+            },
             {"role": "assistant", "content": "\n".join(lines)},
         ]
     }

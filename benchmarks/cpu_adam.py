@@ -1,7 +1,8 @@
-"""AdamW in host memory, as offloading runs it: bytes per second beside those of a copy, by number of threads.
+"""AdamW in host memory, as for offloading: bytes per second beside a copy's, by threads.
 
-`python -m benchmarks.cpu_adam` measures torch's fused AdamW, which the pipeline uses, and DeepSpeed's CPUAdam where it
-compiles. An update reads weight, gradient and both moments in fp32 and writes all but the gradient: 28 bytes a number.
+`python -m benchmarks.cpu_adam` measures torch's fused AdamW, which the pipeline uses, and
+DeepSpeed's CPUAdam where it compiles. An update reads weight, gradient and both moments in fp32 and
+writes all but the gradient: 28 bytes a number.
 """
 
 import argparse
@@ -89,11 +90,21 @@ def main() -> None:
     write_json(arguments.out / "results.json", {"numbers": arguments.numbers, "results": results})
     names = ("copy", "fused", "foreach", "deepspeed")
     rows = [
-        [str(found["threads"]), *(f"{found.get(f'{name}_bytes_s', 0.0) / GB:.1f}" for name in names)]
+        [
+            str(found["threads"]),
+            *(f"{found.get(f'{name}_bytes_s', 0.0) / GB:.1f}" for name in names),
+        ]
         + [f"{found['fused_bytes_s'] / found['copy_bytes_s']:.2f}"]
         for found in results
     ]
-    heads = ("threads", "copy GB/s", "torch fused AdamW", "torch foreach", "DeepSpeed CPUAdam", "fused / copy")
+    heads = (
+        "threads",
+        "copy GB/s",
+        "torch fused AdamW",
+        "torch foreach",
+        "DeepSpeed CPUAdam",
+        "fused / copy",
+    )
     show(f"AdamW on the host, {arguments.numbers / 1e6:,.0f} million numbers", heads, rows)
     print(json.dumps({"deepspeed": results[0]["deepspeed"]}))
 

@@ -1,16 +1,17 @@
-"""`python -m benchmarks.delta`: the two parts of a Gated DeltaNet layer, forward and backward, on one GPU.
+"""`python -m benchmarks.delta`: both parts of a Gated DeltaNet layer, with gradients, on a GPU.
 
-At the widths of Qwen3.5-9B, 16 key heads and 32 value heads of 128, over documents of 512, 4,096 and 16,384 tokens that
-fill a block: the delta rule as training calls it, fla-core's own function, and transformers' function document by
-document; and the convolution of 8,192 channels, compiled, beside fla-core's. `--choose` instead times all
-configurations of fla-core's kernels for 3 minutes, and prints those that `delta_kernels.ON_HOPPER` should hold.
-`--tiny` tries it on CPUs.
+At the widths of Qwen3.5-9B, 16 key heads and 32 value heads of 128, over documents of 512, 4,096
+and 16,384 tokens that fill a block: the delta rule as training calls it, fla-core's own function,
+and transformers' function document by document; and the convolution of 8,192 channels, compiled,
+beside fla-core's. `--choose` instead times all configurations of fla-core's kernels for 3 minutes,
+and prints those that `delta_kernels.ON_HOPPER` should hold. `--tiny` tries it on CPUs.
 
-The delta rule in chunks of C tokens multiplies, for each value head and chunk, 3 times [C, D] by [D, E] (reading the
-state for the values and for the queries, and writing it), and 5 times by a triangle of C x C (keys by keys, queries by
-keys, the inverse by keys and by values, and the scores by values). A triangle counts as half of its square, inverting
-it counts as nothing, and so does what is computed twice or for padding: 2 (3 D E + C (3 D + 2 E) / 2) FLOPs for each
-token and value head forward, and twice as many backward (`Delta.flops_per_token`, as the plan counts them).
+The delta rule in chunks of C tokens multiplies, for each value head and chunk, 3 times [C, D] by
+[D, E] (reading the state for the values and for the queries, and writing it), and 5 times by a
+triangle of C x C (keys by keys, queries by keys, the inverse by keys and by values, and the scores
+by values). A triangle counts as half of its square, inverting it counts as nothing, and so does
+what is computed twice or for padding: 2 (3 D E + C (3 D + 2 E) / 2) FLOPs for each token and value
+head forward, and twice as many backward (`Delta.flops_per_token`, as the plan counts them).
 """
 
 import argparse
@@ -47,9 +48,14 @@ def main() -> None:
     tokens = 256 if arguments.tiny else arguments.tokens
     clock = Clock(device, arguments.patience_s, time.monotonic())
     lengths = (64, 256) if arguments.tiny else (512, 4096, 16_384)
-    ends_of = {length: Documents.drawn(str(length), tokens).batch().cu_seq_lens.to(device) for length in lengths}
+    ends_of = {
+        length: Documents.drawn(str(length), tokens).batch().cu_seq_lens.to(device)
+        for length in lengths
+    }
     if arguments.choose:
-        choose([rules(key_heads, heads, width, tokens, ends)["ours"]() for ends in ends_of.values()])
+        choose(
+            [rules(key_heads, heads, width, tokens, ends)["ours"]() for ends in ends_of.values()]
+        )
         return
     for length, ends in ends_of.items():
         ways = rules(key_heads, heads, width, tokens, ends)
@@ -58,27 +64,40 @@ def main() -> None:
             show(f"delta rule, documents of {length:,}: {name}", clock, make, flops=flops)
         channels = (2 * key_heads + heads) * width
         for name, make in convolutions(channels, tokens, ends).items():
-            # Forward reads the input and writes the output; backward reads the input and a gradient, and writes one.
+            # Forward reads the input and writes the output; backward reads the input and a
+            # gradient, and writes one.
             moved = 5.0 * 2 * channels * tokens
             show(f"convolution, documents of {length:,}: {name}", clock, make, moved_bytes=moved)
 
 
-def show(name: str, clock: Clock, make: Callable[[], Call], flops: float = 0.0, moved_bytes: float = 0.0) -> None:
+def show(
+    name: str, clock: Clock, make: Callable[[], Call], flops: float = 0.0, moved_bytes: float = 0.0
+) -> None:
     """Print the time of one call of what `make` gives, and its rate; or why there is none."""
     try:
         seconds = clock.seconds([make()])
-    except Exception as error:  # of kernels from several libraries, whose errors have no type in common
-        print(f"{name:<72} failed: {(str(error).strip() or type(error).__name__).splitlines()[0][:150]}", flush=True)
+    except (
+        Exception
+    ) as error:  # of kernels from several libraries, whose errors have no type in common
+        print(
+            f"{name:<72} failed: "
+            f"{(str(error).strip() or type(error).__name__).splitlines()[0][:150]}",
+            flush=True,
+        )
         return
     gpu = find_gpu(torch.cuda.get_device_name()) if clock.device.type == "cuda" else None
     rate, unit, peak = flops / seconds / 1e12, "TFLOP/s", 0.0 if gpu is None else gpu.half_flop_s
     if moved_bytes:
-        rate, unit, peak = moved_bytes / seconds / 1e12, "TB/s", 0.0 if gpu is None else gpu.memory_bytes_per_s
+        rate = moved_bytes / seconds / 1e12
+        unit = "TB/s"
+        peak = 0.0 if gpu is None else gpu.memory_bytes_per_s
     share = f" {1e12 * rate / peak:6.1%}" if peak else ""
     print(f"{name:<72} {1000 * seconds:9.3f} ms {rate:8.2f} {unit}{share}", flush=True)
 
 
-def rules(key_heads: int, heads: int, width: int, tokens: int, ends: Tensor) -> dict[str, Callable[[], Call]]:
+def rules(
+    key_heads: int, heads: int, width: int, tokens: int, ends: Tensor
+) -> dict[str, Callable[[], Call]]:
     """Return the ways to compute the delta rule."""
     device = ends.device
 
@@ -87,7 +106,11 @@ def rules(key_heads: int, heads: int, width: int, tokens: int, ends: Tensor) -> 
         shapes = (key_heads, width), (key_heads, width), (heads, width)
         wide = [random(tokens, *shape, device=device, trained=True) for shape in shapes]
         decay = -0.1 * torch.rand(tokens, heads, device=device)
-        return [*wide, decay.requires_grad_(), torch.rand(tokens, heads, device=device).requires_grad_()]
+        return [
+            *wide,
+            decay.requires_grad_(),
+            torch.rand(tokens, heads, device=device).requires_grad_(),
+        ]
 
     def ours(*tensors: Tensor) -> Tensor:
         return delta_rule(*tensors, ends)[0]  # type: ignore[no-any-return]
@@ -99,7 +122,9 @@ def rules(key_heads: int, heads: int, width: int, tokens: int, ends: Tensor) -> 
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         batched = [tensor[None] for tensor in tensors]
-        output: Tensor = chunk_gated_delta_rule(*batched, cu_seqlens=ends, use_qk_l2norm_in_kernel=True)[0]
+        output: Tensor = chunk_gated_delta_rule(
+            *batched, cu_seqlens=ends, use_qk_l2norm_in_kernel=True
+        )[0]
         return output
 
     def forward(work: Callable[..., Tensor]) -> Call:
@@ -113,7 +138,11 @@ def rules(key_heads: int, heads: int, width: int, tokens: int, ends: Tensor) -> 
     }
     if device.type == "cpu":
         return ways
-    return {**ways, "fla-core": lambda: gradients(of_fla, inputs()), "fla-core, forward alone": lambda: forward(of_fla)}
+    return {
+        **ways,
+        "fla-core": lambda: gradients(of_fla, inputs()),
+        "fla-core, forward alone": lambda: forward(of_fla),
+    }
 
 
 def convolutions(channels: int, tokens: int, ends: Tensor) -> dict[str, Callable[[], Call]]:
@@ -144,7 +173,7 @@ def convolutions(channels: int, tokens: int, ends: Tensor) -> dict[str, Callable
 
 
 def choose(calls: list[Call]) -> None:
-    """Print, for each kernel, the four fastest configurations over all `calls`; then the fastest of all kernels."""
+    """Print each kernel's four fastest configurations over all `calls`; then the fastest kernel."""
     from triton import Config
 
     from pipeline_lib.model.delta_kernels import OFFERED, tuners
@@ -165,7 +194,11 @@ def choose(calls: list[Call]) -> None:
                 print(f"{name} {configuration}: {error}"[:150], flush=True)
         found.sort(key=itemgetter(0))
         for _, times_ms, configuration in found[:4]:
-            print(f"{name}: {', '.join(f'{one_ms:.3f}' for one_ms in times_ms)} ms by {configuration}", flush=True)
+            print(
+                f"{name}: {', '.join(f'{one_ms:.3f}' for one_ms in times_ms)} ms by "
+                f"{configuration}",
+                flush=True,
+            )
         best = found[0][2]
         tuner.configs = [best]
         chosen[name] = best.kwargs, best.num_warps, best.num_stages
@@ -182,7 +215,9 @@ def milliseconds(call: Call, kernel: str) -> float:
         for _ in range(REPETITIONS):
             call()
         torch.cuda.synchronize()
-    durations_us = [event.device_time for event in seen.events() or () if event.name.startswith(kernel)]
+    durations_us = [
+        event.device_time for event in seen.events() or () if event.name.startswith(kernel)
+    ]
     return float(sum(durations_us)) / REPETITIONS / 1000
 
 

@@ -1,7 +1,8 @@
-"""One rank of the grid that the plan is held against: many ways to train, one after the other, in one process group.
+"""One rank of the grid that tests the plan: many ways to train, in turn, in one process group.
 
-It uses the pipeline's own model, strategies and step, on random weights and documents, and reports what a case took:
-seconds of a step by phase, and the peak of the allocator. Started by `benchmarks.predictions`.
+It uses the pipeline's own model, strategies and step, on random weights and documents, and reports
+what a case took: seconds of a step by phase, and the peak of the allocator. Started by
+`benchmarks.predictions`.
 """
 
 import argparse
@@ -46,14 +47,16 @@ def batch_of(random: np.random.Generator, blocks: int, tokens: int) -> Batch:
             Block(
                 np.concatenate([document.tokens for document in documents]),
                 np.concatenate([document.supervised for document in documents]),
-                np.repeat(np.arange(len(documents), dtype=np.int32), [len(d.tokens) for d in documents]),
+                np.repeat(
+                    np.arange(len(documents), dtype=np.int32), [len(d.tokens) for d in documents]
+                ),
             )
         )
     return make_batch(made)
 
 
 def batches_of(case: dict[str, Any], rank: int) -> list[Batch]:
-    """The micro-batches that `rank` takes in every step: as many blocks, however they are cut, are the same blocks."""
+    """The micro-batches that `rank` takes in each step: as many blocks, in any cut, are equal."""
     random = np.random.default_rng(rank)
     micro = read_settings(Train, case["train"]).micro_batch_blocks
     return [batch_of(random, micro, case["block_tokens"]) for _ in range(case["accumulation"])]
@@ -61,17 +64,27 @@ def batches_of(case: dict[str, Any], rank: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Ready:
-    """A model spread over the ranks, warmed up as the training stage does it, and what to feed it with."""
+    """A model spread over the ranks, warmed up as the training stage does, and its input."""
 
     stepper: Stepper
     batches: list[Batch]
 
     def step(self) -> dict[str, float]:
-        """Take a step: its seconds, also by phase. Raises ValueError if its update was not made, which takes less."""
+        """Take a step: its seconds, also by phase.
+
+        Raises ValueError if its update was not made, which takes less.
+        """
         result = take_step(self.stepper, self.batches)
         if result.judgement.verdict != Verdict.APPLY:
-            raise ValueError(f"loss {result.loss:g}, gradient norm {result.grad_norm:g}: nothing to update by")
-        return {"step_s": result.duration_s, **result.phases, "tokens": result.tokens, "loss": result.loss}
+            raise ValueError(
+                f"loss {result.loss:g}, gradient norm {result.grad_norm:g}: nothing to update by"
+            )
+        return {
+            "step_s": result.duration_s,
+            **result.phases,
+            "tokens": result.tokens,
+            "loss": result.loss,
+        }
 
 
 def prepare(case: dict[str, Any], world: World, folder: Path) -> Ready:
@@ -100,7 +113,8 @@ def measure(case: dict[str, Any], world: World, folder: Path) -> dict[str, Any]:
     rows = [ready.step() for _ in range(case["steps"])]
     late = rows[-MEASURED_STEPS:]
     found: dict[str, Any] = {
-        name: statistics.median(row[name] for row in late) for name in ("step_s", "forward_s", "backward_s", "update_s")
+        name: statistics.median(row[name] for row in late)
+        for name in ("step_s", "forward_s", "backward_s", "update_s")
     }
     found["tokens"] = rows[-1]["tokens"]
     found["supervised_tokens"] = sum(batch.supervised_tokens for batch in ready.batches)
@@ -108,7 +122,8 @@ def measure(case: dict[str, Any], world: World, folder: Path) -> dict[str, Any]:
     found["all_step_s"] = [round(row["step_s"], 4) for row in rows]
     if is_gpu:
         of_ranks = torch.tensor(
-            [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), left_bytes], device=world.device
+            [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), left_bytes],
+            device=world.device,
         )
         dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
         found["peak_bytes"], found["reserved_bytes"], found["left_bytes"] = of_ranks.tolist()
@@ -142,9 +157,10 @@ def problem_of(error: Exception) -> str:
 
 
 def main() -> None:
-    """Measure the cases in the file that the command line names; the first rank prints a line for each.
+    """Measure the cases in the command line's file; the first rank prints a line for each.
 
-    After one that failed no rank knows how far the others are: the group ends, and is started anew for the rest.
+    After one that failed no rank knows how far the others are: the group ends, and is started anew
+    for the rest.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=Path, required=True)
@@ -158,7 +174,12 @@ def main() -> None:
             try:
                 found = measure(case, world, arguments.folder)
             except (RuntimeError, ValueError, PipelineError) as error:
-                print(json.dumps({"name": case["name"], "rank": world.rank, "problem": problem_of(error)}), flush=True)
+                print(
+                    json.dumps(
+                        {"name": case["name"], "rank": world.rank, "problem": problem_of(error)}
+                    ),
+                    flush=True,
+                )
                 os._exit(1)
             if world.is_first:
                 print(json.dumps({"name": case["name"], **found}), flush=True)

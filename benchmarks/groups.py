@@ -1,7 +1,7 @@
 """Starts ranks on this machine and reads what the first of them reports, line by line.
 
-Without torchrun, whose agent takes seconds to start and ends ranks in its own way: what is measured here is many short
-groups, of which one that fails must not take the others with it.
+Without torchrun, whose agent takes seconds to start and ends ranks in its own way: what is measured
+here is many short groups, of which one that fails must not take the others with it.
 """
 
 import json
@@ -23,7 +23,11 @@ from pipeline_lib.launch.environment import LOOPBACK, PLACE_IN_WORLD, free_port
 Row = dict[str, Any]
 SHARED_LOG_LINES = 3
 # NVLink multicast can put GPUs that others share out of service.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 END_S = 20.0  # for ranks that have said all they have to say
 
 
@@ -33,7 +37,7 @@ class GroupFailed(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """How to start ranks: a module of `benchmarks`, and what differs from rank to rank in the environment.
+    """How to start ranks: a module of `benchmarks`, and the environment that differs by rank.
 
     Whole lines of JSON that begin with a name are its reports; the rest goes to a log in `folder`.
     """
@@ -47,7 +51,10 @@ class Group:
     own: Callable[[int], Mapping[str, str]] = lambda _: {}
 
     def rows(self, arguments: Sequence[str], until_s: float) -> Generator[Row]:
-        """The reports, as they come. Raises GroupFailed; at `until_s` of the monotonic clock the group is ended."""
+        """The reports, as they come.
+
+        Raises GroupFailed; at `until_s` of the monotonic clock the group is ended.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
         found: queue.Queue[Row | None] = queue.Queue()
@@ -55,7 +62,8 @@ class Group:
         with log.open("ab") as output:
             processes = [self._start(rank, port, arguments, output) for rank in range(self.ranks)]
             readers = [
-                threading.Thread(target=_read, args=(process.stdout, log, found), daemon=True) for process in processes
+                threading.Thread(target=_read, args=(process.stdout, log, found), daemon=True)
+                for process in processes
             ]
             for reader in readers:
                 reader.start()
@@ -66,7 +74,9 @@ class Group:
                 for reader in readers:
                     reader.join(timeout=5)
 
-    def _start(self, rank: int, port: str, arguments: Sequence[str], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+    def _start(
+        self, rank: int, port: str, arguments: Sequence[str], errors: IO[bytes]
+    ) -> "subprocess.Popen[bytes]":
         environment = {key: value for key, value in os.environ.items() if key not in PLACE_IN_WORLD}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
         environment |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
@@ -143,11 +153,16 @@ def _end_of(log: Path) -> str:
 
 
 def measured(
-    group: Group, cases: Sequence[Row], until_s: float, arguments: Sequence[str] = (), needed_s: float = 15.0
+    group: Group,
+    cases: Sequence[Row],
+    until_s: float,
+    arguments: Sequence[str] = (),
+    needed_s: float = 15.0,
 ) -> Iterator[Row]:
-    """The reports on `cases`, a case that failed has a `problem`; those that there is no time for have none.
+    """The reports on `cases`: a failed one has a `problem`, those without time have none.
 
-    Torch's own strategies share a process group; DeepSpeed's engines keep memory, so each has one of its own.
+    Torch's own strategies share a process group; DeepSpeed's engines keep memory, so each has one
+    of its own.
     """
     waiting = list(cases)
     while waiting and time.monotonic() + needed_s < until_s:

@@ -1,11 +1,11 @@
-"""The host memory of small trainings on CPUs beside what the plan predicts, and the same under a limit.
+"""The host memory of small trainings on CPUs beside the plan's prediction, also under a limit.
 
-`python -m benchmarks.host_memory` trains random models through the real training stage, on ranks that exchange over
-gloo, each training in a memory cgroup of its own, limited to what SLURM would be asked for; it takes root. The table of
-the last measurements is in benchmarks/RESULTS.md.
+`python -m benchmarks.host_memory` trains random models through the real training stage, on ranks
+that exchange over gloo, each training in a memory cgroup of its own, limited to what SLURM would be
+asked for; it takes root. The table of the last measurements is in benchmarks/RESULTS.md.
 
-What is compared is anonymous and shared memory, sampled. A cgroup's own peak counts the file cache too, which fills
-whatever there is and is given up before anything is killed.
+What is compared is anonymous and shared memory, sampled. A cgroup's own peak counts the file cache
+too, which fills whatever there is and is given up before anything is killed.
 """
 
 import argparse
@@ -42,12 +42,18 @@ BLOCK_TOKENS, BATCH_BLOCKS = 256, 2
 STEPS = 2  # there are blocks for one more
 
 
-def _config(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _config(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, Any]:
     """config.json of a small Qwen3."""
     return {
         **{"architectures": ["Qwen3ForCausalLM"], "head_dim": 64, "tie_word_embeddings": True},
         **{"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate},
-        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        **{
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+        },
     }
 
 
@@ -83,7 +89,12 @@ class Case:
     @property
     def train(self) -> dict[str, Any]:
         """Keys of `train`."""
-        usual = {"micro_batch_blocks": 1, "precision": "fp32", "save_every_steps": 2, "save_async": self.save_async}
+        usual = {
+            "micro_batch_blocks": 1,
+            "precision": "fp32",
+            "save_every_steps": 2,
+            "save_async": self.save_async,
+        }
         return {**usual, **_WAYS[self.way]}
 
 
@@ -105,15 +116,18 @@ class NoMemoryGroup(RuntimeError):
 
 
 class MemoryGroup:
-    """A memory cgroup below this process's own, of version 1 or 2; processes in it are killed when it is left.
+    """A memory cgroup below this process's, version 1 or 2; its processes die at the end.
 
-    Version 2 is written from its documentation and was not tried. Raises NoMemoryGroup if it cannot be made.
+    Version 2 is written from its documentation and was not tried. Raises NoMemoryGroup if it cannot
+    be made.
     """
 
     def __init__(self) -> None:
         """Nothing is made yet."""
         try:
-            lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+            lines = [
+                line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()
+            ]
         except OSError as error:
             raise NoMemoryGroup(f"/proc/self/cgroup: {error.strerror}") from error
         own = {name: path.lstrip("/") for _, names, path in lines for name in names.split(",")}
@@ -137,7 +151,10 @@ class MemoryGroup:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Remove it, which needs its processes gone."""
         for _ in range(100):
@@ -154,14 +171,19 @@ class MemoryGroup:
 
     def limit(self, size_bytes: int) -> None:
         """Kill what takes more than that."""
-        (self.folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")).write_text(str(size_bytes))
+        (self.folder / ("memory.limit_in_bytes" if self._is_v1 else "memory.max")).write_text(
+            str(size_bytes)
+        )
 
     @property
     def held_bytes(self) -> int:
         """Anonymous and shared memory now: what the kernel cannot take back without swap."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in (line.split() for line in lines)}
-        return sum(stat[name] for name in (("total_rss", "total_shmem") if self._is_v1 else ("anon", "shmem")))
+        return sum(
+            stat[name]
+            for name in (("total_rss", "total_shmem") if self._is_v1 else ("anon", "shmem"))
+        )
 
     @property
     def charged_peak_bytes(self) -> int:
@@ -183,7 +205,7 @@ class MemoryGroup:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the plan says of a case's node, how its training ended, and what it held and was charged for at its peak."""
+    """A node's plan of a case, how its training ended, and the peak that it held and paid."""
 
     need: HostNeed
     code: int
@@ -216,13 +238,23 @@ def _write_model(job: Job, size: str) -> dict[str, Any]:
 
 
 def measure(folder: Path, case: Case) -> Measured:
-    """Plan `case`, and train it in a cgroup that is limited to what is asked for. Raises NoMemoryGroup."""
+    """Plan `case`, and train it in a cgroup that is limited to what is asked for.
+
+    Raises NoMemoryGroup.
+    """
     bench = bench_for(folder, case.size)
     plan, train = bench.specs(Way(case.name, case.ranks, case.train), case.name)
     bench.store.write_specs([plan, train])
     run_stage(make_plan, plan, bench.store, lambda _: None)
     need = host_need_of_plan(sealed_plan(bench.store.pointer(plan.ref)))
-    command = [sys.executable, "-m", "pipeline_lib", "train", "--spec", str(bench.store.spec_path(train.digest))]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline_lib",
+        "train",
+        "--spec",
+        str(bench.store.spec_path(train.digest)),
+    ]
     command += ["--plan", str(bench.store.pointer(plan.ref))]
     with MemoryGroup() as group:
         group.limit(need.total_bytes - SNAKEMAKE_BYTES)
@@ -247,7 +279,15 @@ def main() -> None:
         cells.insert(3, f"{found.error:+.1%}")
         rows.append([*cells, "ran" if found.code == 0 else f"failed ({found.code})"])
         print(" | ".join(rows[-1]), flush=True)
-    columns = ["case", "predicted GB", "measured GB", "error", "with file cache GB", "limit GB", "under the limit"]
+    columns = [
+        "case",
+        "predicted GB",
+        "measured GB",
+        "error",
+        "with file cache GB",
+        "limit GB",
+        "under the limit",
+    ]
     show("Host memory of a node without Snakemake", columns, rows)
 
 

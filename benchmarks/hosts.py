@@ -1,6 +1,9 @@
-"""Training on several hosts over ssh: from the command to the first step, what agents cost, and how soon a loss shows.
+"""Training on several hosts over ssh: time to the first step, agents' cost, how soon a loss shows.
 
-The hosts are network, process and mount namespaces of this machine, each with an sshd (tests/hosts). Needs to be root.
+The time is counted from the command.
+
+The hosts are network, process and mount namespaces of this machine, each with an sshd
+(tests/hosts). Needs to be root.
 """
 
 import argparse
@@ -28,13 +31,24 @@ def run(most_hosts: int = 3) -> None:
         prepared = Project(folder / "prepared")
         prepared.snakemake("shard")
         with machines(folder / "machines", most_hosts) as made:
-            starts = [_start(prepared, folder / f"start{count}", made[:count]) for count in range(1, most_hosts + 1)]
-            rows = [[str(count), f"{taken_s:.1f} s"] for count, taken_s in enumerate(starts, start=1)]
+            starts = [
+                _start(prepared, folder / f"start{count}", made[:count])
+                for count in range(1, most_hosts + 1)
+            ]
+            rows = [
+                [str(count), f"{taken_s:.1f} s"] for count, taken_s in enumerate(starts, start=1)
+            ]
             show("from `snakemake` to the first step, data ready", ["hosts", "time"], rows)
             show("agents at work", ["what", "value"], _cost(prepared, folder / "cost", made[:2]))
             rows = [
-                ["a rank on m2 is killed", _loss(prepared, folder / "rank", made[:2], lambda m: _kill(m, "rank"))],
-                ["the agent on m2 is killed", _loss(prepared, folder / "agent", made[:2], lambda m: _kill(m, "agent"))],
+                [
+                    "a rank on m2 is killed",
+                    _loss(prepared, folder / "rank", made[:2], lambda m: _kill(m, "rank")),
+                ],
+                [
+                    "the agent on m2 is killed",
+                    _loss(prepared, folder / "agent", made[:2], lambda m: _kill(m, "agent")),
+                ],
                 ["the link of m2 is cut", _loss(prepared, folder / "cut", made[:2], Machine.cut)],
             ]
             show(f"from a fault to the error (timeout_s: {TIMEOUT_S})", ["fault", "time"], rows)
@@ -43,7 +57,10 @@ def run(most_hosts: int = 3) -> None:
 def _project(prepared: Project, root: Path, made: list[Machine]) -> HostsProject:
     project = HostsProject(root, made)
     project.take_data(prepared)
-    project.edit("global_batch_tokens: 2048, micro_batch_blocks: 2", "global_batch_tokens: 2304, micro_batch_blocks: 1")
+    project.edit(
+        "global_batch_tokens: 2048, micro_batch_blocks: 2",
+        "global_batch_tokens: 2304, micro_batch_blocks: 1",
+    )
     project.edit("epochs: 2", f"epochs: 100, timeout_s: {TIMEOUT_S}")
     project.edit("save_every_steps: 3", "save_every_steps: 1000")
     if len(made) == 1:
@@ -64,11 +81,12 @@ def _start(prepared: Project, root: Path, made: list[Machine]) -> float:
 
 
 def _cost(prepared: Project, root: Path, made: list[Machine]) -> list[list[str]]:
-    """Return the CPU time of an agent and of the training stage for a step, and the time of a step."""
+    """Return an agent's and the training stage's CPU time for a step, and the step's time."""
     project = _project(prepared, root, made)
     started = project.start_training()
     project.wait_for_step(50)
-    agent, stage = made[1].processes(AGENT)[-1], made[0].processes("python -m pipeline_lib train")[-1]
+    agent = made[1].processes(AGENT)[-1]
+    stage = made[0].processes("python -m pipeline_lib train")[-1]
     workers = {"an agent": agent, "the training stage": stage}
     before = {name: sum(worker.cpu_times()[:2]) for name, worker in workers.items()}
     first = len(project.steps_done())
@@ -79,10 +97,15 @@ def _cost(prepared: Project, root: Path, made: list[Machine]) -> list[list[str]]
     project.interrupt(signal.SIGINT)
     started.wait(60)
     rows = [["a step (median)", f"{1000 * statistics.median(durations):.1f} ms"]]
-    return rows + [[f"CPU time of {name} for a step", f"{1e6 * spent / steps:.0f} us"] for name, spent in used.items()]
+    return rows + [
+        [f"CPU time of {name} for a step", f"{1e6 * spent / steps:.0f} us"]
+        for name, spent in used.items()
+    ]
 
 
-def _loss(prepared: Project, root: Path, made: list[Machine], fault: Callable[[Machine], None]) -> str:
+def _loss(
+    prepared: Project, root: Path, made: list[Machine], fault: Callable[[Machine], None]
+) -> str:
     """Return the time from `fault` on the last host until snakemake has told and ended."""
     project = _project(prepared, root, made)
     started = project.start_training()
@@ -103,5 +126,7 @@ def _kill(machine: Machine, what: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hosts", description=__doc__)
-    parser.add_argument("--hosts", type=int, default=3, help="the largest number of hosts; default: 3")
+    parser.add_argument(
+        "--hosts", type=int, default=3, help="the largest number of hosts; default: 3"
+    )
     run(parser.parse_args().hosts)

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.lease LIST --out DIR`: many commands on the GPUs of a machine that is lent for minutes.
+"""Many commands on GPUs of a machine lent for minutes: `python -m benchmarks.lease LIST --out DIR`.
 
-A line of LIST is `NAME GPUS SECONDS COMMAND`; DIR is written {out}. Each command starts when as many GPUs are free as
-it asks for, the lines above first, and has these alone; what takes longer than its SECONDS is killed with all that it
-started, and nothing starts that would be cut short by the limit. DIR/all.tar.gz holds all logs and results so far.
+A line of LIST is `NAME GPUS SECONDS COMMAND`; DIR is written {out}. Each command starts when as
+many GPUs are free as it asks for, the lines above first, and has these alone; what takes longer
+than its SECONDS is killed with all that it started, and nothing starts that would be cut short by
+the limit. DIR/all.tar.gz holds all logs and results so far.
 """
 
 import argparse
@@ -61,12 +62,14 @@ def read_jobs(text: str) -> list[Job]:
             name, gpus, limit_s, command = line.split(maxsplit=3)
             jobs.append(Job(name, int(gpus), float(limit_s), command))
         except ValueError as error:
-            raise ValueError(f"line {number}: expected NAME GPUS SECONDS COMMAND, found {line!r}") from error
+            raise ValueError(
+                f"line {number}: expected NAME GPUS SECONDS COMMAND, found {line!r}"
+            ) from error
     return jobs
 
 
 def run(jobs: Sequence[Job], gpus: int, out: Path, until_s: float) -> dict[str, int]:
-    """The exit codes of all jobs that were started before `until_s` of the monotonic clock; a killed one has -9."""
+    """The exit codes of jobs started before `until_s` of the monotonic clock; a killed has -9."""
     out.mkdir(parents=True, exist_ok=True)
     waiting = [job for job in jobs if job.gpus <= gpus]
     free, running, codes = set(range(gpus)), list[Running](), dict[str, int]()
@@ -107,7 +110,12 @@ def _tell(ended: Running, out: Path, now_s: float) -> None:
     """Print the end of its log, and pack all that there is: the machine may go at any moment."""
     log = (out / f"{ended.job.name}.log").read_text(errors="replace").splitlines()
     code = ended.process.returncode
-    print(f"=== {ended.job.name}: {code} after {now_s - ended.begun_s:.0f} s", *log[-TAIL_LINES:], sep="\n", flush=True)
+    print(
+        f"=== {ended.job.name}: {code} after {now_s - ended.begun_s:.0f} s",
+        *log[-TAIL_LINES:],
+        sep="\n",
+        flush=True,
+    )
     packed = out / "all.tar.gz"
     with tarfile.open(out / ".packing", "w:gz") as archive:
         for path in sorted(out.iterdir()):
@@ -122,7 +130,9 @@ def main() -> None:
     parser.add_argument("list", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=570.0, help="of all together")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="all that there are, by default")
+    parser.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="all that there are, by default"
+    )
     given = parser.parse_args()
     try:
         jobs = read_jobs(given.list.read_text())

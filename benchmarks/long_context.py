@@ -1,13 +1,15 @@
-"""LoRA of Qwen3-8B's widths on one long document: time, memory and MFU of a step, with its activations here or there.
+"""Qwen3-8B-wide LoRA on a long document: a step's time, memory and MFU, activations here or there.
 
-`python -m benchmarks.long_context --lengths 32768,65536,131072 --layers 36` on one GPU takes up to 9 minutes; `--tiny`
-tries it on CPUs. Weights are random, in bf16, adapters have rank 16, layers are compiled and checkpointed in full. Each
-case runs in a process of its own: for each length the attention and the products of a step by themselves, then steps
-with `train.offload_activations: true`, then `false`. What does not fit is reported as that.
+`python -m benchmarks.long_context --lengths 32768,65536,131072 --layers 36` on one GPU takes up to
+9 minutes; `--tiny` tries it on CPUs. Weights are random, in bf16, adapters have rank 16, layers are
+compiled and checkpointed in full. Each case runs in a process of its own: for each length the
+attention and the products of a step by themselves, then steps with `train.offload_activations:
+true`, then `false`. What does not fit is reported as that.
 
-The causal MFU of a step counts 4 FLOPs for each frozen weight and token (2 forward, 2 for the gradient of the input), 6
-for each weight of the adapters, half of each square of attention (2 forward, 4 backward, for each channel and pair of
-tokens), and the head for supervised tokens. What is computed again does not count. Divided by the GPU's dense peak.
+The causal MFU of a step counts 4 FLOPs for each frozen weight and token (2 forward, 2 for the
+gradient of the input), 6 for each weight of the adapters, half of each square of attention (2
+forward, 4 backward, for each channel and pair of tokens), and the head for supervised tokens. What
+is computed again does not count. Divided by the GPU's dense peak.
 """
 
 import argparse
@@ -39,7 +41,8 @@ from pipeline_lib.plan.machine import Ranks, peak_flops
 from pipeline_lib.plan.memory import predict
 from pipeline_lib.train.dist import World, process_group
 
-KINDS = ("parts", "away", "here")  # of cases: a step's parts alone, activations on the host, and on the device
+# of cases: a step's parts alone, activations on the host, and on the device
+KINDS = ("parts", "away", "here")
 SUPERVISED = 0.5  # of the document, at its end
 FEW_TOKENS = 40_000  # up to which two steps are timed, and otherwise one
 
@@ -56,13 +59,20 @@ class Case:
 
     def config(self) -> dict[str, Any]:
         """config.json; the positions of rotary embeddings do not change the time."""
-        return config_json(self.size, {"num_hidden_layers": self.layers, "max_position_embeddings": self.tokens})
+        return config_json(
+            self.size, {"num_hidden_layers": self.layers, "max_position_embeddings": self.tokens}
+        )
 
     def train(self) -> Train:
         """The settings of the steps."""
         is_gpu = torch.cuda.is_available()
         settings: dict[str, Any] = {
-            **{"method": "lora", "lora": {"rank": 16, "alpha": 32}, "strategy": "ddp", "recompute": "full"},
+            **{
+                "method": "lora",
+                "lora": {"rank": 16, "alpha": 32},
+                "strategy": "ddp",
+                "recompute": "full",
+            },
             **{
                 "offload_activations": self.kind == "away",
                 "kept_attention_layers": "auto" if self.kept is None else self.kept,
@@ -73,7 +83,9 @@ class Case:
         return Train.model_validate(settings)
 
 
-def cases(lengths: list[int], layers: int, is_tiny: bool, kinds: list[str], kept: int | None) -> Iterator[Case]:
+def cases(
+    lengths: list[int], layers: int, is_tiny: bool, kinds: list[str], kept: int | None
+) -> Iterator[Case]:
     """Every kind for every length."""
     for tokens in lengths:
         for kind in kinds:
@@ -82,19 +94,29 @@ def cases(lengths: list[int], layers: int, is_tiny: bool, kinds: list[str], kept
 
 def main() -> None:
     """Run the cases within the limit, print a table, and write results.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="32768,65536,131072", help="tokens of the document, divided by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths", default="32768,65536,131072", help="tokens of the document, divided by commas"
+    )
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--kept", type=int, help="layers that keep their attention's results; default: all")
+    parser.add_argument(
+        "--kept", type=int, help="layers that keep their attention's results; default: all"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, default=Path("results/long_context"))
     parser.add_argument("--tiny", action="store_true", help="small widths")
-    parser.add_argument("--limit-s", type=float, default=530.0, help="the most seconds that all may take")
+    parser.add_argument(
+        "--limit-s", type=float, default=530.0, help="the most seconds that all may take"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
         die_with_parent()
-        print(RESULT + json.dumps(run(Case(**json.loads(arguments.case)), arguments.out)), flush=True)
+        print(
+            RESULT + json.dumps(run(Case(**json.loads(arguments.case)), arguments.out)), flush=True
+        )
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     end_s, results = time.monotonic() + arguments.limit_s, []
@@ -120,11 +142,15 @@ def run(case: Case, out: Path) -> dict[str, Any]:
         with process_group(world, 240):
             return timed_steps(case, folder, world)
     except torch.OutOfMemoryError as error:
-        return {"error": "out of memory", "text": str(error).splitlines()[0], "peak_bytes": _peak_bytes()}
+        return {
+            "error": "out of memory",
+            "text": str(error).splitlines()[0],
+            "peak_bytes": _peak_bytes(),
+        }
 
 
 def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
-    """Seconds, memory and MFU of steps of one micro-batch, after one pass that compiles and is discarded."""
+    """Seconds, memory and MFU of steps of one micro-batch, after a discarded compiling pass."""
     train, geometry = case.train(), read_geometry(folder)
     stepper = random_stepper(folder, train, 1, world)
     batch = batch_of_documents(case.tokens, case.tokens, SUPERVISED, geometry.vocab)
@@ -133,32 +159,53 @@ def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
     warm_up_s = time.perf_counter() - begun_s
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    taken = [_seconds(lambda: take_step(stepper, [batch])) for _ in range(2 if case.tokens <= FEW_TOKENS else 1)]
+    taken = [
+        _seconds(lambda: take_step(stepper, [batch]))
+        for _ in range(2 if case.tokens <= FEW_TOKENS else 1)
+    ]
     step_s = statistics.median(taken)
     planned = predict(geometry, train, Ranks(1, 1, torch.cuda.is_available()), case.tokens, 1)
-    flops = step_flops(geometry, train, batch.real_tokens, batch.squared_lengths, batch.supervised_tokens).causal
+    flops = step_flops(
+        geometry, train, batch.real_tokens, batch.squared_lengths, batch.supervised_tokens
+    ).causal
     found: dict[str, Any] = {
-        **{"step_s": step_s, "warm_up_s": round(warm_up_s, 1), "tokens_per_s": round(case.tokens / step_s, 1)},
-        **{"peak_bytes": _peak_bytes(), "planned_bytes": planned.allocated_bytes, "host_bytes": planned.host_bytes},
+        **{
+            "step_s": step_s,
+            "warm_up_s": round(warm_up_s, 1),
+            "tokens_per_s": round(case.tokens / step_s, 1),
+        },
+        **{
+            "peak_bytes": _peak_bytes(),
+            "planned_bytes": planned.allocated_bytes,
+            "host_bytes": planned.host_bytes,
+        },
         # What the process held in host memory at most; the kernel counts KiB.
         "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "flops": flops,
     }
-    possible = peak_flops(torch.cuda.get_device_name(), train.precision) if torch.cuda.is_available() else None
+    possible = (
+        peak_flops(torch.cuda.get_device_name(), train.precision)
+        if torch.cuda.is_available()
+        else None
+    )
     return found if possible is None else {**found, "mfu": flops / step_s / possible}
 
 
-# The parts of a step alone: what the layers' attention and products, and the head's, take at these shapes.
+# The parts of a step alone: what the layers' attention and products, and the head's, take at these
+# shapes.
 
 
 def parts(case: Case, geometry: Geometry, device: torch.device) -> dict[str, Any]:
     """Seconds of all attention and all products of a step under full checkpointing.
 
-    Of products: forward twice, and the gradient of the input; of the head once each. Adapters' products do not count.
-    Attention: forward once in layers that keep its results, else twice, and backward.
+    Of products: forward twice, and the gradient of the input; of the head once each. Adapters'
+    products do not count. Attention: forward once in layers that keep its results, else twice, and
+    backward.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    forwards = 2 - kept_attention(geometry, case.train(), case.tokens) / max(1, geometry.attention_layers)
+    forwards = 2 - kept_attention(geometry, case.train(), case.tokens) / max(
+        1, geometry.attention_layers
+    )
     forward_s, backward_s = attention_s(case, geometry, device, dtype)
     of_layer = sum(
         2 * product_s(case.tokens, inputs, outputs, device, dtype)
@@ -174,14 +221,21 @@ def parts(case: Case, geometry: Geometry, device: torch.device) -> dict[str, Any
     attention = geometry.layers * (forwards * forward_s + backward_s)
     products = geometry.layers * of_layer + head_s
     return {
-        **{"attention_forward_s": forward_s, "attention_backward_s": backward_s, "attention_forwards": forwards},
+        **{
+            "attention_forward_s": forward_s,
+            "attention_backward_s": backward_s,
+            "attention_forwards": forwards,
+        },
         **{"attention_s": attention, "products_s": products, "parts_s": attention + products},
     }
 
 
-def attention_s(case: Case, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def attention_s(
+    case: Case, geometry: Geometry, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
     """Seconds of the attention of one layer, forward and backward."""
-    batch, nothing = batch_of_documents(case.tokens, case.tokens, SUPERVISED, geometry.vocab), nn.Module()
+    batch = batch_of_documents(case.tokens, case.tokens, SUPERVISED, geometry.vocab)
+    nothing = nn.Module()
     ends = batch.cu_seq_lens.to(device)
     query, key, value = (
         torch.randn(1, case.tokens, heads, geometry.head_dim, device=device, dtype=dtype)
@@ -191,7 +245,9 @@ def attention_s(case: Case, geometry: Geometry, device: torch.device, dtype: tor
     )
 
     def forward() -> Tensor:
-        return packed_attention(nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length)[0]
+        return packed_attention(
+            nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length
+        )[0]
 
     output = forward()
     gradient = torch.randn_like(output)
@@ -202,7 +258,9 @@ def attention_s(case: Case, geometry: Geometry, device: torch.device, dtype: tor
     return _median_s(forward), _median_s(backward)
 
 
-def product_s(rows: int, inputs: int, outputs: int, device: torch.device, dtype: torch.dtype) -> float:
+def product_s(
+    rows: int, inputs: int, outputs: int, device: torch.device, dtype: torch.dtype
+) -> float:
     """Seconds of one product [rows, inputs] x [inputs, outputs]."""
     left = torch.randn(rows, inputs, device=device, dtype=dtype)
     right = torch.randn(outputs, inputs, device=device, dtype=dtype).t()
@@ -237,7 +295,10 @@ def table(results: list[dict[str, Any]]) -> None:
     for found in results:
         if found["kind"] == "parts":
             continue
-        name = f"{found['tokens']:,}, activations {'on the host' if found['kind'] == 'away' else 'on the GPU'}"
+        name = (
+            f"{found['tokens']:,}, activations "
+            f"{'on the host' if found['kind'] == 'away' else 'on the GPU'}"
+        )
         if "error" in found:
             rows.append([name, found["error"][-60:], *["-"] * 6])
             continue
@@ -251,7 +312,16 @@ def table(results: list[dict[str, Any]]) -> None:
                 f"{parts_s / found['step_s']:.3f}" if parts_s else "-",
             ]
         )
-    columns = ("document", "step s", "tokens/s", "MFU", "peak GiB", "planned", "parts s", "parts / step")
+    columns = (
+        "document",
+        "step s",
+        "tokens/s",
+        "MFU",
+        "peak GiB",
+        "planned",
+        "parts s",
+        "parts / step",
+    )
     show("LoRA of Qwen3-8B's widths, one document", columns, rows)
 
 

@@ -1,4 +1,4 @@
-"""A slow network between processes of one machine: Linux's token bucket filter on the loopback device. Needs root."""
+"""A slow network between local processes: Linux's token bucket filter on loopback. Needs root."""
 
 import subprocess
 from dataclasses import dataclass
@@ -19,10 +19,22 @@ class Loopback:
     tc: str
 
     def limit(self, gbit_s: float) -> None:
-        """Let no more through than a link of `gbit_s` in each direction. Raises RuntimeError where tc cannot."""
+        """Let no more through than a link of `gbit_s` in each direction.
+
+        Raises RuntimeError where tc cannot.
+        """
         rate = from_gbit_per_s(gbit_s) * DIRECTIONS
         burst = round(max(LEAST_BURST_BYTES, rate * BURST_S))
-        command = ["qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", f"{round(rate * BITS)}bit"]
+        command = [
+            "qdisc",
+            "replace",
+            "dev",
+            DEVICE,
+            "root",
+            "tbf",
+            "rate",
+            f"{round(rate * BITS)}bit",
+        ]
         done = self._run(*command, "burst", f"{burst}b", "latency", QUEUE)
         if done.returncode or "tbf" not in self._run("qdisc", "show", "dev", DEVICE).stdout:
             raise RuntimeError(f"{self.tc} cannot slow {DEVICE} down: {done.stderr.strip()}")

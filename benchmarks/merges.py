@@ -1,8 +1,11 @@
-"""Right and wrong merges beside each other: 28 small models with experts and a few without, trained, merged and proven.
+"""Right and wrong merges compared: 28 small models with experts, a few without, trained and proven.
 
-`python -m benchmarks.merges` trains each for a few steps on this machine's CPUs. It prints what the proof says of the
-right merge, and of each wrong one (benchmarks/wrong_merges.py) the least difference of its tensors and whether it is
-refused. `bf16 logits` is what the proof judged before: the exported model in its own dtype, by 3e-2.
+They are also merged.
+
+`python -m benchmarks.merges` trains each for a few steps on this machine's CPUs. It prints what the
+proof says of the right merge, and of each wrong one (benchmarks/wrong_merges.py) the least
+difference of its tensors and whether it is refused. `bf16 logits` is what the proof judged before:
+the exported model in its own dtype, by 3e-2.
 """
 
 import argparse
@@ -57,7 +60,8 @@ class Case:
             kind = next(name for name, lora in LORAS.items() if lora == self.train.lora)
         experts = f"{self.chosen} of {self.experts} experts" if self.experts else "dense"
         return (
-            f"{self.layers} layers of {self.hidden}, {experts}, {kind} in {self.train.precision}, {NAMES[self.stored]}"
+            f"{self.layers} layers of {self.hidden}, {experts}, {kind} in "
+            f"{self.train.precision}, {NAMES[self.stored]}"
         )
 
 
@@ -91,24 +95,44 @@ def cases() -> Iterator[Case]:
             for settings in (FULL, {"method": "lora", "lr": 1e-2, "lora": lora}):
                 train = Train.model_validate({**settings, "precision": precision})
                 stored = torch.float32 if number in STORED_IN_FP32 else torch.bfloat16
-                yield Case(layers, experts, chosen, hidden, tied=number % 2 == 0, train=train, stored=stored)
+                yield Case(
+                    layers,
+                    experts,
+                    chosen,
+                    hidden,
+                    tied=number % 2 == 0,
+                    train=train,
+                    stored=stored,
+                )
     for precision in ("fp32", "bf16"):
         for settings in (FULL, {"method": "lora", "lr": 1e-2, "lora": LORAS["lora"]}):
-            yield Case(20, tied=True, train=Train.model_validate({**settings, "precision": precision}))
+            yield Case(
+                20, tied=True, train=Train.model_validate({**settings, "precision": precision})
+            )
 
 
 def block(seed: int) -> Block:
     """Return a block of four documents of random tokens."""
     tokens = np.random.default_rng(seed).integers(3, VOCABULARY, TOKENS).astype(np.int32)
-    return Block(tokens, np.ones(TOKENS, np.bool_), np.repeat(np.arange(4, dtype=np.int32), TOKENS // 4))
+    return Block(
+        tokens, np.ones(TOKENS, np.bool_), np.repeat(np.arange(4, dtype=np.int32), TOKENS // 4)
+    )
 
 
 def make_base(case: Case, folder: Path) -> None:
     """Write the base model, with matrices as large as those of trained models."""
     sizes: dict[str, Any] = {
-        **{"vocab_size": VOCABULARY, "hidden_size": case.hidden, "intermediate_size": 2 * case.hidden},
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": case.hidden,
+            "intermediate_size": 2 * case.hidden,
+        },
         **{"num_hidden_layers": case.layers, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"head_dim": case.hidden // 4, "max_position_embeddings": 512, "tie_word_embeddings": case.tied},
+        **{
+            "head_dim": case.hidden // 4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": case.tied,
+        },
         **{"initializer_range": 2 / math.sqrt(case.hidden) / 3},
     }
     experts: dict[str, Any] = {
@@ -166,7 +190,7 @@ class Merges:
         export(fold, self.folder / "base", {}, self.folder / name, None)
 
     def make_wrong(self, kind: str) -> bool:
-        """Make the wrong merge of that kind in the folder `wrong`; return whether there is any of this model."""
+        """Make the wrong merge of that kind in `wrong`; return whether this model has one."""
         shutil.rmtree(self.folder / "wrong", ignore_errors=True)
         if kind in FILES:
             shutil.copytree(self.folder / "right", self.folder / "wrong")
@@ -179,11 +203,15 @@ class Merges:
     def proven(self, name: str) -> dict[str, Any]:
         """Return the figures of the proof of the folder `name`. Raises TrainingError."""
         base, trained = self.folder / "base", self.folder / "trained"
-        return prove(self.folder / name, base, trained, self.case.train, CPU, lambda _: None, Spans())
+        return prove(
+            self.folder / name, base, trained, self.case.train, CPU, lambda _: None, Spans()
+        )
 
     def by_value(self, name: str) -> float:
         """Return by how much the tensors of the folder `name` differ at most."""
-        reference = Reference(self.folder / name, self.folder / "base", self.folder / "trained", self.case.train)
+        reference = Reference(
+            self.folder / name, self.folder / "base", self.folder / "trained", self.case.train
+        )
         try:
             return max(difference for _, difference in differences(reference, CPU))
         except DataError:
@@ -203,7 +231,9 @@ class Merges:
 def main() -> None:
     """Print a line for each right merge, and the summary of the wrong ones."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.merges", description=__doc__)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case, counted from 0")
+    parser.add_argument(
+        "--first", type=int, default=0, help="the number of the first case, counted from 0"
+    )
     parser.add_argument("--cases", type=int, default=None, help="so many of the cases")
     parser.add_argument("--right", action="store_true", help="no wrong merges")
     given = parser.parse_args()
@@ -212,7 +242,10 @@ def main() -> None:
     torch.set_num_threads(1)
     wrong: dict[str, list[tuple[float, float, bool]]] = {}
     published = 0
-    print(f"{'right merges':<68} {'tensors':>8} {'logits':>8} {'allowed':>8} {'apart':>5} {'bf16 logits':>11}  proof")
+    print(
+        f"{'right merges':<68} {'tensors':>8} {'logits':>8} {'allowed':>8} {'apart':>5} "
+        f"{'bf16 logits':>11}  proof"
+    )
     for case in chosen:
         with tempfile.TemporaryDirectory() as name:
             merges = Merges.of(case, Path(name))
@@ -221,7 +254,10 @@ def main() -> None:
                 found = merges.proven("right")
                 published += 1
                 figures = f"{found['value_difference']:8.1e} {found['relative_difference']:8.1e} "
-                figures += f"{found['tolerance']:8.1e} {found['positions_apart']:>5} {before:11.1e}  published"
+                figures += (
+                    f"{found['tolerance']:8.1e} {found['positions_apart']:>5} "
+                    f"{before:11.1e}  published"
+                )
             except TrainingError as error:
                 figures = f"REFUSED {merges.by_value('right'):.1e} {before:.1e} {error}"
             print(f"{case!s:<68} {figures}", flush=True)
@@ -234,11 +270,17 @@ def main() -> None:
                 row = merges.by_value("wrong"), merges.by_logits("wrong"), is_refused
                 wrong.setdefault(kind, []).append(row)
                 if not is_refused:
-                    print(f"    PUBLISHED: {kind}, tensors {row[0]:.1e}, bf16 logits {row[1]:.1e}", flush=True)
+                    print(
+                        f"    PUBLISHED: {kind}, tensors {row[0]:.1e}, bf16 logits {row[1]:.1e}",
+                        flush=True,
+                    )
     print(f"\n{published} right merges published\n")
     if not wrong:
         return
-    print(f"{'wrong merges':<24} {'refused':>9} {'least tensors':>14} {'least bf16 logits':>18} {'within 3e-2':>12}")
+    print(
+        f"{'wrong merges':<24} {'refused':>9} {'least tensors':>14} {'least bf16 logits':>18} "
+        f"{'within 3e-2':>12}"
+    )
     for kind, rows in wrong.items():
         refused = f"{sum(is_refused for _, _, is_refused in rows)} of {len(rows)}"
         tensors, logits = (min(row[place] for row in rows) for place in (0, 1))

@@ -1,10 +1,10 @@
-"""Emulated nodes on one machine over a slow network: every strategy, predicted and measured, beside one node alone.
+"""Emulated nodes on a machine over a slow network: strategies, predicted and measured, beside one.
 
-`python -m benchmarks.network --nodes 2 --gpus 2 --gbit 10 --out DIR` as root on a machine with as many GPUs: NCCL is
-told which ranks share a host, so that others are reached over sockets, and these are slowed down to so many Gbit/s of a
-node in each direction. What a node then really sends is measured first and given to the plan, whose predictions are
-written down before any training. What would take a step of more than --bound-s is predicted only, and so is all that
-no time is left for.
+`python -m benchmarks.network --nodes 2 --gpus 2 --gbit 10 --out DIR` as root on a machine with as
+many GPUs: NCCL is told which ranks share a host, so that others are reached over sockets, and these
+are slowed down to so many Gbit/s of a node in each direction. What a node then really sends is
+measured first and given to the plan, whose predictions are written down before any training. What
+would take a step of more than --bound-s is predicted only, and so is all that no time is left for.
 """
 
 import argparse
@@ -35,11 +35,21 @@ ONE_NODE_S = 90.0  # the longest that one node may take
 
 
 def write_predictions(
-    path: Path, bench: Bench, links: Sequence[Row], predicted: Mapping[Key, Prediction], cases: Sequence[Row]
+    path: Path,
+    bench: Bench,
+    links: Sequence[Row],
+    predicted: Mapping[Key, Prediction],
+    cases: Sequence[Row],
 ) -> None:
     """All that is claimed, with the time of claiming it."""
-    claims = [{**vars(key), "prediction": prediction.as_json()} for key, prediction in predicted.items()]
-    machines = {gbit_s: machine.as_json() for gbit_s, machine in bench.machines.items() if gbit_s is not None}
+    claims = [
+        {**vars(key), "prediction": prediction.as_json()} for key, prediction in predicted.items()
+    ]
+    machines = {
+        gbit_s: machine.as_json()
+        for gbit_s, machine in bench.machines.items()
+        if gbit_s is not None
+    }
     when = datetime.now(UTC).isoformat(timespec="seconds")
     content = {"written_at": when, "links": list(links), "machines": machines, "cases": list(cases)}
     write_json(path, {**content, "predictions": claims})
@@ -52,14 +62,18 @@ def expected_s(cases: Sequence[Row]) -> float:
     return groups * START_S + len(cases) * BUILD_S + steps_s
 
 
-def measure_links(group: Group, gbits: Sequence[float], arguments: Sequence[str], until_s: float) -> list[Row]:
+def measure_links(
+    group: Group, gbits: Sequence[float], arguments: Sequence[str], until_s: float
+) -> list[Row]:
     """What a node sends at each rate."""
     found = []
     for row in group.rows(["--link", *map(str, gbits), *arguments], until_s):
         found.append(row)
         rates = ", ".join(gbit_per_s(rate) for rate in row["bytes_s"])
         latency = ", ".join(brief(each) for each in row["latency_s"])
-        print(f"link at {row['gbit_s']:g} Gbit/s: a node sends {rates}; latency {latency}", flush=True)
+        print(
+            f"link at {row['gbit_s']:g} Gbit/s: a node sends {rates}; latency {latency}", flush=True
+        )
     return found
 
 
@@ -67,22 +81,40 @@ def command_line() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="emulated")
-    parser.add_argument("--gpus", type=int, default=1, help="of each of them; ranks, where there are no GPUs")
-    parser.add_argument("--gbit", type=float, nargs="+", default=[10, 4, 1], help="of a node, in each direction")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="of each of them; ranks, where there are no GPUs"
+    )
+    parser.add_argument(
+        "--gbit", type=float, nargs="+", default=[10, 4, 1], help="of a node, in each direction"
+    )
     parser.add_argument("--size", choices=WAYS, default="1.7B")
-    parser.add_argument("--layers", type=int, help="fewer than the model has, so that slow links take no hours")
+    parser.add_argument(
+        "--layers", type=int, help="fewer than the model has, so that slow links take no hours"
+    )
     parser.add_argument("--vocabulary", type=int, help="a smaller one, for the same reason")
     parser.add_argument("--micro", type=int, default=2, help="blocks that a rank takes at a time")
-    parser.add_argument("--accumulation", type=int, nargs="+", default=[2, 16], help="micro-batches of a step")
+    parser.add_argument(
+        "--accumulation", type=int, nargs="+", default=[2, 16], help="micro-batches of a step"
+    )
     parser.add_argument("--strategies", nargs="*", default=[], help="names; all by default")
     parser.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE", help="of every run")
-    parser.add_argument("--measured", type=Path, nargs="*", default=[], help="cluster.json of calibrate, one or more")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="cluster.json of calibrate, one or more",
+    )
     parser.add_argument("--gpu", default="h200", help="kind of the GPUs, where there are any")
     parser.add_argument("--tc", default="tc", help="iproute2's")
-    parser.add_argument("--bound-s", type=float, default=25, help="steps that would take longer are predicted only")
+    parser.add_argument(
+        "--bound-s", type=float, default=25, help="steps that would take longer are predicted only"
+    )
     parser.add_argument("--limit-s", type=float, default=290, help="of the whole")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--logs", type=Path, help="folder for what the ranks say; one in --out by default")
+    parser.add_argument(
+        "--logs", type=Path, help="folder for what the ranks say; one in --out by default"
+    )
     return parser.parse_args()
 
 
@@ -99,7 +131,9 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, until_s: float) -> None:
     """All but the cleaning up."""
-    is_gpu, out, gbits = torch.cuda.is_available(), arguments.out, sorted(arguments.gbit, reverse=True)
+    is_gpu = torch.cuda.is_available()
+    out = arguments.out
+    gbits = sorted(arguments.gbit, reverse=True)
     out.mkdir(parents=True, exist_ok=True)
     nodes, logs = Nodes(arguments.nodes, arguments.gpus), arguments.logs or out / "logs"
     silence_s = max(SILENCE_S, 3 * arguments.bound_s)
@@ -110,10 +144,16 @@ def run(arguments: argparse.Namespace, until_s: float) -> None:
     links = measure_links(all_of, gbits, common, until_s)
     bench = bench_of(arguments, nodes, links, is_gpu)
     predicted = bench.predictions([None, *gbits])
-    cases = {place: bench.cases(predicted, rates) for place, rates in ((alone, [None]), (all_of, gbits))}
+    cases = {
+        place: bench.cases(predicted, rates) for place, rates in ((alone, [None]), (all_of, gbits))
+    }
     everything = [case for of_place in cases.values() for case in of_place]
     write_predictions(out / "predictions.json", bench, links, predicted, everything)
-    print(f"predictions in {out / 'predictions.json'}; measuring will take {brief(expected_s(everything))}", flush=True)
+    print(
+        f"predictions in {out / 'predictions.json'}; measuring will take "
+        f"{brief(expected_s(everything))}",
+        flush=True,
+    )
     rows: dict[Key, Row] = {}
     for place, of_place in cases.items():
         end_s = min(until_s, time.monotonic() + ONE_NODE_S) if place is alone else until_s
@@ -134,16 +174,22 @@ def place_of(row: Row) -> str:
     return f"{network}, {row['accumulation']} micro-batches"
 
 
-def bench_of(arguments: argparse.Namespace, nodes: Nodes, links: Sequence[Row], is_gpu: bool) -> Bench:
+def bench_of(
+    arguments: argparse.Namespace, nodes: Nodes, links: Sequence[Row], is_gpu: bool
+) -> Bench:
     """What all cases share, the network as it was measured."""
     gpu = arguments.gpu if is_gpu else None
     path = measured_of(arguments.measured, geometry_in(config_json(arguments.size)), "full")
     machines = {
-        row["gbit_s"]: with_link(machine_for(nodes.count, nodes.gpus, gpu, path, internode_gbit_s=row["gbit_s"]), row)
+        row["gbit_s"]: with_link(
+            machine_for(nodes.count, nodes.gpus, gpu, path, internode_gbit_s=row["gbit_s"]), row
+        )
         for row in links
     }
     wanted = {"num_hidden_layers": arguments.layers, "vocab_size": arguments.vocabulary}
-    chosen = [one for one in STRATEGIES if not arguments.strategies or one.name in arguments.strategies]
+    chosen = [
+        one for one in STRATEGIES if not arguments.strategies or one.name in arguments.strategies
+    ]
     if find_spec("deepspeed") is None:
         print("DeepSpeed is not installed: zero1, zero2 and zero3 are left out", flush=True)
         chosen = [one for one in chosen if not one.name.startswith("zero")]

@@ -1,4 +1,4 @@
-"""What is tried over the emulated network: strategies, the nodes, and what the ranks are told of each case."""
+"""What is tried over the emulated network: strategies, nodes, and what ranks hear of a case."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +13,14 @@ from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.machine import Machine, Rate
+from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.step_time import shape_of
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady
-ALONE_STEP_S = 8.0  # the longest of one node, whose speed hardly depends on how much more a step accumulates
+ALONE_STEP_S = (
+    8.0  # the longest of one node, whose speed hardly depends on how much more a step accumulates
+)
 USUAL_STEPS = 2
 WARM_STEPS = {"powersgd": 3}  # after two steps that exchange everything
 USUAL_WARM_STEPS = 1
@@ -30,8 +32,8 @@ ALONE = ("ddp", "fsdp")  # what one node is measured with; the better of them is
 class Strategy:
     """One to compare: what of `train` it sets, and the updates between two exchanges.
 
-    What is measured is `measured_as`: of local SGD a step that exchanges nothing, and what an exchange adds to it, so
-    that one measurement serves every period.
+    What is measured is `measured_as`: of local SGD a step that exchanges nothing, and what an
+    exchange adds to it, so that one measurement serves every period.
     """
 
     name: str
@@ -47,7 +49,10 @@ class Strategy:
 
 def _local_sgd(period: int) -> Strategy:
     return Strategy(
-        f"ddp, local SGD {period}", {"strategy": "ddp", "local_sgd_steps": period}, period, "ddp, local SGD"
+        f"ddp, local SGD {period}",
+        {"strategy": "ddp", "local_sgd_steps": period},
+        period,
+        "ddp, local SGD",
     )
 
 
@@ -60,7 +65,10 @@ STRATEGIES = (
         Strategy(f"{name}, bf16", {"strategy": name, "gradient_compression": "bf16"})
         for name in ("ddp", "hsdp", "fsdp", "zero3", "zero1", "zero2")
     ),
-    *(Strategy(name, {"strategy": name}) for name in ("hsdp", "ddp", "fsdp", "zero3", "zero1", "zero2")),
+    *(
+        Strategy(name, {"strategy": name})
+        for name in ("hsdp", "ddp", "fsdp", "zero3", "zero1", "zero2")
+    ),
 )
 
 
@@ -77,17 +85,25 @@ class Nodes:
         return self.count * self.gpus
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What makes `rank` one of its node; it keeps the GPU of its number, since the machine is one."""
+        """What makes `rank` its node's; it keeps the GPU of its number, on this one machine."""
         return {
-            **{"NCCL_HOSTID": f"emulated-node-{rank // self.gpus}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
-            **{"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(self.gpus)},
+            **{
+                "NCCL_HOSTID": f"emulated-node-{rank // self.gpus}",
+                "NCCL_NET": "Socket",
+                "NCCL_IB_DISABLE": "1",
+            },
+            **{
+                "NCCL_SOCKET_IFNAME": "lo",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "LOCAL_WORLD_SIZE": str(self.gpus),
+            },
             **NO_MULTICAST,
         }
 
 
 @dataclass(frozen=True)
 class Key:
-    """A cell of the table: a strategy, the Gbit/s of a node (None: there is but one), micro-batches of a step."""
+    """A cell of the table: a strategy, a node's Gbit/s (None: one node), micro-batches a step."""
 
     name: str
     gbit_s: float | None
@@ -96,7 +112,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cases share; `machines` are the nodes by the Gbit/s between them, and one alone by None."""
+    """What all cases share; `machines` are nodes by the Gbit/s between them, by None one."""
 
     size: str
     config: Row
@@ -144,17 +160,25 @@ class Bench:
         geometry = geometry_in(config_json(self.size, self.config))
         workload = workload_of(self.block_tokens, blocks, machine.ranks)
         machine = known_layers(machine, geometry)
-        return Setting(geometry, machine, workload, blocks * machine.ranks, None).predict(self.train(strategy))
+        return Setting(geometry, machine, workload, blocks * machine.ranks, None).predict(
+            self.train(strategy)
+        )
 
-    def cases(self, predicted: Mapping[Key, Prediction], gbits: Sequence[float | None]) -> list[Row]:
-        """What the ranks are told: one case for all rates and numbers of micro-batches. What takes too long is not."""
+    def cases(
+        self, predicted: Mapping[Key, Prediction], gbits: Sequence[float | None]
+    ) -> list[Row]:
+        """What the ranks are told: one case for all rates and numbers of micro-batches.
+
+        What takes too long is not.
+        """
         cases = []
         for strategy in {one.case: one for one in reversed(self._on(gbits[0]))}.values():
             rates = [
                 rate
                 for gbit_s in gbits
                 for accumulation in self.accumulations
-                if (rate := self._rate(strategy, predicted, gbit_s, accumulation))["longest_s"] <= self._bound_s(gbit_s)
+                if (rate := self._rate(strategy, predicted, gbit_s, accumulation))["longest_s"]
+                <= self._bound_s(gbit_s)
             ]
             if rates:
                 # As the plan took it, which settles what `train` leaves open.
@@ -166,13 +190,21 @@ class Bench:
         return min(self.bound_s, ALONE_STEP_S) if gbit_s is None else self.bound_s
 
     def _rate(
-        self, strategy: Strategy, predicted: Mapping[Key, Prediction], gbit_s: float | None, accumulation: int
+        self,
+        strategy: Strategy,
+        predicted: Mapping[Key, Prediction],
+        gbit_s: float | None,
+        accumulation: int,
     ) -> Row:
         prediction = predicted[Key(strategy.name, gbit_s, accumulation)]
         step_s = prediction.step_s.value
         steps = 1 if step_s > LONG_STEP_S else USUAL_STEPS
         # Of local SGD steps that exchange nothing and, once at each rate, one that does.
-        exchange_s = sum(one.seconds for one in prediction.exchanges) * strategy.period if strategy.period > 1 else 0.0
+        exchange_s = (
+            sum(one.seconds for one in prediction.exchanges) * strategy.period
+            if strategy.period > 1
+            else 0.0
+        )
         plain_s = step_s - exchange_s / strategy.period
         wanted = {"gbit_s": gbit_s, "accumulation": accumulation, "steps": steps}
         is_first = accumulation == self.accumulations[0]
@@ -181,7 +213,12 @@ class Bench:
 
     def _case(self, strategy: Strategy, train: Train, rates: list[Row]) -> Row:
         return {
-            **{"name": strategy.case, "size": self.size, "config": self.config, "block_tokens": self.block_tokens},
+            **{
+                "name": strategy.case,
+                "size": self.size,
+                "config": self.config,
+                "block_tokens": self.block_tokens,
+            },
             "accumulation": max(rate["accumulation"] for rate in rates),
             "train": {**settings_of(train), "strategy": train.strategy},
             "warm_steps": WARM_STEPS.get(train.gradient_compression, USUAL_WARM_STEPS),
@@ -211,7 +248,7 @@ def with_link(machine: Machine, row: Row) -> Machine:
 
 
 def expanded(row: Row, keys: Iterable[Key]) -> dict[Key, Row]:
-    """A report of the ranks by the cells of `keys` that it fills; one on a failure fills all of its case.
+    """A report of ranks by the cells of `keys` that it fills; a failure fills all of its case.
 
     Of local SGD the exchange's seconds and bytes are shared by the updates of its period.
     """
@@ -219,7 +256,10 @@ def expanded(row: Row, keys: Iterable[Key]) -> dict[Key, Row]:
     found = {}
     for key in keys:
         strategy = strategies[key.name]
-        is_meant = all(row.get(name, getattr(key, name)) == getattr(key, name) for name in ("gbit_s", "accumulation"))
+        is_meant = all(
+            row.get(name, getattr(key, name)) == getattr(key, name)
+            for name in ("gbit_s", "accumulation")
+        )
         if strategy.case != row["name"] or not is_meant:
             continue
         found[key] = row if "exchange_s" not in row else _shared(row, strategy.period)
@@ -227,7 +267,7 @@ def expanded(row: Row, keys: Iterable[Key]) -> dict[Key, Row]:
 
 
 def _shared(row: Row, period: int) -> Row:
-    """A step of local SGD on average: `row` has one that exchanges nothing, and what an exchange adds."""
+    """An average step of local SGD: `row` has one without exchange, and what one adds."""
     share_s = row["exchange_s"] / period
     return {
         **row,

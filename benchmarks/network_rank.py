@@ -1,7 +1,8 @@
-"""One rank of emulated nodes: it measures the link between them, or ways to train over it at several rates.
+"""One rank of emulated nodes: it measures their link, or ways to train over it at several rates.
 
-Started by `benchmarks.network`, also for one node alone. The first rank sets the rate; a model is built once for all
-rates and numbers of micro-batches. What trains is imported where there is something to train: it takes seconds.
+Started by `benchmarks.network`, also for one node alone. The first rank sets the rate; a model is
+built once for all rates and numbers of micro-batches. What trains is imported where there is
+something to train: it takes seconds.
 """
 
 import argparse
@@ -55,8 +56,9 @@ class Network:
 
 
 def measure_link(network: Network, world: World, gbit_s: float) -> dict[str, Any]:
-    """What a node sends to others: bytes a second, and seconds until the first of them, in each sweep over sizes."""
-    speakers = list(range(0, world.size, world.size // network.nodes))  # one of each node: others share its network
+    """What a node sends: bytes a second, and seconds to the first, in each sweep over sizes."""
+    # one of each node: others share its network
+    speakers = list(range(0, world.size, world.size // network.nodes))
     group = dist.new_group(speakers)
     network.limit(world, gbit_s)
     sweeps = [_sweep(world.device, group) for _ in range(SWEEPS)] if world.rank in speakers else []
@@ -67,7 +69,9 @@ def measure_link(network: Network, world: World, gbit_s: float) -> dict[str, Any
         "gbit_s": gbit_s,
         "bytes_s": [rate for rate, _ in fitted],
         "latency_s": [latency for _, latency in fitted],
-        "points": {f"{one.kind} {one.size_bytes}": one.seconds for sweep in sweeps[-1:] for one in sweep},
+        "points": {
+            f"{one.kind} {one.size_bytes}": one.seconds for sweep in sweeps[-1:] for one in sweep
+        },
     }
 
 
@@ -79,7 +83,9 @@ def _sweep(device: torch.device, group: dist.ProcessGroup | None) -> list[Collec
         part = torch.zeros(size_bytes // 4 // ranks, device=device)
         calls = {
             "all_reduce": partial(dist.all_reduce, values, group=group),
-            "all_gather": partial(dist.all_gather, [torch.empty_like(part) for _ in range(ranks)], part, group=group),
+            "all_gather": partial(
+                dist.all_gather, [torch.empty_like(part) for _ in range(ranks)], part, group=group
+            ),
         }
         for kind, call in calls.items():
             call()
@@ -87,8 +93,10 @@ def _sweep(device: torch.device, group: dist.ProcessGroup | None) -> list[Collec
     return found
 
 
-def train_over(network: Network, case: dict[str, Any], world: World, folder: Path, until_s: float) -> None:
-    """Print what a step takes at each rate; the first rank tells when there is no time left for one.
+def train_over(
+    network: Network, case: dict[str, Any], world: World, folder: Path, until_s: float
+) -> None:
+    """Print a step's time at each rate; the first rank tells when no time is left for one.
 
     The model is built and warmed up over the network as it comes.
     """
@@ -97,9 +105,15 @@ def train_over(network: Network, case: dict[str, Any], world: World, folder: Pat
     ready = prepare(case, world, folder)
     for _ in range(case["warm_steps"]):
         replace(ready, batches=ready.batches[: case["warm_accumulation"]]).step()
-    exchanges: dict[float, dict[str, float]] = {}  # of local SGD: they do not depend on what is computed
+    exchanges: dict[
+        float, dict[str, float]
+    ] = {}  # of local SGD: they do not depend on what is computed
     for number, rate in enumerate(case["rates"]):
-        begun = {"name": case["name"], "gbit_s": rate["gbit_s"], "accumulation": rate["accumulation"]}
+        begun = {
+            "name": case["name"],
+            "gbit_s": rate["gbit_s"],
+            "accumulation": rate["accumulation"],
+        }
         begun["ends_case"] = number == len(case["rates"]) - 1
         is_late = time.monotonic() + UNSURE * rate["expected_s"] > until_s
         agreed = torch.tensor(float(is_late), device=world.device)
@@ -133,17 +147,22 @@ def _steps(network: Network, ready: "Ready", steps: int, period: int) -> dict[st
     return {**found, "sent_bytes": sent, "all_step_s": [round(row["step_s"], 4) for row in rows]}
 
 
-def _exchange(network: Network, ready: "Ready", plain: dict[str, Any], period: int) -> dict[str, float]:
+def _exchange(
+    network: Network, ready: "Ready", plain: dict[str, Any], period: int
+) -> dict[str, float]:
     """What the exchange of local SGD adds to a step that is as `plain` without it."""
     _place(ready, period, period)
     before = network.sent_bytes()
     update_s = ready.step()["update_s"]
     sent = network.sent_bytes() - before
-    return {"exchange_s": update_s - plain["update_s"], "exchange_bytes": sent - plain["sent_bytes"]}
+    return {
+        "exchange_s": update_s - plain["update_s"],
+        "exchange_bytes": sent - plain["sent_bytes"],
+    }
 
 
 def _place(ready: "Ready", period: int, update: int) -> None:
-    """Let the next update be the one of that number, from 1, of `period`, after the last of which models meet."""
+    """Let the next update be that number, from 1, of `period`, after which models meet."""
     strategy = cast("Native", ready.stepper.strategy)
     strategy.updates += period - strategy.updates % period + update - 1
 
@@ -171,15 +190,25 @@ def main() -> None:
             train_all(network, world, arguments, until_s)
 
 
-def train_all(network: Network, world: World, arguments: argparse.Namespace, until_s: float) -> None:
-    """Print what the cases of the command line take. An error ends the process, so that no rank waits for it."""
+def train_all(
+    network: Network, world: World, arguments: argparse.Namespace, until_s: float
+) -> None:
+    """Print what the cases of the command line take.
+
+    An error ends the process, so that no rank waits for it.
+    """
     from benchmarks.grid import cases_in_time, problem_of
 
     for case in cases_in_time(arguments.cases, world, arguments.limit_s):
         try:
             train_over(network, case, world, arguments.folder, until_s)
         except (RuntimeError, ValueError, PipelineError) as error:
-            print(json.dumps({"name": case["name"], "rank": world.rank, "problem": problem_of(error)}), flush=True)
+            print(
+                json.dumps(
+                    {"name": case["name"], "rank": world.rank, "problem": problem_of(error)}
+                ),
+                flush=True,
+            )
             os._exit(1)
         finally:
             if world.is_first:

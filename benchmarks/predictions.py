@@ -1,8 +1,8 @@
-"""The proof of the plan: what it predicts for a grid of ways to train, written down first, and what they then take.
+"""The proof of the plan: its predictions for a grid of ways to train, written first, and the truth.
 
-`python -m benchmarks.predictions --size 0.6B 1.7B 8B --ranks 2 --measured cluster*.json --out DIR` on a machine with
-GPUs; model and documents are random. DIR gets predictions.json before anything is measured, then results.json and
-table.md, which is in benchmarks/RESULTS.md.
+`python -m benchmarks.predictions --size 0.6B 1.7B 8B --ranks 2 --measured cluster*.json --out DIR`
+on a machine with GPUs; model and documents are random. DIR gets predictions.json before anything is
+measured, then results.json and table.md, which is in benchmarks/RESULTS.md.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from pipeline_lib.model.batch import Batch
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of, read_measured
 from pipeline_lib.plan.machine import Machine
+from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.workload import Workload
 
 BLOCK_TOKENS = {"tiny": 64}
@@ -72,7 +72,11 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "4B": (Way("ddp", 1), Way("fsdp", 1)),
     "8B": (
         *(Way("ddp", 1, method="lora"), Way("fsdp", 1, method="lora"), Way("fsdp", 1, "full")),
-        *(Way("ddp", 2, method="lora"), Way("ddp", 1, "full", "lora"), Way("zero3", 1, method="lora")),
+        *(
+            Way("ddp", 2, method="lora"),
+            Way("ddp", 1, "full", "lora"),
+            Way("zero3", 1, method="lora"),
+        ),
         *(Way("fsdp", 2, "full", turn=2), Way("fsdp", 2, method="lora", turn=2)),
         Way("fsdp", 1, "selective", turn=2),
     ),
@@ -81,7 +85,10 @@ WAYS: dict[str, tuple[Way, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train a model of some size, and what is predicted for it. Cases of a group compute the same."""
+    """A way to train a model of some size, and what is predicted for it.
+
+    Cases of a group compute the same.
+    """
 
     name: str
     group: str
@@ -97,7 +104,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cases share: ranks of one node, the kind of their GPUs, what was measured of them, steps of a case."""
+    """What all cases share: a node's ranks, its GPUs, what was measured of them, a case's steps."""
 
     ranks: int
     gpu: str | None
@@ -105,10 +112,12 @@ class Bench:
     steps: int
 
     def setting(self, size: str, method: str) -> Setting:
-        """What the plan is asked about models of that size, on this machine as it was measured with such a model."""
+        """The plan's question on models of that size, on this machine as measured with one."""
         geometry = geometry_in(config_json(size))
         machine = machine_for(1, self.ranks, self.gpu, measured_of(self.measured, geometry, method))
-        workload = workload_of(BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), self.ranks)
+        workload = workload_of(
+            BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), self.ranks
+        )
         return Setting(geometry, machine, workload, blocks_of_rank(size) * self.ranks, None)
 
     def case(self, size: str, train: Train, prediction: Prediction, turn: int) -> Case:
@@ -131,14 +140,19 @@ class Bench:
             for way in WAYS[size]:
                 setting = settings[way.method]
                 train = train_of(way.strategy, way.method, way.micro, way.recompute)
-                if blocks_of_rank(size) % way.micro == 0 and (prediction := setting.predict(train)).fits:
+                if (
+                    blocks_of_rank(size) % way.micro == 0
+                    and (prediction := setting.predict(train)).fits
+                ):
                     found.append(self.case(size, train, prediction, way.turn))
         return found
 
     def chosen(self, size: str, method: str) -> Case:
         """What `strategy: auto` takes for that group, of all there is."""
         setting = self.setting(size, method)
-        choice = choose(setting, train_of("auto", method, 1, "none"), (), find_spec("deepspeed") is not None)
+        choice = choose(
+            setting, train_of("auto", method, 1, "none"), (), find_spec("deepspeed") is not None
+        )
         return self.case(size, choice.chosen.train, choice.chosen, 1)
 
 
@@ -151,7 +165,10 @@ def train_of(strategy: str, method: str, micro: int, recompute: str, **more: Any
 
 def name_of(size: str, train: Train) -> str:
     """`0.6B fsdp, micro-batch 2, selective`."""
-    extra = [train.method if train.method != "full" else "", f"micro-batch {train.micro_batch_blocks}"]
+    extra = [
+        train.method if train.method != "full" else "",
+        f"micro-batch {train.micro_batch_blocks}",
+    ]
     extra.append(f"recompute {train.recompute}" if train.recompute != "none" else "")
     extra.append(f"offload {train.offload}" if train.offload != "none" else "")
     return ", ".join([f"{size} {train.strategy}", *filter(None, extra)])
@@ -166,7 +183,9 @@ def blocks_of_rank(size: str) -> int:
 def workload_of(block_tokens: int, blocks: int, ranks: int) -> Workload:
     """What the blocks are like that the ranks will really take."""
     case = {"block_tokens": block_tokens, "accumulation": blocks, "train": {}}
-    return workload_in([batch for rank in range(ranks) for batch in batches_of(case, rank)], block_tokens)
+    return workload_in(
+        [batch for rank in range(ranks) for batch in batches_of(case, rank)], block_tokens
+    )
 
 
 def workload_in(batches: Sequence[Batch], block_tokens: int) -> Workload:
@@ -183,8 +202,10 @@ def workload_in(batches: Sequence[Batch], block_tokens: int) -> Workload:
     )
 
 
-def machine_for(nodes: int, ranks_per_node: int, gpu: str | None, path: Path | None, **more: Any) -> Machine:
-    """This machine, as the catalogue or the cluster.json in `path` has it; CPUs if `gpu` is None."""
+def machine_for(
+    nodes: int, ranks_per_node: int, gpu: str | None, path: Path | None, **more: Any
+) -> Machine:
+    """This machine, as the catalogue or the cluster.json in `path` says; CPUs if `gpu` is None."""
     kind = {"gpus_per_node": ranks_per_node, "gpu": gpu} if gpu else {"cpu_ranks": ranks_per_node}
     cluster = Cluster.model_validate({"nodes": nodes, "memory_gb": HOST_MEMORY_GB, **kind, **more})
     found = machine_of(cluster, "bf16", None if path is None else read_measured(read_json(path)))
@@ -194,18 +215,22 @@ def machine_for(nodes: int, ranks_per_node: int, gpu: str | None, path: Path | N
 
 
 def measured_of(paths: Sequence[Path], geometry: Geometry, method: str) -> Path | None:
-    """The cluster.json that was made with such a model, trained so; else the first, whose rates hold for any."""
+    """The cluster.json made with such a model, trained so; else the first: rates hold for any."""
     for path in paths:
         parts = read_measured(read_json(path)).parts
-        if any(part.shape == shape_of(geometry) and f"/{method}/" in part.variant for part in parts):
+        if any(
+            part.shape == shape_of(geometry) and f"/{method}/" in part.variant for part in parts
+        ):
             return path
     return paths[0] if paths else None
 
 
 def write_configs(folder: Path, sizes: Sequence[str], ranks: int) -> None:
-    """What `python -m pipeline_lib calibrate` is to be called with, for each size and method of the grid."""
+    """Arguments of `python -m pipeline_lib calibrate` for each size and method of the grid."""
     for size in sizes:
-        workload = workload_of(BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), ranks)
+        workload = workload_of(
+            BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), ranks
+        )
         write_json(folder / size / "config.json", config_json(size))
         for method in dict.fromkeys(way.method for way in WAYS[size] if way.turn == 1):
             config = {
@@ -213,9 +238,14 @@ def write_configs(folder: Path, sizes: Sequence[str], ranks: int) -> None:
                 "model": {"source": "local", "path": str((folder / size).absolute())},
                 "data": {"train": [{"source": "pydoc"}]},
                 # Without blocks the plan assumes documents of a quarter of the longest.
-                "tokenize": {"max_tokens": min(workload.block_tokens, round(4 * workload.document_tokens))},
+                "tokenize": {
+                    "max_tokens": min(workload.block_tokens, round(4 * workload.document_tokens))
+                },
                 "shard": {"block_tokens": workload.block_tokens},
-                "cluster": {"gpus_per_node": ranks if torch.cuda.is_available() else 0, "cpu_ranks": ranks},
+                "cluster": {
+                    "gpus_per_node": ranks if torch.cuda.is_available() else 0,
+                    "cpu_ranks": ranks,
+                },
                 "train": {
                     "global_batch_tokens": 64 * workload.block_tokens,
                     **({"method": "lora", "lora": LORA} if method == "lora" else {}),
@@ -249,15 +279,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", description=__doc__)
     parser.add_argument("--size", choices=WAYS, nargs="+", default=["0.6B", "8B"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5, help="after the warm-up; the last three count")
-    parser.add_argument("--measured", type=Path, nargs="*", default=[], help="cluster.json of calibrate, one or more")
-    parser.add_argument("--configs", action="store_true", help="write those for calibrate to --out, and end")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="after the warm-up; the last three count"
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="cluster.json of calibrate, one or more",
+    )
+    parser.add_argument(
+        "--configs", action="store_true", help="write those for calibrate to --out, and end"
+    )
     parser.add_argument("--gpu", default="h200", help="kind of the GPUs, where there are any")
     parser.add_argument("--cases", nargs="*", default=[], help="parts of names; all by default")
-    parser.add_argument("--limit-s", type=float, default=420, help="what is not measured by then is left out")
+    parser.add_argument(
+        "--limit-s", type=float, default=420, help="what is not measured by then is left out"
+    )
     parser.add_argument("--predict", action="store_true", help="for that GPU, and measure nothing")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--logs", type=Path, help="folder for what the ranks say; one in --out by default")
+    parser.add_argument(
+        "--logs", type=Path, help="folder for what the ranks say; one in --out by default"
+    )
     arguments = parser.parse_args()
     until_s = time.monotonic() + arguments.limit_s
     gpu = arguments.gpu if torch.cuda.is_available() or arguments.predict else None
@@ -266,7 +310,11 @@ def main() -> None:
         return
     bench = Bench(arguments.ranks, gpu, tuple(arguments.measured), arguments.steps)
     cases, chosen = with_chosen(bench, bench.cases(arguments.size))
-    cases = [case for case in cases if not arguments.cases or any(part in case.name for part in arguments.cases)]
+    cases = [
+        case
+        for case in cases
+        if not arguments.cases or any(part in case.name for part in arguments.cases)
+    ]
     cases = in_order(cases)
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_predictions(arguments.out / "predictions.json", bench, cases, chosen)
@@ -278,7 +326,10 @@ def main() -> None:
         for row in measured(group, [case.spec for case in cases], until_s, needed_s=NEEDED_S):
             rows[row["name"]] = row
             leave(arguments.out, cases, rows, chosen)
-            print(f"{arguments.limit_s - until_s + time.monotonic():.0f} s: {line_of(row)}", flush=True)
+            print(
+                f"{arguments.limit_s - until_s + time.monotonic():.0f} s: {line_of(row)}",
+                flush=True,
+            )
     print(leave(arguments.out, cases, rows, chosen))
 
 
@@ -293,9 +344,17 @@ def leave(out: Path, cases: Sequence[Case], rows: Mapping[str, Row], chosen: dic
 
 def write_predictions(path: Path, bench: Bench, cases: Sequence[Case], chosen: Row) -> None:
     """All that is claimed, with the time of claiming it."""
-    settings = {group: bench.setting(*group.split()) for group in dict.fromkeys(case.group for case in cases)}
+    settings = {
+        group: bench.setting(*group.split())
+        for group in dict.fromkeys(case.group for case in cases)
+    }
     predicted = [
-        {"name": case.name, "group": case.group, "case": case.spec, "prediction": case.prediction.as_json()}
+        {
+            "name": case.name,
+            "group": case.group,
+            "case": case.spec,
+            "prediction": case.prediction.as_json(),
+        }
         for case in cases
     ]
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -319,7 +378,8 @@ def compared(case: Case, row: Row | None) -> Row:
         "time": beside(prediction.step_s, row.get("step_s")),
         "memory": beside(prediction.peak_memory_bytes, peak),
         "phases": {
-            name: beside(getattr(prediction, name), row.get(name)) for name in ("forward_s", "backward_s", "update_s")
+            name: beside(getattr(prediction, name), row.get(name))
+            for name in ("forward_s", "backward_s", "update_s")
         },
         "measured": row,
     }

@@ -1,23 +1,27 @@
 """`python -m benchmarks.published`: the plan beside 289 measurements that others have published.
 
-published.jsonl has a row for each entry of a public table: source, model, GPUs, setting, what was measured, and
-`differs`, in which ways that run was another than ours would be. Rows are never taken out, so that a change of the plan
-cannot choose what it is held against. A row is planned from the catalogue alone, as a run of ours in that setting:
+published.jsonl has a row for each entry of a public table: source, model, GPUs, setting, what was
+measured, and `differs`, in which ways that run was another than ours would be. Rows are never taken
+out, so that a change of the plan cannot choose what it is held against. A row is planned from the
+catalogue alone, as a run of ours in that setting:
 
 - Runs with tensor, pipeline or context parallelism are not planned.
 - An MLP of two matrices counts as one of three with as many weights.
-- Where the link between nodes is not stated, it is assumed to be 400 Gbit/s for each GPU of H100 and H200, and half of
-  that for A100.
-- Layers with torch's LayerNorm and GELU, each one kernel, are planned as compiled ones, whose small kernels are counted
-  as fused; eager ones are counted as transformers' RMSNorm and SwiGLU. So are layers of which it is not stated.
-- Where layers are checkpointed as wholes (`selective layers`), step and memory lie between those with all and with no
-  layers checkpointed, by the part that HFU over MFU tells, or half of them. Where selective checkpointing keeps every
-  second product, they lie halfway between ours, which keeps all, and full checkpointing.
-- Attention is by the kernel that the source's code takes (`KERNELS`), as far as that is not what ours takes on the GPU.
+- Where the link between nodes is not stated, it is assumed to be 400 Gbit/s for each GPU of H100
+  and H200, and half of that for A100.
+- Layers with torch's LayerNorm and GELU, each one kernel, are planned as compiled ones, whose small
+  kernels are counted as fused; eager ones are counted as transformers' RMSNorm and SwiGLU. So are
+  layers of which it is not stated.
+- Where layers are checkpointed as wholes (`selective layers`), step and memory lie between those
+  with all and with no layers checkpointed, by the part that HFU over MFU tells, or half of them.
+  Where selective checkpointing keeps every second product, they lie halfway between ours, which
+  keeps all, and full checkpointing.
+- Attention is by the kernel that the source's code takes (`KERNELS`), as far as that is not what
+  ours takes on the GPU.
 
-What is fitted to public measurements is fitted to one half of the rows (`is_for_fitting`); the other half judges it.
-`--fit` shows at which rates of products and attention the plan comes nearest to each source and GPU, relative to those
-that it assumes.
+What is fitted to public measurements is fitted to one half of the rows (`is_for_fitting`); the
+other half judges it. `--fit` shows at which rates of products and attention the plan comes nearest
+to each source and GPU, relative to those that it assumes.
 """
 
 import argparse
@@ -43,11 +47,21 @@ from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.workload import Workload
 
 ROWS = Path(__file__).with_name("published.jsonl")
-COLUMNS = ("rows", "planned", "in band", "band", "within 15 %", "within 25 %", "median |error|", "median error")
+COLUMNS = (
+    "rows",
+    "planned",
+    "in band",
+    "band",
+    "within 15 %",
+    "within 25 %",
+    "median |error|",
+    "median error",
+)
 LAYERS, OPERATORS = "selective layers", "selective operators"
 HALF_KEPT = "half of the products are kept in selective checkpointing"
 _GBIT_S_OF_A_GPU = {"h100": 400, "h200": 400, "a100 80gb": 200, "a100 40gb": 200}
-_FULL_OVER_NONE = 4 / 3  # FLOPs of a step in which all layers are computed again, over one in which none is
+# FLOPs of a step in which all layers are computed again, over one in which none is
+_FULL_OVER_NONE = 4 / 3
 _DIGEST_DIGITS = 8
 
 Row = dict[str, Any]
@@ -55,7 +69,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Engine:
-    """The rates of products with weights and of attention, relative to those that the plan assumes."""
+    """The rates of products with weights and of attention, relative to the plan's rates."""
 
     products: float = 1.0
     attention: float = 1.0
@@ -63,18 +77,21 @@ class Engine:
 
 OURS = Engine()
 FLASH, TRITON = "flash", "triton"
-# By source and file. llm-foundry's submit_benchmarks.py has `attn_impl` triton until 2024-03-26, after the last table;
-# fms-fsdp's README names torch's flash kernel; torchtitan adds cuDNN's on 2025-03-20 (5cfe514), and KempnerForge's
-# profile has it.
+# By source and file. llm-foundry's submit_benchmarks.py has `attn_impl` triton until 2024-03-26,
+# after the last table; fms-fsdp's README names torch's flash kernel; torchtitan adds cuDNN's on
+# 2025-03-20 (5cfe514), and KempnerForge's profile has it.
 KERNELS = {
     ("llm-foundry", "scripts/train/benchmarking/README.md"): TRITON,
     ("fms-fsdp", "README.md"): FLASH,
     ("torchtitan", "benchmarks/llama3_h100_202412_torchtitan.md"): FLASH,
     ("torchtitan", "docs/performance.md"): FLASH,
 }
-# The rate of Triton's FlashAttention of 2023, relative to torch's kernel: fitted to A100's rows, and as good on H100.
+# The rate of Triton's FlashAttention of 2023, relative to torch's kernel: fitted to A100's rows,
+# and as good on H100.
 _TRITON_SHARE = 0.5
-_PRODUCTS, _ATTENTION = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2), (0.5, 0.7, 0.85, 1.0, 1.2, 1.4)  # what is tried
+# what is tried
+_PRODUCTS = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2)
+_ATTENTION = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4)
 _LEAST_ROWS = 4
 
 
@@ -109,7 +126,7 @@ def published_rows() -> tuple[Row, ...]:
 
 
 def is_for_fitting(row: Row) -> bool:
-    """Whether the row is in the half to which constants may be fitted; by the digest of its name, so that it stays."""
+    """Whether constants may be fitted to the row, by its name's digest, so that it stays."""
     return int(hashlib.sha256(row["id"].encode()).hexdigest()[:_DIGEST_DIGITS], 16) % 2 == 0
 
 
@@ -132,12 +149,17 @@ def geometry_of(row: Row) -> Geometry:
 
 
 def setting_of(row: Row, engine: Engine) -> Setting:
-    """The model, the machine by the catalogue, and whole sequences as documents, all of them supervised."""
+    """The model, the catalogue's machine, and whole sequences as documents, all supervised."""
     per_node, link = row["gpus_per_node"], row["internode_gbit_s"]
     nodes = row["gpus"] // per_node
     if nodes > 1 and link is None:
         link = _GBIT_S_OF_A_GPU[row["gpu"]] * per_node
-    cluster = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=row["gpu"], internode_gbit_s=link if nodes > 1 else None)
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=per_node,
+        gpu=row["gpu"],
+        internode_gbit_s=link if nodes > 1 else None,
+    )
     kernel = KERNELS.get((source_of(row), row["source"]["path"]))
     machine = machine_of(cluster, row["precision"], None, "auto" if kernel is None else "flash")
     if machine is None:
@@ -147,7 +169,13 @@ def setting_of(row: Row, engine: Engine) -> Setting:
         machine = machine.with_rate(name, factor * machine.rates[name].value)
     tokens = row["sequence_tokens"]
     workload = Workload(tokens, 1.0, 1.0, float(tokens), None, None)
-    return Setting(geometry_of(row), machine, workload, row["micro_batch"] * row["accumulation"] * row["gpus"], None)
+    return Setting(
+        geometry_of(row),
+        machine,
+        workload,
+        row["micro_batch"] * row["accumulation"] * row["gpus"],
+        None,
+    )
 
 
 def plan(row: Row, engine: Engine = OURS) -> Planned | None:
@@ -172,9 +200,14 @@ def _between_two(row: Row, ways: tuple[str, str], share: float, engine: Engine) 
     one, other = (_predicted(row, way, engine) for way in ways)
     first, last = one.tokens_per_s_per_rank, other.tokens_per_s_per_rank
     ends = {
-        end: 1 / _between(1 / getattr(first, end), 1 / getattr(last, end), share) for end in ("value", "low", "high")
+        end: 1 / _between(1 / getattr(first, end), 1 / getattr(last, end), share)
+        for end in ("value", "low", "high")
     }
-    return Planned(row, Figure(**ends), _between(one.peak_memory_bytes.value, other.peak_memory_bytes.value, share))
+    return Planned(
+        row,
+        Figure(**ends),
+        _between(one.peak_memory_bytes.value, other.peak_memory_bytes.value, share),
+    )
 
 
 def _predicted(row: Row, recompute: str, engine: Engine) -> Prediction:
@@ -210,7 +243,9 @@ def fitted(rows: Sequence[Row]) -> Engine:
     """The rates that come nearest to `rows`, by the mean of the errors without their signs."""
 
     def error(engine: Engine) -> float:
-        return statistics.mean(abs(one.error) for row in rows if (one := plan(row, engine)) is not None)
+        return statistics.mean(
+            abs(one.error) for row in rows if (one := plan(row, engine)) is not None
+        )
 
     return min((Engine(*rates) for rates in product(_PRODUCTS, _ATTENTION)), key=error)
 
@@ -242,13 +277,22 @@ def cells(name: str, rows: Sequence[Row], found: Sequence[Planned]) -> list[str]
     shares = [share_in_band(found), statistics.median(one.band for one in found)]
     shares += [sum(abs(one.error) <= most for one in found) / len(found) for most in (0.15, 0.25)]
     signed = statistics.median(one.error for one in found)
-    return [*line, *(f"{share:.0%}" for share in shares), f"{median_error(found):.1%}", f"{signed:+.1%}"]
+    return [
+        *line,
+        *(f"{share:.0%}" for share in shares),
+        f"{median_error(found):.1%}",
+        f"{signed:+.1%}",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the coverage by source and GPU and by half, the worst rows, and the peaks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the rates of each source and GPU, and print them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the rates of each source and GPU, and print them"
+    )
     if parser.parse_args(arguments).fit:
         for key, engine in fitted_engines().items():
             print(f"{key}: {engine}")
@@ -268,11 +312,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     show("farthest off", ("row", "predicted", "published", "error"), figures)
     peaks = [
-        (one.row["id"], f"{one.peak_bytes / GIB:.1f}", f"{bytes_of(one.row) / GIB:.1f}", one.row["memory_unit"])
+        (
+            one.row["id"],
+            f"{one.peak_bytes / GIB:.1f}",
+            f"{bytes_of(one.row) / GIB:.1f}",
+            one.row["memory_unit"],
+        )
         for one in found.values()
         if one.row["peak_memory"] is not None
     ]
-    show("peaks in GiB; reserved memory is more than what is allocated", ("row", "plan", "published", "of"), peaks)
+    show(
+        "peaks in GiB; reserved memory is more than what is allocated",
+        ("row", "plan", "published", "of"),
+        peaks,
+    )
 
 
 def show_coverage(title: str, found: Mapping[str, Planned]) -> None:
@@ -285,7 +338,8 @@ def show_coverage(title: str, found: Mapping[str, Planned]) -> None:
     groups["the half that judges"] = [row for row in rows if not is_for_fitting(row)]
     groups["all"] = list(rows)
     lines = [
-        cells(name, mine, [found[row["id"]] for row in mine if row["id"] in found]) for name, mine in groups.items()
+        cells(name, mine, [found[row["id"]] for row in mine if row["id"] in found])
+        for name, mine in groups.items()
     ]
     show(title, ("source, GPU, precision", *COLUMNS), lines)
 

@@ -1,9 +1,13 @@
-"""QLoRA: what fits under a memory cap, its speed beside adapters on bf16, and beside peft with bitsandbytes.
+"""QLoRA: what fits under a memory cap, its speed beside bf16 adapters, and beside bitsandbytes.
 
-The part `quality` compares losses of what is approximated, a base in 4 bits and moments in 8 bits, with the exact ones.
+peft is used with the latter.
 
-`python -m benchmarks.qlora --out OUT` on one GPU takes up to 9 minutes; `--parts` selects, `--tiny` tries it on CPUs.
-Each case runs in a process of its own. Weights are random, but for `quality`, which trains a model first.
+The part `quality` compares losses of what is approximated, a base in 4 bits and moments in 8 bits,
+with the exact ones.
+
+`python -m benchmarks.qlora --out OUT` on one GPU takes up to 9 minutes; `--parts` selects, `--tiny`
+tries it on CPUs. Each case runs in a process of its own. Weights are random, but for `quality`,
+which trains a model first.
 """
 
 import argparse
@@ -52,7 +56,10 @@ DOCUMENT_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `cap_bytes` limits torch's allocator and the context together; None is no limit."""
+    """One measurement.
+
+    `cap_bytes` limits torch's allocator and the context together; None is no limit.
+    """
 
     part: str
     name: str
@@ -74,19 +81,29 @@ class Case:
     def config(self) -> dict[str, Any]:
         """config.json."""
         changes: dict[str, Any] = {"num_hidden_layers": self.layers, "vocab_size": self.vocab}
-        return config_json(self.size, {key: value for key, value in changes.items() if value is not None})
+        return config_json(
+            self.size, {key: value for key, value in changes.items() if value is not None}
+        )
 
     def train(self, **changes: Any) -> Train:
         """The settings of our side."""
         settings: dict[str, Any] = {
-            **{"method": "lora", "lora": {**LORA, "base": self.base}, "strategy": "ddp", "recompute": self.recompute},
-            **{"compile": self.compiled, "precision": "bf16" if torch.cuda.is_available() else "fp32"},
+            **{
+                "method": "lora",
+                "lora": {**LORA, "base": self.base},
+                "strategy": "ddp",
+                "recompute": self.recompute,
+            },
+            **{
+                "compile": self.compiled,
+                "precision": "bf16" if torch.cuda.is_available() else "fp32",
+            },
         }
         return Train.model_validate(settings | changes)
 
 
 def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) -> Iterator[Case]:
-    """The cases of `parts`, in order; of small ones no two alike: one in `nf4` is that of `memory`."""
+    """The cases of `parts`, in order; small ones differ: one in `nf4` is that of `memory`."""
     small: dict[str, Any] = {"size": "demo", "tokens": 256, "steps": 2, "recompute": recompute}
     if "memory" in parts:
         for size, cap in (("8B", 12), ("14B", 16), ("32B", 32))[: 1 if is_tiny else 3]:
@@ -100,8 +117,14 @@ def cases(parts: list[str], is_tiny: bool, pretrain_s: float, recompute: str) ->
         case = Case("peers", "peft, bitsandbytes, plain loop", "8B", "nf4", 16384, 5)
         yield replace(case, **small) if is_tiny else case
     if "quality" in parts:
-        case = Case("quality", "0.6B widths", "0.6B", "nf4", 8192, 200, pretrain_s=pretrain_s, vocab=8192)
-        yield replace(case, **{**small, "steps": 4, "pretrain_s": min(pretrain_s, 5.0)}) if is_tiny else case
+        case = Case(
+            "quality", "0.6B widths", "0.6B", "nf4", 8192, 200, pretrain_s=pretrain_s, vocab=8192
+        )
+        yield (
+            replace(case, **{**small, "steps": 4, "pretrain_s": min(pretrain_s, 5.0)})
+            if is_tiny
+            else case
+        )
 
 
 def main() -> None:
@@ -110,26 +133,44 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/qlora"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="small sizes")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="full", help="of `speed`")
-    parser.add_argument("--pretrain-s", type=float, default=40.0, help="seconds of training before `quality`")
-    parser.add_argument("--case-s", type=float, default=240.0, help="the most seconds that one case may take")
-    parser.add_argument("--limit-s", type=float, default=530.0, help="the most seconds that all may take")
+    parser.add_argument(
+        "--recompute", choices=("none", "selective", "full"), default="full", help="of `speed`"
+    )
+    parser.add_argument(
+        "--pretrain-s", type=float, default=40.0, help="seconds of training before `quality`"
+    )
+    parser.add_argument(
+        "--case-s", type=float, default=240.0, help="the most seconds that one case may take"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=530.0, help="the most seconds that all may take"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
         die_with_parent()
-        print(RESULT + json.dumps(run(Case(**json.loads(arguments.case)), arguments.out)), flush=True)
+        print(
+            RESULT + json.dumps(run(Case(**json.loads(arguments.case)), arguments.out)), flush=True
+        )
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     end_s, results = time.monotonic() + arguments.limit_s, []
     for case in cases(arguments.parts, arguments.tiny, arguments.pretrain_s, arguments.recompute):
         found = started(
-            "benchmarks.qlora", case, arguments.out, min(arguments.case_s + case.pretrain_s, end_s - time.monotonic())
+            "benchmarks.qlora",
+            case,
+            arguments.out,
+            min(arguments.case_s + case.pretrain_s, end_s - time.monotonic()),
         )
         if case.cap_bytes is not None and found.get("error") == "out of memory":
             results.append({**asdict(case), **found})
             case = replace(case, name=f"{case.name}: GiB", cap_bytes=case.cap_bytes // GB * GIB)
-            found = started("benchmarks.qlora", case, arguments.out, min(arguments.case_s, end_s - time.monotonic()))
+            found = started(
+                "benchmarks.qlora",
+                case,
+                arguments.out,
+                min(arguments.case_s, end_s - time.monotonic()),
+            )
         results.append({**asdict(case), **found})
         print(f"{case.part}: {case.name}: {found}", flush=True)
         write_json(arguments.out / "results.json", {"results": results})
@@ -147,16 +188,21 @@ def run(case: Case, out: Path) -> dict[str, Any]:
             return peers(case, folder)
         world = World.from_env(os.environ, "cuda" if torch.cuda.is_available() else "cpu")
         with process_group(world, 240):
-            return quality(case, folder, world) if case.part == "quality" else timed_steps(case, folder, world)
+            return (
+                quality(case, folder, world)
+                if case.part == "quality"
+                else timed_steps(case, folder, world)
+            )
     except torch.OutOfMemoryError as error:
         return {"error": "out of memory", "text": str(error).splitlines()[0], **memory()}
 
 
-# Memory and speed of our side, with random weights: on a base in 4 bits random codes, so no larger tensor is needed.
+# Memory and speed of our side, with random weights: on a base in 4 bits random codes, so no larger
+# tensor is needed.
 
 
 def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
-    """Seconds and memory of steps of one micro-batch of `case.tokens` tokens, half of them supervised."""
+    """Seconds and memory of steps of one micro-batch of `case.tokens`, half supervised."""
     train, geometry = case.train(), read_geometry(folder)
     context = capped(case, world)
     stepper = random_stepper(folder, train, 2, world)
@@ -177,7 +223,7 @@ def timed_steps(case: Case, folder: Path, world: World) -> dict[str, Any]:
 
 
 def capped(case: Case, world: World) -> int:
-    """Limit torch's allocator to the case's cap less what CUDA needs beside it; return the latter, in bytes."""
+    """Limit torch's allocator to the case's cap less CUDA's own need; return that, in bytes."""
     if world.device.type != "cuda":
         return 0
     square = torch.ones(64, 64, device=world.device, dtype=torch.bfloat16)
@@ -218,8 +264,9 @@ def take_step(stepper: Stepper, batches: list[Batch], lr: float) -> float:
     return stepper.step(batches, lr, judge, False).loss
 
 
-# Quality: a model of 0.6B's widths learns Python from the installed packages' sources. It is then tuned on the demo's
-# questions and answers in each of these ways. Their held-out losses are compared, before and after.
+# Quality: a model of 0.6B's widths learns Python from the installed packages' sources. It is then
+# tuned on the demo's questions and answers in each of these ways. Their held-out losses are
+# compared, before and after.
 
 HELD_OUT_BLOCKS = 6
 LEARNING_RATES = {"lora": 4e-4, "full": 5e-5}
@@ -228,14 +275,24 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA, base in nf4": {"lora": {**LORA, "base": "nf4"}},
     "full, adamw, ddp": {"method": "full", "lora": {}},
     "full, adamw_8bit, ddp": {"method": "full", "lora": {}, "optimizer": "adamw_8bit"},
-    "full, adamw_8bit, fsdp": {"method": "full", "lora": {}, "optimizer": "adamw_8bit", "strategy": "fsdp"},
+    "full, adamw_8bit, fsdp": {
+        "method": "full",
+        "lora": {},
+        "optimizer": "adamw_8bit",
+        "strategy": "fsdp",
+    },
 }
 
 
 def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
-    """Held-out losses in nats per supervised token, before and after `case.steps` steps, and memory, by way."""
+    """Held-out losses by token, before and after `case.steps` steps, and memory, by way.
+
+    Losses are in nats per supervised token.
+    """
     tokenizer = tokenizer_of(case.config()["vocab_size"])
-    found: dict[str, Any] = {"pretrained": pretrain(case, folder, world, source_blocks(case, tokenizer))}
+    found: dict[str, Any] = {
+        "pretrained": pretrain(case, folder, world, source_blocks(case, tokenizer))
+    }
     rows = row_blocks(case, tokenizer)
     held_out, learned = rows[:HELD_OUT_BLOCKS], rows[HELD_OUT_BLOCKS:]
     for name, settings in WAYS.items():
@@ -251,7 +308,11 @@ def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
             continue
         before, most = held_out_loss(stepper, held_out), LEARNING_RATES[train.method]
         losses = [
-            take_step(stepper, [make_batch([learned[step % len(learned)]])], most * min(1.0, (step + 1) / 20))
+            take_step(
+                stepper,
+                [make_batch([learned[step % len(learned)]])],
+                most * min(1.0, (step + 1) / 20),
+            )
             for step in range(case.steps)
         ]
         last = losses[-20:]
@@ -260,13 +321,14 @@ def quality(case: Case, folder: Path, world: World) -> dict[str, Any]:
             **{"last_losses": sum(last) / len(last), "losses": [round(loss, 4) for loss in losses]},
             **{"seconds": round(time.monotonic() - begun_s, 1)},
         }
-        print(RESULT + json.dumps(found), flush=True)  # what there is if no time is left for the others
+        # what there is if no time is left for the others
+        print(RESULT + json.dumps(found), flush=True)
         del stepper
     return found
 
 
 def pretrain(case: Case, folder: Path, world: World, blocks: list[Block]) -> dict[str, Any]:
-    """Train all weights of a new model for `case.pretrain_s` seconds, and leave them in `folder`."""
+    """Train all weights of a new model for `case.pretrain_s` seconds; leave them in `folder`."""
     train = case.train(method="full", lora={}, recompute="none", compile=False)
     strategy = make_strategy(world, train, 1)
 
@@ -285,7 +347,10 @@ def pretrain(case: Case, folder: Path, world: World, blocks: list[Block]) -> dic
         batch = make_batch([blocks[(2 * len(losses) + one) % len(blocks)] for one in range(2)])
         losses.append(take_step(stepper, [batch], lr))
         done = (time.monotonic() - start_s) / case.pretrain_s
-    weights = {names[0]: parameter.detach().to("cpu", torch.bfloat16) for parameter, names in base_parameters(model)}
+    weights = {
+        names[0]: parameter.detach().to("cpu", torch.bfloat16)
+        for parameter, names in base_parameters(model)
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
 
@@ -294,7 +359,8 @@ def make_stepper(folder: Path, train: Train, world: World) -> Stepper:
     """The model in `folder`, ready to train."""
     strategy = make_strategy(world, train, 1)
     wrapped = strategy.spread(
-        build_trainable(folder, train), lambda model: load_weights(model, folder, world.device, train.seed)
+        build_trainable(folder, train),
+        lambda model: load_weights(model, folder, world.device, train.seed),
     )
     wrapped.train()
     return Stepper(wrapped, strategy, world, StopRequest())
@@ -347,7 +413,9 @@ def source_blocks(case: Case, tokenizer: Any) -> list[Block]:
     size = case.tokens
     documents = (np.arange(size) // DOCUMENT_TOKENS).astype(np.int32)
     starts = np.random.default_rng(0).permutation(len(tokens) // size) * size
-    return [Block(tokens[start : start + size], np.ones(size, np.bool_), documents) for start in starts]
+    return [
+        Block(tokens[start : start + size], np.ones(size, np.bool_), documents) for start in starts
+    ]
 
 
 def row_blocks(case: Case, tokenizer: Any) -> list[Block]:
@@ -365,12 +433,16 @@ def row_blocks(case: Case, tokenizer: Any) -> list[Block]:
     for start in range(0, len(tokens) - case.tokens + 1, case.tokens):
         end = start + case.tokens
         own = np.array(documents[start:end], np.int32)
-        blocks.append(Block(np.array(tokens[start:end], np.int32), np.array(supervised[start:end]), own - own[0]))
+        blocks.append(
+            Block(
+                np.array(tokens[start:end], np.int32), np.array(supervised[start:end]), own - own[0]
+            )
+        )
     return blocks
 
 
-# peft with bitsandbytes as its users have them: transformers' layers, checkpointed, a plain loop in bf16, rows of equal
-# length without padding.
+# peft with bitsandbytes as its users have them: transformers' layers, checkpointed, a plain loop in
+# bf16, rows of equal length without padding.
 
 
 def peers(case: Case, folder: Path) -> dict[str, Any]:
@@ -384,7 +456,9 @@ def peers(case: Case, folder: Path) -> dict[str, Any]:
         plain, use_gradient_checkpointing=True, **options
     )
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=targets, task_type="CAUSAL_LM"
+    )
     model: Any = get_peft_model(prepared, config)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -404,12 +478,18 @@ def peers(case: Case, folder: Path) -> dict[str, Any]:
 
     taken = [seconds(step) for _ in range(case.steps + 2)][2:]
     median = sorted(taken)[len(taken) // 2]
-    speed = {"step_s": [round(one, 4) for one in taken], "tokens_per_s": round(case.tokens / median, 1)}
+    speed = {
+        "step_s": [round(one, 4) for one in taken],
+        "tokens_per_s": round(case.tokens / median, 1),
+    }
     return {**memory(), **speed}
 
 
 def quantized_by_bitsandbytes(folder: Path, device: torch.device) -> Any:
-    """The model of transformers with bitsandbytes' own modules and random weights, quantized one by one on `device`."""
+    """The transformers model with bitsandbytes' modules, random, quantized singly on `device`.
+
+    Its weights are random; the modules are quantized one by one.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     bnb: Any = importlib.import_module("bitsandbytes")
@@ -420,12 +500,16 @@ def quantized_by_bitsandbytes(folder: Path, device: torch.device) -> Any:
         model: Any = make(config, dtype=torch.bfloat16)
     for name, module in list(model.model.named_modules()):
         if isinstance(module, torch.nn.Linear):
-            values = torch.randn(module.weight.shape, dtype=torch.bfloat16, device=device).mul_(0.02)
+            values = torch.randn(module.weight.shape, dtype=torch.bfloat16, device=device).mul_(
+                0.02
+            )
             sizes = (module.in_features, module.out_features)
             kinds: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
             with torch.device("meta"):
                 made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, **kinds)
-            made.weight = bnb.nn.Params4bit(values, requires_grad=False, module=made, **kinds).to(device)
+            made.weight = bnb.nn.Params4bit(values, requires_grad=False, module=made, **kinds).to(
+                device
+            )
             model.model.set_submodule(name, made)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     materialise(model, device)
@@ -447,23 +531,45 @@ def tables(results: list[dict[str, Any]]) -> None:
         [
             *(f"{found['part']}: {found['name']}", f"{found['tokens']:,}"),
             str(found["fits"]) if "fits" in found else str(found.get("error", "-"))[-60:],
-            *(_gigabytes(found, key) for key in ("allocated", "reserved", "context", "planned_allocated")),
+            *(
+                _gigabytes(found, key)
+                for key in ("allocated", "reserved", "context", "planned_allocated")
+            ),
             f"{found['tokens_per_s']:,.0f}" if "tokens_per_s" in found else "-",
         ]
         for found in results
         if found["part"] != "quality"
     ]
     if rows:
-        columns = ("case", "tokens", "fits", "allocated GB", "reserved", "context", "planned", "tokens/s")
+        columns = (
+            "case",
+            "tokens",
+            "fits",
+            "allocated GB",
+            "reserved",
+            "context",
+            "planned",
+            "tokens/s",
+        )
         show("QLoRA: memory and speed", columns, rows)
     for found in results:
         if found["part"] == "quality" and "pretrained" in found:
             measured = {name: found[name] for name in WAYS if "after" in found.get(name, {})}
             kinds = [
-                [name, *(f"{way[key]:.4f}" for key in ("before", "after", "last_losses")), _gigabytes(way, "allocated")]
+                [
+                    name,
+                    *(f"{way[key]:.4f}" for key in ("before", "after", "last_losses")),
+                    _gigabytes(way, "allocated"),
+                ]
                 for name, way in measured.items()
             ]
-            heads = ("way", "held-out before", "held-out after", "mean of the last steps", "allocated GB")
+            heads = (
+                "way",
+                "held-out before",
+                "held-out after",
+                "mean of the last steps",
+                "allocated GB",
+            )
             show(f"QLoRA: loss, {found['steps']} steps after {found['pretrained']}", heads, kinds)
 
 

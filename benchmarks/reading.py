@@ -1,4 +1,4 @@
-"""Reading packed blocks: opening a folder of 1, 100 and 10,000 shards, and an epoch in shuffled order, on one core."""
+"""Reading packed blocks on one core: opening 1, 100 and 10,000 shards, and a shuffled epoch."""
 
 import statistics
 import tempfile
@@ -17,7 +17,8 @@ from pipeline_lib.data.shard import write_blocks
 
 BLOCK_TOKENS = 8192
 DOCUMENTS_PER_BLOCK = 16
-BLOCKS = {1: 4_000, 100: 10_000, 10_000: 10_000}  # by the number of shards; a shard holds at most 256 MiB
+# by the number of shards; a shard holds at most 256 MiB
+BLOCKS = {1: 4_000, 100: 10_000, 10_000: 10_000}
 
 
 class _Blocks(Sequence[Sequence[Document]]):
@@ -47,7 +48,11 @@ def run() -> None:
             rate = blocks / statistics.median(epochs)
             files = len(BlockReader(folder).index.shards)
             rows.append([f"{files:,}", spread(opened, "ms"), f"{blocks:,}", f"{rate:,.0f}"])
-    title = f"read: blocks of {BLOCK_TOKENS} tokens from the page cache, in the order of training, one core"
+    title = (
+        f"read: blocks of {BLOCK_TOKENS} tokens from the page cache, in the order of "
+        "training, "
+        "one core"
+    )
     show(title, ["shards", "open", "blocks", "blocks/s"], rows)
 
 

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.road 8B lora --root DIR`: one training through `snakemake`, from the command to the report.
+"""`python -m benchmarks.road 8B lora --root DIR`: one training by `snakemake`.
 
-The base has random weights and is made first. What is printed: each line of output with its second, and when each stage
-was sealed. DIR keeps the store: with another `--lr` the base, the data and what was compiled are there already.
+From the command to the report. The base has random weights and is made first. What is printed: each
+line of output with its second, and when each stage was sealed. DIR keeps the store: with another
+`--lr` the base, the data and what was compiled are there already.
 """
 
 import argparse
@@ -36,9 +37,15 @@ STAGES = ("download", "tokenize", "shard", "plan", "train", "merge", "evaluate",
 def write_base(folder: Path, size: str, layers: int | None) -> None:
     """Write a model of that size with random weights in bf16."""
     folder.mkdir(parents=True)
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None)
+    build_tiny(
+        TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), folder, lambda _: None
+    )
     (folder / "model.safetensors").unlink()
-    ids = {key: value for key, value in read_json(folder / "config.json").items() if key.endswith("_token_id")}
+    ids = {
+        key: value
+        for key, value in read_json(folder / "config.json").items()
+        if key.endswith("_token_id")
+    }
     write_json(folder / "config.json", {**model_config(size, layers), **ids})
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder)
@@ -53,7 +60,9 @@ def write_config(root: Path, given: argparse.Namespace) -> Path:
     """Write the rows and the config of the training, and return the config's path."""
     data = root / "rows.jsonl"
     if not data.exists():
-        write_jsonl(data, list(rows("essay", 64 + 2 * given.steps * given.batch_tokens // TOKENS_OF_ROW)))
+        write_jsonl(
+            data, list(rows("essay", 64 + 2 * given.steps * given.batch_tokens // TOKENS_OF_ROW))
+        )
     train: dict[str, Any] = {
         "method": given.method,
         "precision": "bf16",
@@ -84,7 +93,10 @@ def cluster_here() -> dict[str, Any]:
     count = torch.cuda.device_count()
     if not count:
         return {"gpus_per_node": 0}
-    return {"gpus_per_node": count, "gpu": torch.cuda.get_device_name(0).removeprefix("NVIDIA ").lower()}
+    return {
+        "gpus_per_node": count,
+        "gpu": torch.cuda.get_device_name(0).removeprefix("NVIDIA ").lower(),
+    }
 
 
 def number_or_text(value: str) -> Any:
@@ -96,12 +108,19 @@ def number_or_text(value: str) -> Any:
 
 
 def travel(config: Path, root: Path) -> tuple[int, list[tuple[float, str]]]:
-    """Run `snakemake` on the config, and return its exit code and each line of output with its second."""
+    """Run `snakemake` on the config, return its exit code and its output lines with times."""
     where = {"snakefile": ROOT / "Snakefile", "directory": root / "work", "configfile": config}
     where["workflow-profile"] = ROOT / "profiles" / "default"
-    command = [sys.executable, "-m", "snakemake", *(f"--{option}={path}" for option, path in where.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        *(f"--{option}={path}" for option, path in where.items()),
+    ]
     begun_s = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = []
     for line in process.stdout or ():
         lines.append((time.monotonic() - begun_s, line.rstrip()))
@@ -134,7 +153,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--block-tokens", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train"
+    )
     given = parser.parse_args()
     root = given.root.resolve()
     (root / "work").mkdir(parents=True, exist_ok=True)
@@ -148,8 +169,15 @@ def main() -> None:
     found = [(at, what) for at, what in marks(root / "work") if since <= at <= ended]
     found += [(since + at, "train: first step") for at, line in lines if line.startswith("step 1/")]
     reached = [(since, "command"), *sorted(found), (ended, "end")]
-    table = [[what, f"{at - since:.1f}", f"{at - before:.1f}"] for (before, _), (at, what) in pairwise(reached)]
-    show(f"the road of {given.size} {given.method}, exit code {code}", ["reached", "at s", "took s"], table)
+    table = [
+        [what, f"{at - since:.1f}", f"{at - before:.1f}"]
+        for (before, _), (at, what) in pairwise(reached)
+    ]
+    show(
+        f"the road of {given.size} {given.method}, exit code {code}",
+        ["reached", "at s", "took s"],
+        table,
+    )
     print(f"CPU seconds {used.ru_utime + used.ru_stime:.0f}, of {os.cpu_count()} cores")
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""Geometries that are measured: Qwen3's and Qwen3.5's, whole or with fewer layers, and small ones."""
+"""Geometries that are measured: Qwen3's and Qwen3.5's, whole or with fewer layers, small."""
 
 from typing import Any
 
@@ -6,7 +6,13 @@ from pipeline_lib.arch.families import published
 
 SIZES = ("tiny", "0.6B", "1.7B", "4B", "8B")  # that most benchmarks take
 _DEMO = {
-    **{"vocab_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "dtype": "float32"},
+    **{
+        "vocab_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "dtype": "float32",
+    },
     **{"hidden_size": 128, "intermediate_size": 384},
 }
 # By name: the published size that a small one is like, and what differs.
@@ -22,19 +28,30 @@ _SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "demo-hybrid": (
         "qwen3.5-0.8b",
         {
-            **{**_DEMO, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{
+                **_DEMO,
+                "num_hidden_layers": 4,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+            },
             **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
         },
     ),
     "demo-moe": (
         "30B-A3B",
-        {**_DEMO, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        {
+            **_DEMO,
+            "num_hidden_layers": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
     ),
 }
 
 
 def config_json(size: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of that size, with other values for some keys; `8B` is a Qwen3, `qwen3.5-9B` a Qwen3.5.
+    """config.json of that size, with changed values; `8B` is a Qwen3, `qwen3.5-9B` a Qwen3.5.
 
     Raises ValueError for an unknown size.
     """
@@ -49,11 +66,17 @@ def config_json(size: str, changes: dict[str, Any] | None = None) -> dict[str, A
         "qwen3_5_moe_text": "Qwen3_5Moe",
     }
     architecture = f"{architectures[config['model_type']]}ForCausalLM"
-    return {"architectures": [architecture], "rms_norm_eps": 1e-6, **config, **own, **(changes or {})}
+    return {
+        "architectures": [architecture],
+        "rms_norm_eps": 1e-6,
+        **config,
+        **own,
+        **(changes or {}),
+    }
 
 
 def model_config(size: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of that size as it is raced; `layers` is how many to leave of them, None for all."""
+    """config.json of that size as raced; `layers` is how many to leave, None for all."""
     config = {"dtype": "bfloat16", "rope_theta": 1_000_000.0, **config_json(size)}
     if "num_experts" in config:
         config["norm_topk_prob"] = True

@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib status` over 100 experiments: starting the process, and one look, apart from each other."""
+"""`python -m pipeline_lib status` over 100 experiments: process start, and one look, apart."""
 
 import argparse
 import json
@@ -69,7 +69,7 @@ def run(experiments: int = 100) -> None:
 
 
 def _stub_squeue(folder: Path, jobs: int) -> None:
-    """One that answers at once, with jobs of others: what a busy control daemon takes is not ours."""
+    """One that answers at once, with others' jobs: a busy control daemon's time is not ours."""
     (folder / "lines").write_text(
         "".join(f"{job}|PENDING|Priority|N/A|/w|rule_x_wildcards_{job}\n" for job in range(jobs))
     )
@@ -80,7 +80,11 @@ def _stub_squeue(folder: Path, jobs: int) -> None:
 
 def _run(command: list[str], store: Store) -> None:
     root = Path(__file__).parents[1]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(root), "PIPELINE_STORE": str(store.root)}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(root),
+        "PIPELINE_STORE": str(store.root),
+    }
     subprocess.run(command, cwd=store.root.parent, env=environment, check=True, capture_output=True)
 
 
@@ -106,10 +110,13 @@ def _seal(store: Store, experiment: Experiment, part: str) -> None:
     folder.mkdir(parents=True)
     write_json(folder / "plan.json", {"batch": {"steps": STEPS}})
     write_json(
-        folder / "summary.json", {"steps": STEPS, "final_loss": 2.1, "tokens": 8e7, "train_s": 9e3, "attempts": 1}
+        folder / "summary.json",
+        {"steps": STEPS, "final_loss": 2.1, "tokens": 8e7, "train_s": 9e3, "attempts": 1},
     )
     spec = experiment.specs[part]
-    write_manifest(folder, Manifest(stage=spec.stage, digest=spec.digest, spec=spec.to_json(), files={}))
+    write_manifest(
+        folder, Manifest(stage=spec.stage, digest=spec.digest, spec=spec.to_json(), files={})
+    )
 
 
 def _train(run_dir: Path, steps: int) -> None:
@@ -118,9 +125,18 @@ def _train(run_dir: Path, steps: int) -> None:
     log = EventLog(run_dir / "events.jsonl", attempt=1)
     log.emit("run.launched", ranks=8, launcher="srun")
     log.emit("run.start", world_size=8, last_step=STEPS)
-    saved = {"at": time.time(), "monotonic_s": 1.0, "event": "checkpoint.saved", "attempt": 1, "bytes": 12_600_000}
+    saved = {
+        "at": time.time(),
+        "monotonic_s": 1.0,
+        "event": "checkpoint.saved",
+        "attempt": 1,
+        "bytes": 12_600_000,
+    }
     with (run_dir / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps({**saved, "step": 5 * number, "wait_s": 0.1}) + "\n" for number in range(EVENTS))
+        file.writelines(
+            json.dumps({**saved, "step": 5 * number, "wait_s": 0.1}) + "\n"
+            for number in range(EVENTS)
+        )
     with (run_dir / "metrics.jsonl").open("w") as file:
         file.writelines(json.dumps(_row(step)) + "\n" for step in range(1, steps + 1))
     for step in (steps - 10, steps - 5):

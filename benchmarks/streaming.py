@@ -1,8 +1,11 @@
-"""`python -m benchmarks.streaming evaluate --size 32B --layers 8 --gpu-gb 16`: a held-out loss read layer by layer.
+"""A held-out loss by layer: `python -m benchmarks.streaming evaluate --size 32B --layers 8`.
 
-`evaluate` writes a model of random weights, scores blocks as the evaluate stage does under a cap on GPU memory, and
-compares loss, time and memory with the whole model's. `merge` folds adapters into such a model and proves the result as
-the merge stage does, in a process whose peak memory it prints. On CPUs: `--size demo`.
+In full: `python -m benchmarks.streaming evaluate --size 32B --layers 8 --gpu-gb 16`.
+
+`evaluate` writes a model of random weights, scores blocks as the evaluate stage does under a cap on
+GPU memory, and compares loss, time and memory with the whole model's. `merge` folds adapters into
+such a model and proves the result as the merge stage does, in a process whose peak memory it
+prints. On CPUs: `--size demo`.
 """
 
 import argparse
@@ -69,10 +72,15 @@ def write_model(folder: Path, size: str, layers: int | None) -> int:
             rows.normal_(std=0.02)
         return values.cpu()
 
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for name, entries in zip(names, files, strict=True):  # one after the other, as values are drawn in order
+    names = [
+        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+    ]
+    # one after the other, as values are drawn in order
+    for name, entries in zip(names, files, strict=True):
         write_files(folder, {name: entries}, value_of)
-    where = {entry.name: name for name, entries in zip(names, files, strict=True) for entry in entries}
+    where = {
+        entry.name: name for name, entries in zip(names, files, strict=True) for entry in entries
+    }
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
@@ -83,7 +91,9 @@ def blocks_of(count: int, length: int, vocabulary: int) -> list[Block]:
     made = []
     for _ in range(count):
         cuts = np.sort(random.integers(1, length, max(1, length // DOCUMENT_TOKENS)))
-        documents = np.searchsorted(np.unique(cuts), np.arange(length), side="right").astype(np.int32)
+        documents = np.searchsorted(np.unique(cuts), np.arange(length), side="right").astype(
+            np.int32
+        )
         tokens = random.integers(0, vocabulary, length).astype(np.int32)
         made.append(Block(tokens, random.random(length) < 0.5, documents))
     return made
@@ -98,7 +108,7 @@ def forget(folder: Path) -> None:
 
 
 def whole_loss(folder: Path, blocks: Sequence[Block]) -> tuple[float, float]:
-    """The mean loss by the whole model on the device, and the seconds of computing it without loading."""
+    """The mean loss of the model on the device, and the seconds of it without loading."""
     dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
     model: Any = load_base(folder, dtype).to(device())  # type: ignore[arg-type]
     model.train(False)
@@ -138,7 +148,11 @@ def evaluate(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             forget(folder / "model")
         start_s = time.monotonic()
         loss, computing_s = whole_loss(folder / "model", blocks)
-        found |= {"whole_s": time.monotonic() - start_s, "whole_computing_s": computing_s, "whole_loss": loss}
+        found |= {
+            "whole_s": time.monotonic() - start_s,
+            "whole_computing_s": computing_s,
+            "whole_loss": loss,
+        }
         found["time_ratio"] = found["streamed_s"] / found["whole_s"]
         found["relative_difference"] = abs(found["streamed_loss"] / loss - 1)
         if is_gpu:
@@ -153,14 +167,24 @@ def peak_bytes() -> int:
 
 
 def merge_once(folder: Path, method: str) -> dict[str, Any]:
-    """Merge, write, and compute the probe's logits from what was written; the seconds of both, and the peak memory."""
+    """Merge, write, and compute the probe's logits from that; both times, and peak memory."""
     start_s, base_bytes = time.monotonic(), peak_bytes()
     (folder / "out").mkdir()
-    export(plan_fold(folder / "model", folder / "trained", METHODS[method]), folder / "model", {}, folder / "out", None)
+    export(
+        plan_fold(folder / "model", folder / "trained", METHODS[method]),
+        folder / "model",
+        {},
+        folder / "out",
+        None,
+    )
     merged_s, merged_bytes = time.monotonic() - start_s, peak_bytes()
     length = 1024
-    block = Block(np.arange(length, dtype=np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
-    logits = StreamedModel(folder / "out", torch.bfloat16, torch.device("cpu")).probe_logits(block)[0]
+    block = Block(
+        np.arange(length, dtype=np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32)
+    )
+    logits = StreamedModel(folder / "out", torch.bfloat16, torch.device("cpu")).probe_logits(block)[
+        0
+    ]
     return {
         "merge_s": merged_s,
         "proof_s": time.monotonic() - start_s - merged_s,
@@ -176,7 +200,9 @@ def merge(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size_bytes = write_model(folder / "model", given.size, given.layers)
     shapes = {
         name: tuple(each.shape)
-        for name, each in trainable(build_trainable(folder / "model", METHODS[given.method])).items()
+        for name, each in trainable(
+            build_trainable(folder / "model", METHODS[given.method])
+        ).items()
     }
 
     def values() -> Iterator[tuple[str, Tensor]]:
@@ -192,15 +218,28 @@ def arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming", description=__doc__)
     parser.add_argument("what", choices=["evaluate", "merge"])
-    parser.add_argument("--size", choices=[*SIZES, "14B", "32B", "30B-A3B", "235B-A22B", "demo", "demo-moe"])
+    parser.add_argument(
+        "--size", choices=[*SIZES, "14B", "32B", "30B-A3B", "235B-A22B", "demo", "demo-moe"]
+    )
     parser.add_argument("--layers", type=int, help="so many layers instead of all")
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4096, help="of a block")
-    parser.add_argument("--gpu-gb", type=float, default=16.0, help="cap on what torch allocates while streaming")
-    parser.add_argument("--cold", action="store_true", help="read from the disk, not from the page cache")
-    parser.add_argument("--whole", action=argparse.BooleanOptionalAction, default=True, help="compare with all at once")
+    parser.add_argument(
+        "--gpu-gb", type=float, default=16.0, help="cap on what torch allocates while streaming"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="read from the disk, not from the page cache"
+    )
+    parser.add_argument(
+        "--whole",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with all at once",
+    )
     parser.add_argument("--method", choices=list(METHODS), default="lora", help="of the merge")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure; a temporary one by default"
+    )
     parser.add_argument("--out", type=Path, help="write JSON here")
     parser.set_defaults(size="demo" if device().type == "cpu" else "32B")
     return parser.parse_args(texts)
@@ -220,7 +259,10 @@ def main() -> None:
         shown = f"{value / 1e9:.2f} GB" if name.endswith("_bytes") else f"{value:.6g}"
         print(f"{name:<20} {shown}")
     if given.out is not None:
-        write_json(given.out, {"size": given.size, "layers": given.layers, "torch": torch.__version__, **found})
+        write_json(
+            given.out,
+            {"size": given.size, "layers": given.layers, "torch": torch.__version__, **found},
+        )
 
 
 if __name__ == "__main__":

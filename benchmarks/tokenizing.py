@@ -1,8 +1,8 @@
-"""The tokenize stage against `datasets.map(batched=True)` with `apply_chat_template` and the same masks.
+"""The tokenize stage against `datasets.map(batched=True)` with `apply_chat_template`.
 
-Both start from a .jsonl file and end with tokens and masks on disk; wall time, processes' start included. The stage
-also checks every row, books it and hashes what it writes. Same tokenizer, same template, same samples: the number of
-supervised tokens is compared.
+Masks are equal. Both start from a .jsonl file and end with tokens and masks on disk; wall time, processes' start
+included. The stage also checks every row, books it and hashes what it writes. Same tokenizer, same
+template, same samples: the number of supervised tokens is compared.
 """
 
 import json
@@ -47,7 +47,10 @@ def conversations() -> Iterator[tuple[str, list[Messages]]]:
         yield "Chinese, one turn (huanhuan)", [_messages(row) for row in turns * 8]
         prose = "".join(row["output"] for row in turns)
         starts = range(0, len(prose) - 450, 450)
-        answers = [[_turn("user", f"{start}?"), _turn("assistant", prose[start : start + 450])] for start in starts]
+        answers = [
+            [_turn("user", f"{start}?"), _turn("assistant", prose[start : start + 450])]
+            for start in starts
+        ]
         yield "Chinese, long answer", answers * 40
 
 
@@ -60,7 +63,15 @@ def run() -> None:
             measured = _Inputs(Path(folder), inputs)
             for cores in (1, 2):
                 table.append([name, *measured.compare(cores)])
-    columns = ["rows", "tokens a row", "cores", "stage", "Mtokens/s", "datasets.map", "times faster"]
+    columns = [
+        "rows",
+        "tokens a row",
+        "cores",
+        "stage",
+        "Mtokens/s",
+        "datasets.map",
+        "times faster",
+    ]
     show("tokenize: the whole stage against datasets.map", columns, table)
 
 
@@ -71,7 +82,9 @@ class _Inputs:
         self.folder = folder
         self.rows = len(inputs)
         self.path = folder / "rows.jsonl"
-        self.path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in inputs))
+        self.path.write_text(
+            "".join(json.dumps({"messages": messages}) + "\n" for messages in inputs)
+        )
         self._numbers = count()
         self.model = self._model()
 
@@ -82,9 +95,13 @@ class _Inputs:
             for _ in range(REPEATS):  # in turns, so that a slower minute of the machine is shared
                 ours += self._stage()
                 theirs += seconds(partial(self._map, cores), repeats=1)
-        mapped_supervised = sum(sum(label != -100 for label in labels) for labels in self.mapped["labels"])
+        mapped_supervised = sum(
+            sum(label != -100 for label in labels) for labels in self.mapped["labels"]
+        )
         if self.supervised != mapped_supervised:
-            raise SystemExit(f"{self.supervised} and {mapped_supervised} supervised tokens: not the same samples")
+            raise SystemExit(
+                f"{self.supervised} and {mapped_supervised} supervised tokens: not the same samples"
+            )
         speed = self.tokens / statistics.median(ours) / 1e6
         ratio = statistics.median(theirs) / statistics.median(ours)
         length = f"{self.tokens / self.rows:.0f}"
@@ -93,7 +110,9 @@ class _Inputs:
     def _model(self) -> Path:
         tokenizer = SHARED / "qwen3-tokenizer"
         given = {"tokenizer": str(tokenizer)} if tokenizer.is_dir() else {}
-        store, specs = self._compile({"source": "tiny", "hidden_size": 16, "layers": 1, "heads": 2, **given})
+        store, specs = self._compile(
+            {"source": "tiny", "hidden_size": 16, "layers": 1, "heads": 2, **given}
+        )
         run_stage(download.run, specs["model"], store, _silent)
         return store.sealed(specs["model"].ref)
 
@@ -102,7 +121,9 @@ class _Inputs:
         data = {"train": [{"source": "file", "path": str(self.path)}]}
         sizes = {"tokenize": {"max_tokens": MAX_TOKENS}, "shard": {"block_tokens": MAX_TOKENS}}
         batch = {"train": {"global_batch_tokens": 2 * MAX_TOKENS}}
-        config.write_text(json.dumps({"experiment": "bench", "model": model, "data": data, **sizes, **batch}))
+        config.write_text(
+            json.dumps({"experiment": "bench", "model": model, "data": data, **sizes, **batch})
+        )
         store = Store(self.folder / f"store-{next(self._numbers)}")
         return store, open_experiment(config, store).specs
 
@@ -110,20 +131,25 @@ class _Inputs:
         store, specs = self._compile({"source": "local", "path": str(self.model)})
         for part in ("model", "data.0"):
             run_stage(download.run, specs[part], store, _silent)
-        taken = seconds(lambda: run_stage(tokenize.run, specs["tokenize"], store, _silent), repeats=1)
+        taken = seconds(
+            lambda: run_stage(tokenize.run, specs["tokenize"], store, _silent), repeats=1
+        )
         samples = Samples(store.sealed(specs["tokenize"].ref))
         self.tokens, self.supervised = len(samples.tokens), int(np.sum(samples.supervised))
         return taken
 
     def _map(self, processes: int) -> None:
         cache = self.folder / f"cache-{next(self._numbers)}"
-        loaded = datasets.load_dataset("json", data_files=str(self.path), split="train", cache_dir=str(cache))
+        loaded = datasets.load_dataset(
+            "json", data_files=str(self.path), split="train", cache_dir=str(cache)
+        )
         mapped = loaded.map(
             _mapper(AutoTokenizer.from_pretrained(self.model)),
             batched=True,
             num_proc=processes if processes > 1 else None,
             remove_columns=["messages"],
-            new_fingerprint=f"bench{time.time_ns()}",  # else it hashes the pickled tokenizer first, which takes long
+            # else it hashes the pickled tokenizer first, which takes long
+            new_fingerprint=f"bench{time.time_ns()}",
         )
         self.mapped = mapped
 
@@ -135,11 +161,21 @@ def _mapper(tokenizer: Any) -> Callable[[Any], Any]:
     def encode(batch: Any) -> dict[str, list[list[int]]]:
         texts = []
         for messages in batch["messages"]:
-            messages = [{key: text for key, text in message.items() if text is not None} for message in messages]
-            for number in [number for number, message in enumerate(messages) if message["role"] == "assistant"]:
+            messages = [
+                {key: text for key, text in message.items() if text is not None}
+                for message in messages
+            ]
+            for number in [
+                number for number, message in enumerate(messages) if message["role"] == "assistant"
+            ]:
                 thinking = bool(thinking_of(messages[number]))
-                render = partial(tokenizer.apply_chat_template, tokenize=False, enable_thinking=thinking)
-                texts += [render(messages[:number], add_generation_prompt=True), render(messages[: number + 1])]
+                render = partial(
+                    tokenizer.apply_chat_template, tokenize=False, enable_thinking=thinking
+                )
+                texts += [
+                    render(messages[:number], add_generation_prompt=True),
+                    render(messages[: number + 1]),
+                ]
         ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         samples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
         for prompt, whole in zip(ids[::2], ids[1::2], strict=True):

@@ -1,4 +1,7 @@
-"""Commands over a store of 1,000 experiments: `store`, `status`, `compare`, and `snakemake -n` of another one."""
+"""Commands over a store of 1,000 experiments: `store`, `status`, `compare`, and `snakemake -n`.
+
+The last is for another one.
+"""
 
 import argparse
 import os
@@ -53,7 +56,7 @@ _GC = ["-m", "pipeline_lib", "store", "gc", "--dry-run", "--ignore-queue", "--ke
 
 
 def _computed_s() -> float:
-    """What all commands up to now took of the processor: the same on a busy machine, where their time is not."""
+    """What all commands so far took of the processor: equal on a busy machine, unlike time."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -63,7 +66,13 @@ def _run(command: list[str], shop: Shop) -> None:
     if not config.exists():
         config.write_text((shop.folder / "first.yaml").read_text().replace("first", "new"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(shop.store.root)}
-    subprocess.run([sys.executable, *command], cwd=shop.folder, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, *command],
+        cwd=shop.folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
 
 
 if __name__ == "__main__":

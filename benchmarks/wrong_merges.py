@@ -1,4 +1,7 @@
-"""Subtly wrong merges, which the proof of an export has to refuse: benchmarks.merges counts them, tests try them."""
+"""Subtly wrong merges that an export's proof must refuse: benchmarks.merges counts them.
+
+Tests try them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,30 +28,40 @@ def alpha_off(fold: Fold) -> Fold | None:
 
 def one_layer_off(fold: Fold) -> Fold | None:
     """Layer 0 gets what was trained of layer 1."""
-    return _renamed(fold, lambda recipe: ".layers.0." in recipe.stored.name, "layers.0.", "layers.1.")
+    return _renamed(
+        fold, lambda recipe: ".layers.0." in recipe.stored.name, "layers.0.", "layers.1."
+    )
 
 
 def wrong_projection(fold: Fold) -> Fold | None:
     """The values' projection of layer 0 gets what was trained of the keys'."""
-    return _renamed(fold, lambda recipe: ".layers.0.self_attn.v_proj" in recipe.stored.name, "v_proj", "k_proj")
+    return _renamed(
+        fold, lambda recipe: ".layers.0.self_attn.v_proj" in recipe.stored.name, "v_proj", "k_proj"
+    )
 
 
 def untrained(fold: Fold) -> Fold | None:
     """A trained matrix stays the base's."""
     trained = [
-        name for name, one in fold.recipes.items() if (one.trained or one.adapter) and name.endswith("_proj.weight")
+        name
+        for name, one in fold.recipes.items()
+        if (one.trained or one.adapter) and name.endswith("_proj.weight")
     ]
     if not trained:
         return None
     name = max(trained)
-    return replace(fold, recipes={**fold.recipes, name: replace(fold.recipes[name], trained=None, adapter=None)})
+    return replace(
+        fold,
+        recipes={**fold.recipes, name: replace(fold.recipes[name], trained=None, adapter=None)},
+    )
 
 
 def _renamed(fold: Fold, is_meant: Callable[[Recipe], bool], old: str, new: str) -> Fold | None:
     changed = dict(fold.recipes)
     for name, recipe in fold.recipes.items():
         trained, adapter = (
-            text.replace(old, new) if text is not None else None for text in (recipe.trained, recipe.adapter)
+            text.replace(old, new) if text is not None else None
+            for text in (recipe.trained, recipe.adapter)
         )
         other = {text for one in fold.recipes.values() for text in (one.trained, one.adapter)}
         if is_meant(recipe) and {trained, adapter} <= other | {None}:
@@ -63,7 +76,8 @@ PLANS: Mapping[str, Plan] = {
     "untrained matrix": untrained,
 }
 
-# Wrong files: each changes an exported folder, and returns whether the model has anything of the kind.
+# Wrong files: each changes an exported folder, and returns whether the model has anything of the
+# kind.
 
 Damage = Callable[[Path], bool]
 
@@ -79,14 +93,18 @@ def experts_swapped(folder: Path) -> bool:
     fused = [name for name in tensors if name.endswith("experts.gate_up_proj")]
     if fused:
         return _change(folder, fused[0], lambda tensor: tensor[[1, 0, *range(2, len(tensor))]])
-    layer = next((name.partition(".experts.")[0] for name in tensors if ".experts.0." in name), None)
+    layer = next(
+        (name.partition(".experts.")[0] for name in tensors if ".experts.0." in name), None
+    )
     return layer is not None and _swap(folder, f"{layer}.experts.0.", f"{layer}.experts.1.")
 
 
 def transposed(folder: Path) -> bool:
     """Transpose a square matrix."""
     squares = [
-        name for name, tensor in _tensors(folder).items() if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]
+        name
+        for name, tensor in _tensors(folder).items()
+        if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]
     ]
     return bool(squares) and _change(folder, squares[0], lambda tensor: tensor.T.contiguous())
 
@@ -105,7 +123,10 @@ def one_value_off(folder: Path) -> bool:
 
 def tie_lost(folder: Path) -> bool:
     """Say the opposite of how the head and the embedding are tied."""
-    return _configure(folder, lambda config: config | {"tie_word_embeddings": not config.get("tie_word_embeddings")})
+    return _configure(
+        folder,
+        lambda config: config | {"tie_word_embeddings": not config.get("tie_word_embeddings")},
+    )
 
 
 def other_rope(folder: Path) -> bool:
@@ -129,7 +150,11 @@ FILES: Mapping[str, Damage] = {
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def _change(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Fine-tunes Qwen3 models as a pipeline of sealed stages; its stages know nothing of Snakemake or DVC."""
+"""Fine-tunes Qwen3 models in sealed stages, which know nothing of Snakemake or DVC."""
 
 import logging
 

@@ -1,6 +1,7 @@
-"""Which tests run side by side, and in what order: by file, the long ones first; those in tests/gpu one by one.
+"""Which tests run side by side, in what order: by file, long ones first; tests/gpu one by one.
 
-Where clusters are tested, each worker has a network, /run, /etc/slurm and /etc/netns of its own: two never meet.
+Where clusters are tested, each worker has a network, /run, /etc/slurm and /etc/netns of its own:
+two never meet.
 """
 
 import ctypes
@@ -24,10 +25,12 @@ from tests.fake_hub import FakeHub, point_clients, serving
 GPU = "tests/gpu/"  # GPUs are lent for minutes
 # These begin first, so that none is left alone at the end.
 LONG = ("tests/slurm/", "tests/hosts/", "tests/pipeline/", "tests/train/")
-# Threads of OpenMP spin while they wait for one another. Where workers and their processes are more than the cores, a
-# thread that spins keeps others from working, and a matrix product takes 20 times as long.
+# Threads of OpenMP spin while they wait for one another. Where workers and their processes are more
+# than the cores, a thread that spins keeps others from working, and a matrix product takes 20 times
+# as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# So do those that NumPy and SciPy each start when they are imported; 2**4 cycles are the least that OpenBLAS takes.
+# So do those that NumPy and SciPy each start when they are imported; 2**4 cycles are the least that
+# OpenBLAS takes.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 # An example takes as long as the other workers leave the cores to it.
 settings.register_profile("shared cores", deadline=None)
@@ -49,7 +52,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the long ones to the front."""
-    items.sort(key=lambda item: next((LONG.index(part) for part in LONG if item.nodeid.startswith(part)), len(LONG)))
+    items.sort(
+        key=lambda item: next(
+            (LONG.index(part) for part in LONG if item.nodeid.startswith(part)), len(LONG)
+        )
+    )
 
 
 class Failures:
@@ -63,41 +70,63 @@ class Failures:
         """Called after each phase of a test, also of one that a worker ran."""
         if report.failed:
             terminal = self._config.get_terminal_writer()
-            terminal.line(f"\nFAILED {report.nodeid} in its {report.when} of {report.duration:.0f} s")
+            terminal.line(
+                f"\nFAILED {report.nodeid} in its {report.when} of {report.duration:.0f} s"
+            )
             report.toterminal(terminal)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Isolate a worker that may start a cluster, and give processes that tests interrupt their signals back."""
+    """Isolate a worker that may start a cluster; give interrupted processes their signals.
+
+    Tests interrupt the processes.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Failures(config))
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what it starts with `&`
+    # as a shell leaves it to what it starts with `&`
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup leaves it: what tests start would ignore it too
+    # as nohup leaves it: what tests start would ignore it too
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     gc.disable()  # until all is imported
-    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0 and shutil.which("slurmd") and shutil.which("ip"):
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+        and os.geteuid() == 0
+        and shutil.which("slurmd")
+        and shutil.which("ip")
+    ):
         _isolate()
 
 
 def pytest_collection_finish() -> None:
-    """Leave what all test modules have imported out of garbage collections: more than a million objects."""
+    """Leave all that test modules import out of garbage collection: over a million objects."""
     gc.freeze()
     gc.enable()
 
 
 def _isolate() -> None:
-    """Leave the host's namespaces; what is mounted in the new ones ends with the worker, also if it is killed."""
+    """Leave the host's namespaces; what is mounted in the new ones ends with the worker.
+
+    It also ends if the worker is killed.
+    """
     # The host's name is to lead to an address here too, and slurmd wants one that is not 127.0.0.1.
-    addresses = {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    addresses = {
+        str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    }
     addresses = {address for address in addresses if not address.startswith("127.")} | {"192.0.2.1"}
     if ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWNET):
-        raise pytest.UsageError("this container may have no namespaces, which the tests of SLURM need: use -n 0")
+        raise pytest.UsageError(
+            "this container may have no namespaces, which the tests of SLURM need: use -n 0"
+        )
     commands = ["mount --make-rprivate /"]
     for folder in ("/run", "/etc/slurm", "/etc/netns"):
         Path(folder).mkdir(exist_ok=True)
         commands.append(f"mount -t tmpfs tmpfs {folder}")
-    commands += ["ip link set lo up", *(f"ip address add {address}/32 dev lo" for address in sorted(addresses))]
+    commands += [
+        "ip link set lo up",
+        *(f"ip address add {address}/32 dev lo" for address in sorted(addresses)),
+    ]
     for command in commands:
         subprocess.run(command.split(), check=True)
 
@@ -112,7 +141,7 @@ def tiny() -> Path:
 
 @pytest.fixture(scope="session")
 def forked_programs() -> Iterator[Path]:
-    """A folder of programs whose processes have most imports behind them when they start: see tests/forked.py."""
+    """A folder of programs whose processes start with most imports done: see tests/forked.py."""
     with forked.programs() as folder:
         yield folder
 

@@ -1,7 +1,7 @@
-"""A hub on loopback that speaks the HTTP of Hugging Face and of ModelScope, and fails as it is told to.
+"""A hub on loopback that speaks Hugging Face's and ModelScope's HTTP, and fails as told.
 
-It serves what the real clients ask of the real hubs: revisions, listings with hashes, files with ranges and
-redirects. A fault changes one answer on its way out.
+It serves what the real clients ask of the real hubs: revisions, listings with hashes, files with
+ranges and redirects. A fault changes one answer on its way out.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Files = dict[str, bytes]
 
 @dataclass
 class Answer:
-    """What is sent, after `pause_s`: `cut` bytes at once, then one each `drip_s`, or the end of the connection."""
+    """What is sent, after `pause_s`: `cut` bytes, then one each `drip_s`, or an end."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -121,7 +121,9 @@ class FakeHub:
 
     def sent_bytes(self, where: str) -> int:
         """Bytes of bodies that were sent so far for paths that hold `where`."""
-        return sum(request.sent_bytes for request in self.requests if where in unquote(request.path))
+        return sum(
+            request.sent_bytes for request in self.requests if where in unquote(request.path)
+        )
 
     def answer(self, path: str, query: dict[str, str], token: str | None) -> Answer:
         if self.token is not None and token != self.token and not path.startswith("/cdn/"):
@@ -156,12 +158,19 @@ class FakeHub:
             cdn = self.url.replace("127.0.0.1", "localhost")  # another host, as the real one's is
             return _resolved(cdn, commit, files, unquote("/".join(parts[4:])))
         if verb == "tree":
-            return self._page(repository, "/".join(parts[:2]), kind, commit, int(query.get("cursor", 0)))
+            return self._page(
+                repository, "/".join(parts[:2]), kind, commit, int(query.get("cursor", 0))
+            )
         return as_json({"id": "/".join(parts[:2]), "sha": commit, "siblings": []})
 
-    def _page(self, repository: FakeRepository, name: str, kind: str, commit: str, start: int) -> Answer:
+    def _page(
+        self, repository: FakeRepository, name: str, kind: str, commit: str, start: int
+    ) -> Answer:
         files = list(repository.commits[commit].items())
-        rows = [_hugging_face_row(*file, xet=repository.xet) for file in files[start : start + PAGE_FILES]]
+        rows = [
+            _hugging_face_row(*file, xet=repository.xet)
+            for file in files[start : start + PAGE_FILES]
+        ]
         answer = as_json(rows)
         if start + PAGE_FILES < len(files):
             url = f"{self.url}/api/{kind}s/{name}/tree/{commit}?recursive=true&cursor={start + PAGE_FILES}"
@@ -181,7 +190,9 @@ class FakeHub:
         if "PageNumber" in query:
             size = int(query["PageSize"])
             rows = rows[(int(query["PageNumber"]) - 1) * size :][:size]
-        return as_json({"Code": 200, "Success": True, "Data": {"Files": rows, "LatestCommitter": {"Id": ""}}})
+        return as_json(
+            {"Code": 200, "Success": True, "Data": {"Files": rows, "LatestCommitter": {"Id": ""}}}
+        )
 
 
 def as_json(value: Any) -> Answer:
@@ -195,14 +206,25 @@ def error(status: int, code: str) -> Answer:
 
 
 def _hugging_face_row(name: str, content: bytes, xet: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": git_id(content)}
+    row: dict[str, Any] = {
+        "type": "file",
+        "path": name,
+        "size": len(content),
+        "oid": git_id(content),
+    }
     if name.endswith(LFS_SUFFIXES):
-        row["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        row["lfs"] = {
+            "oid": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 130,
+        }
         row |= {"xetHash": "0" * 64} if xet else {}
     return row
 
 
-def _modelscope_row(repository: FakeRepository, commit: str, name: str, content: bytes) -> dict[str, Any]:
+def _modelscope_row(
+    repository: FakeRepository, commit: str, name: str, content: bytes
+) -> dict[str, Any]:
     number, changed_by = repository.changed_by(name, commit)
     return {
         "Path": name,
@@ -224,7 +246,11 @@ def _resolved(cdn: str, commit: str, files: Files, name: str) -> Answer:
     if not name.endswith(LFS_SUFFIXES):
         return Answer(headers={**headers, "ETag": f'"{git_id(content)}"'}, body=content)
     digest = hashlib.sha256(content).hexdigest()
-    headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content)), "Location": f"{cdn}/cdn/{digest}"}
+    headers |= {
+        "X-Linked-ETag": f'"{digest}"',
+        "X-Linked-Size": str(len(content)),
+        "Location": f"{cdn}/cdn/{digest}",
+    }
     return Answer(302, headers)
 
 
@@ -259,11 +285,13 @@ def _changing(changes: Callable[[Answer], dict[str, Any]]) -> Change:
     return lambda answer: replace(answer, **changes(answer))
 
 
-# Announce all, send half and drop the connection; or keep it and send nothing more; or go on a byte now and then.
+# Announce all, send half and drop the connection; or keep it and send nothing more; or go on a byte
+# now and then.
 dropped = _changing(lambda answer: {"cut": len(answer.body) // 2})
 silent = _changing(lambda answer: {"cut": len(answer.body) // 2, "drip_s": 60.0})
 dripping_later = _changing(lambda answer: {"cut": len(answer.body) // 2, "drip_s": 0.05})
-# Send a byte now and then, without end; each byte after a tenth of a second; all after half a second.
+# Send a byte now and then, without end; each byte after a tenth of a second; all after half a
+# second.
 dripping = _changing(lambda answer: {"cut": 1, "drip_s": 0.05})
 slowly = _changing(lambda answer: {"cut": 0, "drip_s": 0.1})
 late = _changing(lambda answer: {"pause_s": 0.5})
@@ -279,7 +307,11 @@ def misannounced(answer: Answer) -> Answer:
 
 def flipped(answer: Answer) -> Answer:
     """The right size, other bytes, and another ETag."""
-    return replace(answer, headers={**answer.headers, "ETag": '"other"'}, body=bytes(byte ^ 1 for byte in answer.body))
+    return replace(
+        answer,
+        headers={**answer.headers, "ETag": '"other"'},
+        body=bytes(byte ^ 1 for byte in answer.body),
+    )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -340,7 +372,10 @@ def _part(answer: Answer, ranged: str | None) -> Answer:
         return Answer(416, {"Content-Range": f"bytes */{len(answer.body)}"})
     content_range = f"bytes {start}-{min(stop, len(answer.body)) - 1}/{len(answer.body)}"
     return replace(
-        answer, status=206, headers={**answer.headers, "Content-Range": content_range}, body=answer.body[start:stop]
+        answer,
+        status=206,
+        headers={**answer.headers, "Content-Range": content_range},
+        body=answer.body[start:stop],
     )
 
 
@@ -353,17 +388,24 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(certificate: Path | None = None) -> Iterator[FakeHub]:
-    """A hub that serves until the block ends; over TLS with the certificate and key in `certificate`, if given."""
+    """A hub that serves until the block ends; over TLS if given `certificate`.
+
+    It is the certificate and the key.
+    """
     hub = FakeHub()
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     scheme = "http"
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
         scheme = "https"
     hub.url = f"{scheme}://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     try:
         yield hub
     finally:
@@ -373,7 +415,7 @@ def serving(certificate: Path | None = None) -> Iterator[FakeHub]:
 
 
 def point_clients(hub: FakeHub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the real clients in this process use `hub`, with caches below `root`, and lose patience soon.
+    """Let the real clients here use `hub`, with caches below `root`, and lose patience soon.
 
     They read most of their variables once, when they are imported.
     """

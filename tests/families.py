@@ -1,4 +1,4 @@
-"""A tiny model of each family with the manner of each published template, and all stages of its training."""
+"""A tiny model of each family with each published template, and all stages of its training."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ ROWS = 40
 
 
 def write_family(folder: Path, family: str, template: str) -> Path:
-    """Write a tiny model of `family` to `folder`, with the tokenizer of the demo and the manner of `template`."""
+    """Write a tiny model of `family` to `folder`, with the demo's tokenizer and `template`."""
     shutil.copytree(tiny_model(), folder)
     torch.manual_seed(0)
     (folder / "config.json").unlink()
@@ -78,7 +78,7 @@ def write_family(folder: Path, family: str, template: str) -> Path:
 
 
 def write_rows(path: Path, template: str) -> Path:
-    """Write rows that a model with `template` can learn: thinking where it opens a block, else answers or texts."""
+    """Write rows a model with `template` can learn: thinking if it opens a block, else not."""
     rows: list[dict[str, Any]] = []
     for number in range(ROWS):
         answer: dict[str, Any] = {"role": "assistant", "content": f"It is {number}."}
@@ -87,13 +87,20 @@ def write_rows(path: Path, template: str) -> Path:
         if template in TEXT_ONLY:
             rows.append({"text": f"Number {number} follows number {number - 1}."})
         else:
-            rows.append({"messages": [{"role": "user", "content": f"What is number {number}?"}, answer]})
+            rows.append(
+                {"messages": [{"role": "user", "content": f"What is number {number}?"}, answer]}
+            )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def run_family(environ: Mapping[str, str], root: Path, base: Path, template: str, method: str) -> Path:
-    """Run all stages for the model in `base`; return the folder of the merged model. This process is the one rank."""
+def run_family(
+    environ: Mapping[str, str], root: Path, base: Path, template: str, method: str
+) -> Path:
+    """Run all stages for the model in `base`; return the folder of the merged model.
+
+    This process is the one rank.
+    """
     rows = write_rows(root / "rows.jsonl", template)
     config = {
         "experiment": "family",

@@ -1,11 +1,12 @@
-"""Commands of the project in processes that are forked from one with the slow imports of other packages behind it.
+"""Project commands in processes forked from one that has done the slow imports of other packages.
 
-A process of the pipeline imports for 1 to 5 s of CPU time before it does anything. `programs` makes a folder with a
-`python` and a `snakemake` to be put first into PATH: they pass `python -m pipeline_lib ...` and `snakemake ...` on to a
-server, which forks a process with their arguments, environment, folder, input and outputs. That process imports
-pipeline_lib from where it is, gets the signals that they get, and ends as they end. But it is no child of who started
-it: tests of what happens between processes need the real programs. And what other packages read of the environment when
-they are imported, such as the address of a hub, they have read in the server.
+A process of the pipeline imports for 1 to 5 s of CPU time before it does anything. `programs` makes
+a folder with a `python` and a `snakemake` to be put first into PATH: they pass `python -m
+pipeline_lib ...` and `snakemake ...` on to a server, which forks a process with their arguments,
+environment, folder, input and outputs. That process imports pipeline_lib from where it is, gets the
+signals that they get, and ends as they end. But it is no child of who started it: tests of what
+happens between processes need the real programs. And what other packages read of the environment
+when they are imported, such as the address of a hub, they have read in the server.
 """
 
 import atexit
@@ -78,8 +79,9 @@ sys.exit(code)
 
 @contextmanager
 def programs() -> Iterator[Path]:
-    """A folder `bin` with the two programs, whose server runs within the context; that of the real ones beside GPUs."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):  # imports may look for them, and then no forked process may use them
+    """A folder `bin` of two programs with a server in the context; the real ones beside GPUs."""
+    # imports may look for them, and then no forked process may use them
+    if any(Path("/dev").glob("nvidia[0-9]*")):
         yield BIN
         return
     with tempfile.TemporaryDirectory(prefix="forked-") as name:
@@ -87,10 +89,14 @@ def programs() -> Iterator[Path]:
         made = folder / "bin"
         made.mkdir()
         for program in ("python", "snakemake"):
-            (made / program).write_text(PROGRAM.format(python=BIN / "python", socket=folder / SOCKET_NAME))
+            (made / program).write_text(
+                PROGRAM.format(python=BIN / "python", socket=folder / SOCKET_NAME)
+            )
             (made / program).chmod(0o755)
         command = [sys.executable, "-m", "tests.forked", str(folder)]
-        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as server:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        ) as server:
             assert server.stdout is not None
             assert server.stdout.readline() == READY.encode()
             try:
@@ -172,7 +178,9 @@ def _close(file: Any) -> None:
         os.close(file)
 
 
-def _be_program(files: list[int], name: str, path: str, arguments: list[str], folder: str, environ: Any) -> None:
+def _be_program(
+    files: list[int], name: str, path: str, arguments: list[str], folder: str, environ: Any
+) -> None:
     """Do what Python does when it starts and when it ends."""
     code = 1
     try:
@@ -187,7 +195,8 @@ def _be_program(files: list[int], name: str, path: str, arguments: list[str], fo
         os.environ.update(environ)
         sys.executable = str(Path(path).parent / "python")
         if "OMP_NUM_THREADS" in environ:
-            sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))  # read before the variable was set
+            # read before the variable was set
+            sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
         sys.path[0] = str(BIN) if name == "snakemake" else folder
         sys.path[1:1] = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         if name == "snakemake":

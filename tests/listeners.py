@@ -13,7 +13,8 @@ import pytest
 
 OTHER_USER = 65534
 _LISTEN = "0A"  # in the tables of /proc/net
-# Run by another user, who knows no secret: reads what stores of torch at HOST PORT ... hold, all at once.
+# Run by another user, who knows no secret: reads what stores of torch at HOST PORT ... hold, all at
+# once.
 _ATTACK = """
 import os, sys, threading, time
 from datetime import timedelta
@@ -35,7 +36,10 @@ os._exit(0)
 
 
 def listeners(processes: Sequence[psutil.Process]) -> set[tuple[str, int]]:
-    """Return the addresses and ports at which `processes` accept connections, also in networks of their own."""
+    """Return the addresses and ports where `processes` accept connections, on any network.
+
+    Their own networks count.
+    """
     found: set[tuple[str, int]] = set()
     for process in processes:
         with suppress(OSError):  # it has ended
@@ -53,7 +57,10 @@ def _listening(table: Path, targets: set[str]) -> set[tuple[str, int]]:
         _, local, _, state, *rest = line.split()
         if state == _LISTEN and f"socket:[{rest[5]}]" in targets:
             address, port = local.split(":")
-            words = [bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8)]
+            words = [
+                bytes.fromhex(address[start : start + 8])[::-1]
+                for start in range(0, len(address), 8)
+            ]
             found.add((str(ip_address(b"".join(words))), int(port, 16)))
     return found
 
@@ -64,7 +71,10 @@ def assert_private(found: set[tuple[str, int]]) -> None:
 
 
 def stores_that_another_user_finds(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the addresses and ports among `places` where another user of this machine gets the keys of a store."""
+    """Return those of `places` where another user of this machine gets the keys of a store.
+
+    They are addresses and ports.
+    """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     words = [word for address, port in places for word in (address, str(port))]

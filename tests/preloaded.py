@@ -1,8 +1,9 @@
 """What ranks import on their way, for the server that tests/ranks.py forks them from.
 
-It takes each of them up to 12 s otherwise: DeepSpeed's Muon loads torch's compiler. What libraries import or compute
-only where it is used takes a rank another second: DeepSpeed when it begins to train, peft when it looks for layers to
-adapt, and transformers' 900 patterns of parameters' names. So does pytest, which the modules of the tests import.
+It takes each of them up to 12 s otherwise: DeepSpeed's Muon loads torch's compiler. What libraries
+import or compute only where it is used takes a rank another second: DeepSpeed when it begins to
+train, peft when it looks for layers to adapt, and transformers' 900 patterns of parameters' names.
+So does pytest, which the modules of the tests import.
 """
 
 import importlib
@@ -27,7 +28,8 @@ with importing():
         "deepspeed.runtime.superoffload.superoffload_stage3",
         "deepspeed.runtime.zero.muon.muon_optimizer",
     ):
-        with suppress(ImportError):  # of an extra that is not installed, or of another version of it
+        # of an extra that is not installed, or of another version of it
+        with suppress(ImportError):
             importlib.import_module(name)
     transformers_patterns = importlib.import_module("transformers.conversion_mapping")
     transformers_patterns.get_checkpoint_conversion_mapping("qwen3")

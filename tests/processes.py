@@ -13,8 +13,10 @@ from typing import Any
 
 import psutil
 
-FORK = multiprocessing.get_context("fork")  # starts in milliseconds, and needs nothing that can be pickled
-DEADLINE_S = float(os.environ.get("TESTS_DEADLINE_S", "300"))  # `make mutants` waits less: what it tries often hangs
+# starts in milliseconds, and needs nothing that can be pickled
+FORK = multiprocessing.get_context("fork")
+# `make mutants` waits less: what it tries often hangs
+DEADLINE_S = float(os.environ.get("TESTS_DEADLINE_S", "300"))
 
 
 @contextmanager
@@ -61,12 +63,15 @@ def workers_alive() -> list[int]:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody uses, below the range that the system gives to outgoing connections.
+    """A free TCP port on loopback, below the system's range for outgoing connections.
 
-    Each of up to 16 pytest workers has 750 of its own: it may take a rank half a minute to begin to listen.
+    Each of up to 16 pytest workers has 750 of its own: it may take a rank half a minute to begin to
+    listen.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    ports = range(20_000, 32_000)[750 * (int(worker) % 16) :][:750] if worker else range(20_000, 32_000)
+    ports = (
+        range(20_000, 32_000)[750 * (int(worker) % 16) :][:750] if worker else range(20_000, 32_000)
+    )
     while True:
         port = random.choice(ports)
         with socket.socket() as listener, suppress(OSError):

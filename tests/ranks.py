@@ -1,4 +1,4 @@
-"""Runs a function in real processes that form a gloo group: the harness of every multi-rank test."""
+"""Runs a function in real processes of a gloo group: the harness of all multi-rank tests."""
 
 import faulthandler
 import multiprocessing
@@ -31,22 +31,27 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout_s: float = 120.0) -> dict[int, Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, *arguments: Any, timeout_s: float = 120.0
+) -> dict[int, Any]:
     """Call `function(environ, *arguments)` in `world` processes; their results by rank.
 
     Raises AssertionError with the tracebacks of all ranks that failed, or that did not end in time.
     """
     done, failures = run_ranks_that_may_fail(function, world, *arguments, timeout_s=timeout_s)
-    assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
+    assert not failures, "\n".join(
+        f"rank {rank}:\n{text}" for rank, text in sorted(failures.items())
+    )
     return done
 
 
 def run_ranks_that_may_fail(
     function: Callable[..., Any], world: int, *arguments: Any, timeout_s: float = 120.0
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """As `run_ranks`: the results by rank, and what became of the ranks that have none; a rank may be killed."""
-    # Ranks are forked from a server that has the slow imports behind it and has never started a thread. Where there are
-    # GPUs they begin anew: what the server imports may look for these (torchao does), and then no child may use them.
+    """As `run_ranks`: results by rank, and what became of ranks without; a rank may be killed."""
+    # Ranks are forked from a server that has the slow imports behind it and has never started a
+    # thread. Where there are GPUs they begin anew: what the server imports may look for these
+    # (torchao does), and then no child may use them.
     has_gpus = torch.cuda.device_count() > 0
     context: Any = multiprocessing.get_context("spawn" if has_gpus else "forkserver")
     if not has_gpus:
@@ -54,7 +59,9 @@ def run_ranks_that_may_fail(
     results: Any = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_run, args=(function, rank_environment(rank, world, port), results, arguments))
+        context.Process(
+            target=_run, args=(function, rank_environment(rank, world, port), results, arguments)
+        )
         for rank in range(world)
     ]
     for process in processes:
@@ -64,17 +71,28 @@ def run_ranks_that_may_fail(
     deadline_s = time.monotonic() + timeout_s + has_gpus * IMPORTS_S
     try:
         while len(done) + len(failures) < world:
-            ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode is not None}
+            ended = {
+                rank: process.exitcode
+                for rank, process in enumerate(processes)
+                if process.exitcode is not None
+            }
             try:
                 rank, is_ok, value = results.get(timeout=0.5)
                 (done if is_ok else failures)[rank] = value
             except queue.Empty:  # whoever had ended before this wait had nothing to say
-                silent = {rank: f"ended with code {code} and no answer" for rank, code in ended.items()}
-                failures.update({rank: text for rank, text in silent.items() if rank not in done | failures})
+                silent = {
+                    rank: f"ended with code {code} and no answer" for rank, code in ended.items()
+                }
+                failures.update(
+                    {rank: text for rank, text in silent.items() if rank not in done | failures}
+                )
                 if time.monotonic() > deadline_s:
                     missing = set(range(world)) - done.keys() - failures.keys()
                     failures.update(
-                        {rank: f"no answer within {timeout_s} s; {_stacks(processes[rank].pid)}" for rank in missing}
+                        {
+                            rank: f"no answer within {timeout_s} s; {_stacks(processes[rank].pid)}"
+                            for rank in missing
+                        }
                     )
             if failures:
                 deadline_s = min(deadline_s, time.monotonic() + 15.0)
@@ -100,9 +118,15 @@ def _stacks(pid: int | None) -> str:
     return f"it is at:\n{_stack_file(pid).read_text()}"
 
 
-def _run(function: Callable[..., Any], environ: Mapping[str, str], results: Any, arguments: tuple[Any, ...]) -> None:
+def _run(
+    function: Callable[..., Any],
+    environ: Mapping[str, str],
+    results: Any,
+    arguments: tuple[Any, ...],
+) -> None:
     os.environ.update(environ)
-    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch was imported before the variable was set
+    # torch was imported before the variable was set
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     rank = int(environ["RANK"])
     stacks = _stack_file(os.getpid())
     faulthandler.register(signal.SIGUSR2, stacks.open("w"))

@@ -1,4 +1,4 @@
-"""Runs the stages of an experiment one after the other without Snakemake: by their own command, or in this process."""
+"""Runs the stages of an experiment in turn without Snakemake: by command, or in this process."""
 
 import subprocess
 import sys
@@ -19,11 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_stages(config: Path, store: Store, last: str = "report") -> Experiment:
-    """Run every stage up to `last`, in the order of the specs; raises CalledProcessError with the output."""
+    """Run each stage up to `last`, in the specs' order; raises CalledProcessError with output."""
     experiment = open_experiment(config, store)
     store.write_specs(experiment.specs.values())
     for part, spec in experiment.specs.items():
-        command = [sys.executable, "-m", "pipeline_lib", spec.stage, "--spec", str(store.spec_path(spec.digest))]
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline_lib",
+            spec.stage,
+            "--spec",
+            str(store.spec_path(spec.digest)),
+        ]
         if spec.stage == "train":
             command += ["--plan", str(store.pointer(experiment.ref("plan")))]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -33,13 +40,13 @@ def run_stages(config: Path, store: Store, last: str = "report") -> Experiment:
 
 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:
-    """Begin workers with all imports behind them, which take a spawned one a second, or three with `datasets`."""
+    """Begin workers with all imports done, which take a spawned one 1 s, or 3 with `datasets`."""
     for module in (pool, splits):
         patch.setattr(module, "_CONTEXT", FORK)
 
 
 def run_stages_here(config: Path, store: Store, last: str) -> Experiment:
-    """Run every stage up to `last`, none that trains, in this process, which spares each its imports."""
+    """Run each stage up to `last`, none that trains, in this process, to spare imports."""
     experiment = open_experiment(config, store)
     store.write_specs(experiment.specs.values())
     with pytest.MonkeyPatch.context() as patch:

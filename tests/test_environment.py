@@ -1,4 +1,4 @@
-"""What the environment of a process can hold wrong: each is named, with what to do, and none is called a bug."""
+"""What can be wrong in a process's environment: each is named, with a remedy, none as a bug."""
 
 import errno
 import json
@@ -15,7 +15,9 @@ from pipeline_lib.config import content
 from pipeline_lib.config.content import data_files
 from pipeline_lib.core.errors import DataError
 
-ROWS = "".join(json.dumps({"prompt": f"What is {n}?", "completion": f"{n} is {n}."}) + "\n" for n in range(40))
+ROWS = "".join(
+    json.dumps({"prompt": f"What is {n}?", "completion": f"{n} is {n}."}) + "\n" for n in range(40)
+)
 CONFIG = """\
 experiment: odd
 model: {{source: {source}}}
@@ -29,7 +31,11 @@ HUGGING_FACE, MODELSCOPE = ("huggingface, name: nobody/nothing", "modelscope, na
 
 
 def checked(
-    folder: Path, source: str = "tiny", path: str = "rows.jsonl", encoding: str = "utf-8", **environ: str
+    folder: Path,
+    source: str = "tiny",
+    path: str = "rows.jsonl",
+    encoding: str = "utf-8",
+    **environ: str,
 ) -> "subprocess.CompletedProcess[str]":
     """`check` of a config in `folder`, on a terminal with that `encoding`."""
     (folder / "rows.jsonl").write_text(ROWS)
@@ -48,14 +54,34 @@ def checked(
 @pytest.mark.parametrize(
     ("source", "environ", "remedy"),
     [
-        (HUGGING_FACE, {"ALL_PROXY": "socks5://127.0.0.1:1"}, "ALL_PROXY and HTTPS_PROXY, or `pip install socksio"),
+        (
+            HUGGING_FACE,
+            {"ALL_PROXY": "socks5://127.0.0.1:1"},
+            "ALL_PROXY and HTTPS_PROXY, or `pip install socksio",
+        ),
         (HUGGING_FACE, {"HTTP_PROXY": "odd://127.0.0.1:1"}, "check the addresses in HTTP_PROXY"),
-        (HUGGING_FACE, {"HTTP_PROXY": "http://127.0.0.1:port"}, "check the addresses in HTTP_PROXY"),
-        (HUGGING_FACE, {"SSL_CERT_FILE": "/not/there"}, "SSL_CERT_FILE or SSL_CERT_DIR names certificates"),
+        (
+            HUGGING_FACE,
+            {"HTTP_PROXY": "http://127.0.0.1:port"},
+            "check the addresses in HTTP_PROXY",
+        ),
+        (
+            HUGGING_FACE,
+            {"SSL_CERT_FILE": "/not/there"},
+            "SSL_CERT_FILE or SSL_CERT_DIR names certificates",
+        ),
         (HUGGING_FACE, {"HF_TOKEN": "hf_“abc”"}, "HF_TOKEN holds '“', which no token has"),
         (HUGGING_FACE, {"HF_ENDPOINT": "127.0.0.1"}, "the mirror's address"),
-        (MODELSCOPE, {"ALL_PROXY": "socks5://127.0.0.1:1"}, "ALL_PROXY and HTTPS_PROXY, or `pip install socksio"),
-        (MODELSCOPE, {"MODELSCOPE_API_TOKEN": "“abc”"}, "MODELSCOPE_API_TOKEN holds '“', which no token has"),
+        (
+            MODELSCOPE,
+            {"ALL_PROXY": "socks5://127.0.0.1:1"},
+            "ALL_PROXY and HTTPS_PROXY, or `pip install socksio",
+        ),
+        (
+            MODELSCOPE,
+            {"MODELSCOPE_API_TOKEN": "“abc”"},
+            "MODELSCOPE_API_TOKEN holds '“', which no token has",
+        ),
         (
             MODELSCOPE,
             {"REQUESTS_CA_BUNDLE": "/not/there", "MODELSCOPE_ENDPOINT": "https://127.0.0.1:1"},
@@ -63,7 +89,9 @@ def checked(
         ),
     ],
 )
-def test_what_the_network_needs_is_named(tmp_path: Path, source: str, environ: dict[str, str], remedy: str) -> None:
+def test_what_the_network_needs_is_named(
+    tmp_path: Path, source: str, environ: dict[str, str], remedy: str
+) -> None:
     done = checked(tmp_path, source, **environ)
     assert done.returncode == 69, done.stderr
     assert remedy in done.stderr
@@ -127,7 +155,9 @@ def test_a_chinese_file_name_of_another_encoding_than_the_locale_is_named_with_t
     assert mended.returncode == 0, mended.stderr
 
 
-def test_a_chinese_file_name_in_the_encoding_of_the_locale_is_read(tmp_path: Path, in_gbk: dict[str, str]) -> None:
+def test_a_chinese_file_name_in_the_encoding_of_the_locale_is_read(
+    tmp_path: Path, in_gbk: dict[str, str]
+) -> None:
     (tmp_path / os.fsdecode(CHINESE.encode("gbk"))).write_text(ROWS)
 
     done = checked(tmp_path, path=CHINESE, encoding="gbk", **in_gbk)
@@ -158,7 +188,9 @@ def test_a_path_begins_with_the_home_folder_and_holds_no_variables(tmp_path: Pat
     assert "variables are not replaced here" in done.stderr
 
 
-def test_a_pattern_that_leads_through_a_whole_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_leads_through_a_whole_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Links that lead in circles, as those of /proc do, make a disk of any folder."""
     (tmp_path / "above").symlink_to(tmp_path)
     (tmp_path / "again").symlink_to(tmp_path)

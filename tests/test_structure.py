@@ -1,4 +1,4 @@
-"""The rules that keep the package readable, held for every module there is and every one that comes."""
+"""The rules that keep the package readable, held for every module, now and in future."""
 
 import ast
 import subprocess
@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipeline_lib"
 
-# From the bottom to the top; a module imports from its own room or from layers below. Rooms of one layer are siblings,
-# and siblings never import each other.
+# From the bottom to the top; a module imports from its own room or from layers below. Rooms of one
+# layer are siblings, and siblings never import each other.
 LAYERS = (
     ("core",),
     ("hub", "lineage", "records"),
@@ -57,11 +57,18 @@ MAX_LINES = 700
 
 
 def name_of(path: Path) -> str:
-    """The name of a module within the package: `data.chat`; of the package itself: the empty text."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    """The name of a module in the package: `data.chat`; of the package itself: empty text."""
+    return (
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
 
 
-MODULES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    name_of(path): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 every_module = pytest.mark.parametrize("module", MODULES)
 
 
@@ -111,7 +118,7 @@ def packages_around(module: str) -> set[str]:
 
 @cache
 def reachable(module: str, left_out: frozenset[str] = frozenset()) -> set[str]:
-    """`module` and all that it imports, directly or not; importing a module runs the packages around it too."""
+    """`module` and all its imports, direct or not; an import runs the packages around it too."""
     seen: set[str] = set()
     waiting = [module]
     while waiting:
@@ -130,7 +137,8 @@ def stages() -> set[str]:
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and node.name == "run"
-        and [ast.unparse(argument.annotation or ast.Constant(None)) for argument in node.args.args] == ["Job"]
+        and [ast.unparse(argument.annotation or ast.Constant(None)) for argument in node.args.args]
+        == ["Job"]
     }
 
 
@@ -155,10 +163,13 @@ def test_imports_go_one_way(module: str) -> None:
 
 def test_no_import_goes_in_a_circle() -> None:
     for module in MODULES:
-        around = frozenset(packages_around(module))  # importing its parts is no circle, if none imports it
+        # importing its parts is no circle, if none imports it
+        around = frozenset(packages_around(module))
         assert not imported_modules(module) & around, f"{module} imports its own package"
         for imported in imported_modules(module):
-            assert module not in reachable(imported, around) or is_package(module), f"{module} and {imported}"
+            assert module not in reachable(imported, around) or is_package(module), (
+                f"{module} and {imported}"
+            )
 
 
 def test_no_stage_imports_another() -> None:
@@ -171,15 +182,22 @@ def test_no_stage_imports_another() -> None:
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith(TORCH_FREE)])
 def test_torch_is_not_imported_where_it_is_not_needed(module: str) -> None:
-    names = {name.partition(".")[0] for reached in reachable(module) for name in imported_names(reached)}
+    names = {
+        name.partition(".")[0] for reached in reachable(module) for name in imported_names(reached)
+    }
 
     assert not names & {"torch", "peft", "accelerate"}
 
 
 def loaded_by(modules: list[str]) -> set[str]:
     """Top-level packages in memory once a fresh interpreter has imported `modules`."""
-    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in "
+        f"sys.modules}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(done.stdout.split())
 
 
@@ -198,7 +216,7 @@ def test_compiling_a_config_loads_nothing_heavy() -> None:
 
 
 def test_looking_whether_a_run_is_possible_loads_nothing_heavy() -> None:
-    """Every call of snakemake does it, and a plan can be asked for where nothing is installed for training."""
+    """Every call of snakemake does it, and a plan is possible without training packages."""
     loaded = loaded_by(["pipeline_lib.plan.preflight"])
 
     assert "pydantic" in loaded
@@ -210,12 +228,12 @@ def test_the_command_line_starts_without_anything_heavy() -> None:
 
 
 def test_a_launcher_starts_without_anything_heavy() -> None:
-    """Its ranks load all that at once with it; on each node of a cluster it would take memory for days, too."""
+    """Its ranks load that at once with it; on each node it would take memory for days, too."""
     assert not loaded_by(["pipeline_lib.launch.stage"]) & set(HEAVY)
 
 
 def test_adapters_load_no_bitsandbytes() -> None:
-    """By peft it would be, for layers that no model here has; it takes seconds, and inductor with it."""
+    """By peft it would be, for layers that no model here has, with inductor, in seconds."""
     loaded = loaded_by(["pipeline_lib.model.lora"])
 
     assert "peft" in loaded
@@ -226,10 +244,20 @@ def test_adapters_load_no_bitsandbytes() -> None:
 def test_only_the_command_line_reads_the_environment_or_exits(module: str) -> None:
     if module.startswith(AT_THE_BOUNDARY):
         return
-    forbidden = {"sys.argv", "sys.exit", "os.environ", "os.environb", "os.getenv", "os.putenv", "os._exit"}
+    forbidden = {
+        "sys.argv",
+        "sys.exit",
+        "os.environ",
+        "os.environb",
+        "os.getenv",
+        "os.putenv",
+        "os._exit",
+    }
     if module == "core.lock":  # a process that lost its lock ends from a thread, whatever it does
         forbidden.remove("os._exit")
-    used = {ast.unparse(node) for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)}
+    used = {
+        ast.unparse(node) for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)
+    }
     used |= set(imported_names(module))
     called = {node.id for node in ast.walk(MODULES[module]) if isinstance(node, ast.Name)}
 
@@ -243,20 +271,27 @@ def broad_handlers(module: str) -> list[int]:
     for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.ExceptHandler):
             kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-            if any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in kinds):
+            if any(
+                kind is None or ast.unparse(kind) in {"Exception", "BaseException"}
+                for kind in kinds
+            ):
                 lines.append(node.lineno)
     return lines
 
 
 @every_module
 def test_unexpected_failures_are_caught_in_one_place(module: str) -> None:
-    """The command line; and around the one call of a library that raises nothing more special than Exception."""
+    """The command line, and the one library call that raises no more than Exception."""
     assert len(broad_handlers(module)) == (1 if module in ("cli.main", "data.encode") else 0)
 
 
 @every_module
 def test_no_assert_and_no_global(module: str) -> None:
-    found = [node.lineno for node in ast.walk(MODULES[module]) if isinstance(node, ast.Assert | ast.Global)]
+    found = [
+        node.lineno
+        for node in ast.walk(MODULES[module])
+        if isinstance(node, ast.Assert | ast.Global)
+    ]
 
     assert found == []
 
@@ -272,7 +307,9 @@ def test_a_module_stays_readable(module: str) -> None:
 def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str | None]]:
     """Name and docstring of every public function, class and method."""
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+        if isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) and not node.name.startswith("_"):
             yield prefix + node.name, ast.get_docstring(node)
             if isinstance(node, ast.ClassDef):
                 yield from public_definitions(node.body, f"{node.name}.")

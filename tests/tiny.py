@@ -1,4 +1,4 @@
-"""The very small model that tests begin with, made once in each process: its tokenizer takes seconds to train."""
+"""The tiny model that tests begin with, made once a process: its tokenizer trains for seconds."""
 
 import tempfile
 from functools import cache
@@ -18,5 +18,7 @@ def _made() -> "tempfile.TemporaryDirectory[str]":
     folder = tempfile.TemporaryDirectory(prefix="tiny-")
     model = Path(folder.name) / "model"  # which others may read, unlike the folder
     model.mkdir()
-    build_tiny(TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), model, lambda _: None)
+    build_tiny(
+        TinyModel(source="tiny", vocab_tokens=512, hidden_size=32, layers=1), model, lambda _: None
+    )
     return folder

@@ -68,7 +68,8 @@ def _mark_module(module: nn.Module) -> None:
 
 def profiled(stepper: Stepper, steps: list[list[Batch]]) -> dict[str, Any]:
     """What the GPU's time goes into in those steps."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):  # the first one is slow to begin
+    # the first one is slow to begin
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
         torch.zeros(1, device=stepper.world.device).add_(1)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -83,12 +84,16 @@ def profiled(stepper: Stepper, steps: list[list[Batch]]) -> dict[str, Any]:
         kernels = read_kernels(path)
     if not kernels:
         raise SystemExit("the profiler saw no kernels; may this user profile GPUs?")
-    end_s = max(kernel.time[1] for kernel in kernels)  # the steps were waited for; the host's clock is another
+    # the steps were waited for; the host's clock is another
+    end_s = max(kernel.time[1] for kernel in kernels)
     shares = shares_of(kernels, (end_s - duration_s, end_s), len(steps))
     return {
         "profiled_step_s": duration_s / len(steps),
         "shares": [asdict(share) for share in shares],
-        "kernels": [asdict(share) for share in most_expensive(kernels, len(steps), lambda kernel: kernel.name)],
+        "kernels": [
+            asdict(share)
+            for share in most_expensive(kernels, len(steps), lambda kernel: kernel.name)
+        ],
         "operators": [asdict(share) for share in most_expensive(kernels, len(steps), _operator)],
     }
 
@@ -99,7 +104,9 @@ def _operator(kernel: Kernel) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True, help="with config.json and settings.json")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="with config.json and settings.json"
+    )
     parser.add_argument("--lengths", required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--supervised", type=float, required=True)
@@ -118,7 +125,10 @@ def main() -> None:
 
     def documents(step: int) -> list[Documents]:
         first = (step * world.size + world.rank) * given.accumulation
-        return [Documents.drawn(given.lengths, given.tokens, first + micro) for micro in range(given.accumulation)]
+        return [
+            Documents.drawn(given.lengths, given.tokens, first + micro)
+            for micro in range(given.accumulation)
+        ]
 
     def batches(step: int) -> list[Batch]:
         return [each.batch(given.supervised, step) for each in documents(step)]
@@ -147,24 +157,32 @@ def main() -> None:
                 "name": "budget",
                 "step_s": step_s,
                 "steps_s": taken,
-                "tokens_per_s": statistics.median(result.tokens for result in late) / step_s / world.size,
+                "tokens_per_s": statistics.median(result.tokens for result in late)
+                / step_s
+                / world.size,
                 "phases_s": {
-                    name: statistics.median(result.phases[name] for result in late) for name in late[0].phases
+                    name: statistics.median(result.phases[name] for result in late)
+                    for name in late[0].phases
                 },
                 "peak_bytes": torch.cuda.max_memory_allocated() if is_gpu else 0,
                 "losses": [result.loss for result in results],
             }
-            print(json.dumps(row | _mfu(given.folder, train, late, step_s, world) | found), flush=True)
+            print(
+                json.dumps(row | _mfu(given.folder, train, late, step_s, world) | found), flush=True
+            )
 
 
-def _mfu(folder: Path, train: Train, results: list[Any], step_s: float, world: World) -> dict[str, float]:
+def _mfu(
+    folder: Path, train: Train, results: list[Any], step_s: float, world: World
+) -> dict[str, float]:
     """By both conventions; nothing where the device has no known peak."""
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
     possible = peak_flops(name, train.precision)
     if not possible:
         return {}
     tokens, squares = (
-        int(statistics.median(getattr(result, field) for result in results)) for field in ("tokens", "squared_lengths")
+        int(statistics.median(getattr(result, field) for result in results))
+        for field in ("tokens", "squared_lengths")
     )
     flops = step_flops(read_geometry(folder), train, tokens, squares)
     most = possible * world.size * step_s

@@ -1,4 +1,4 @@
-"""A profiler's trace taken apart: every kernel with the operators and marked ranges that gave it to the GPU."""
+"""A profiler's trace taken apart: each kernel with the operators and marks that issued it."""
 
 import json
 from collections import defaultdict
@@ -20,7 +20,10 @@ _NOWHERE: _Place = (None, ())
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on the GPU, when, in seconds; `operators` gave it out, from the outermost; `marks` went on meanwhile."""
+    """What ran on the GPU, when, in s; `operators` gave it out, `marks` went on meanwhile.
+
+    The operators begin with the outermost.
+    """
 
     name: str
     time: Interval
@@ -29,18 +32,25 @@ class Kernel:
 
 
 def read_kernels(path: Path) -> list[Kernel]:
-    """The kernels and memory operations of the trace that torch's profiler has written to `path`."""
+    """The kernels and memory operations of the trace that torch's profiler wrote to `path`."""
     return kernels_of(json.loads(path.read_text())["traceEvents"])
 
 
 def kernels_of(events: Iterable[_Event]) -> list[Kernel]:
-    """Those among the events of a trace. A launch belongs to the operators of its thread that it happened in.
+    """Those among the events of a trace.
 
-    The marks are made by one thread and hold for all: while it waits for a backward pass, others give out its kernels.
+    A launch belongs to the operators of its thread that it happened in.
+
+    The marks are made by one thread and hold for all: while it waits for a backward pass, others
+    give out its kernels.
     """
     whole = [event for event in events if event.get("ph") == "X"]
     launches, outer = _launches(whole)
-    marks = [event for event in whole if event.get("cat") == "user_annotation" and event["name"].startswith(MARK)]
+    marks = [
+        event
+        for event in whole
+        if event.get("cat") == "user_annotation" and event["name"].startswith(MARK)
+    ]
     found = []
     for event in whole:
         if event.get("cat") not in _ON_GPU:
@@ -49,7 +59,11 @@ def kernels_of(events: Iterable[_Event]) -> list[Kernel]:
         begun, operators = launches.get(known.get("correlation"), _NOWHERE)
         if not operators:  # the launch was filed under another thread than the operator
             begun, operators = outer.get(known.get("External id"), (begun, operators))
-        of_marks = [mark["name"].removeprefix(MARK) for mark in marks if begun is not None and _holds(mark, begun)]
+        of_marks = [
+            mark["name"].removeprefix(MARK)
+            for mark in marks
+            if begun is not None and _holds(mark, begun)
+        ]
         time = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
         found.append(Kernel(event["name"], time, operators, frozenset(of_marks)))
     return found
@@ -76,7 +90,10 @@ def _launches(events: list[_Event]) -> tuple[dict[Any, _Place], dict[Any, _Place
                 around.pop()
             if event["cat"] in _ENCLOSING:
                 around.append(event)
-            place = event["ts"], tuple(one["name"] for one in around if not one["name"].startswith(MARK))
+            place = (
+                event["ts"],
+                tuple(one["name"] for one in around if not one["name"].startswith(MARK)),
+            )
             known = event.get("args", {})
             if event["cat"] == "cpu_op":
                 of_operators[known.get("External id")] = place

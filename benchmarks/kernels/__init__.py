@@ -1,4 +1,4 @@
-"""What each operation of a training step takes at best, and what step, tokens a second and MFU follow from that."""
+"""Each operation of a training step at best, and the step, tokens a second and MFU it allows."""
 
 import torch
 

@@ -1,7 +1,11 @@
-"""`python -m benchmarks.kernels [--size 8B] [--tokens 16384] [--only GROUP ...] [--out FILE]`, also under torchrun.
+"""`python -m benchmarks.kernels [--size 8B] [--tokens 16384] [--only GROUP ...] [--out FILE]`.
 
-The ceiling of each operation of a training step on this GPU, at the shapes of a Qwen3, and the best step that follows.
-A part is left out of the steps' sum where it was not measured, and then no step is shown.
+It also runs under torchrun. `python -m benchmarks.kernels [--size 8B] [--tokens 16384] [--only
+GROUP ...] [--out FILE]`, also under torchrun.
+
+The ceiling of each operation of a training step on this GPU, at the shapes of a Qwen3, and the best
+step that follows. A part is left out of the steps' sum where it was not measured, and then no step
+is shown.
 """
 
 import argparse
@@ -53,8 +57,14 @@ def main(given: Sequence[str] | None = None) -> None:
         "copies": lambda: measure_copies(report, world.size),
         "exchange": lambda: measure_exchange(report, world),
     }
-    peaks = f"{report.gpu.half_flop_s / 1e12:.0f} TFLOP/s, {report.gpu.memory_bytes_per_s / 1e12:.2f} TB/s"
-    report.say(f"Qwen3-{arguments.size}, {report.tokens} tokens, bf16, {world.size} ranks; {report.gpu.name}: {peaks}")
+    peaks = (
+        f"{report.gpu.half_flop_s / 1e12:.0f} TFLOP/s, "
+        f"{report.gpu.memory_bytes_per_s / 1e12:.2f} TB/s"
+    )
+    report.say(
+        f"Qwen3-{arguments.size}, {report.tokens} tokens, bf16, {world.size} ranks; "
+        f"{report.gpu.name}: {peaks}"
+    )
     with process_group(world, TIMEOUT_S) if world.size > 1 else nullcontext():
         for name in arguments.only or groups:
             if name != "exchange" or world.size > 1:
@@ -64,7 +74,9 @@ def main(given: Sequence[str] | None = None) -> None:
         steps = summarise(report)
     report.say(f"\n{time.monotonic() - begun_s:.0f} s in all")
     if arguments.out and world.is_first:
-        write_json(arguments.out, {"size": arguments.size, **report.json(), "steps": rows_of(steps)})
+        write_json(
+            arguments.out, {"size": arguments.size, **report.json(), "steps": rows_of(steps)}
+        )
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -72,9 +84,13 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="8B")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     groups = ("products", "attention", "head", "pointwise", "update", "copies", "exchange")
-    parser.add_argument("--only", nargs="+", choices=groups, help="groups to measure; all by default")
+    parser.add_argument(
+        "--only", nargs="+", choices=groups, help="groups to measure; all by default"
+    )
     parser.add_argument("--patience-s", type=float, default=0.3, help="for each operation")
-    parser.add_argument("--limit-s", type=float, default=110.0, help="after which nothing new is measured")
+    parser.add_argument(
+        "--limit-s", type=float, default=110.0, help="after which nothing new is measured"
+    )
     parser.add_argument("--out", type=Path, help="write everything here, as JSON")
     return parser.parse_args(given)
 

@@ -1,4 +1,4 @@
-"""Attention forward and backward over packed documents of several lengths, by every kernel there is."""
+"""Attention forward and backward over packed documents of several lengths, by every kernel."""
 
 import functools
 import inspect
@@ -38,7 +38,8 @@ def measure_attention(report: Report) -> None:
             kernels["cuDNN, a row for each document"] = functools.partial(_even, report)
         geometry = report.geometry
         flops = 6.0 * geometry.heads * geometry.head_dim * documents.squared
-        # Forward reads q, k, v and writes the output; backward reads these and its gradient, and writes three.
+        # Forward reads q, k, v and writes the output; backward reads these and its gradient, and
+        # writes three.
         width = geometry.head_dim * (6 * geometry.heads + 6 * geometry.kv_heads)
         for kernel, make in kernels.items():
             seconds = report.measure(
@@ -56,7 +57,9 @@ def _inputs(report: Report, rows: int, tokens: int) -> list[Tensor]:
     """Query, key and value [rows, heads, tokens, width], laid out as projections leave them."""
     geometry = report.geometry
     return [
-        random(rows, tokens, heads, geometry.head_dim, device=report.device).transpose(1, 2).requires_grad_()
+        random(rows, tokens, heads, geometry.head_dim, device=report.device)
+        .transpose(1, 2)
+        .requires_grad_()
         for heads in (geometry.heads, geometry.kv_heads, geometry.kv_heads)
     ]
 
@@ -66,7 +69,9 @@ def _ours(report: Report, documents: Documents) -> Call:
     ends = batch.cu_seq_lens.to(report.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return packed_attention(nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length)[0]
+        return packed_attention(
+            nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length
+        )[0]
 
     return gradients(attend, _inputs(report, 1, report.tokens))
 
@@ -77,7 +82,9 @@ def _varlen(report: Report, documents: Documents) -> Call:
 
     def attend(*inputs: Tensor) -> Tensor:
         query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs)
-        found: Any = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS)
+        found: Any = varlen_attn(
+            query, key, value, ends, ends, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS
+        )
         return found  # type: ignore[no-any-return]
 
     return gradients(attend, _inputs(report, 1, report.tokens))
@@ -91,7 +98,9 @@ def _even(report: Report, documents: Documents) -> Call:
         if not has_groups:
             key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=has_groups)
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=has_groups
+            )
 
     try:
         return gradients(attend, inputs)

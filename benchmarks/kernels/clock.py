@@ -1,4 +1,4 @@
-"""Times an operation as it runs in training: random data that no cache holds, and a GPU whose clock is under load."""
+"""Times an operation as in training: random data in no cache, and a GPU clock under load."""
 
 import math
 import statistics
@@ -15,7 +15,8 @@ from pipeline_lib.doctor.exchange import timed
 Call = Callable[[], object]
 ROTATED_BYTES = 128 * MIB  # that calls in turn go through; an H200 has 50 MB of L2
 MOST_SETS = 4
-SHORT_S = 2e-3  # calls shorter than this are lined up behind a sleeping GPU: the host must not be what is measured
+# calls shorter than this are lined up behind a sleeping GPU: the host must not be what is measured
+SHORT_S = 2e-3
 SLEEP_CYCLES = 20_000_000  # about 10 ms
 LINED_UP = 20
 ROUND_S = 0.02
@@ -28,14 +29,14 @@ def sets_for(moved_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of one call, the median of as many as fit into `patience_s`; nothing begins after `until_s`."""
+    """Seconds of a call, the median of what `patience_s` allows; none begins after `until_s`."""
 
     device: torch.device
     patience_s: float
     until_s: float  # of the monotonic clock
 
     def seconds(self, calls: Sequence[Call], share: float = 1.0) -> float:
-        """Of one of `calls`, which are alike and taken in turn; measured for `share` of the patience."""
+        """Of one of `calls`, alike and taken in turn; measured for `share` of the patience."""
         for call in [*calls, calls[0]]:
             call()
         usual_s = timed(calls[0], 2, self.device) / 2

@@ -18,7 +18,7 @@ class Documents:
 
     @staticmethod
     def drawn(name: str, tokens: int, seed: int = 0) -> "Documents":
-        """Of the lengths `name`, or all of one if that is a number: as many as fill `tokens`; the last is cut."""
+        """Of the lengths `name`, or all of that number: enough to fill `tokens`, the last cut."""
         if name not in LENGTHS:
             length = min(tokens, int(name))
             left = tokens % length
@@ -43,5 +43,7 @@ class Documents:
         """As the pipeline hands it to a model; the last part of each document is trained on."""
         owners = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
         places = np.concatenate([np.arange(length) / length for length in self.lengths])
-        tokens = np.minimum(np.random.default_rng(seed).zipf(1.3, len(owners)), USED_TOKENS).astype(np.int32)
+        tokens = np.minimum(np.random.default_rng(seed).zipf(1.3, len(owners)), USED_TOKENS).astype(
+            np.int32
+        )
         return make_batch([Block(tokens, places >= 1.0 - supervised, owners)])

@@ -1,4 +1,4 @@
-"""What FSDP does with a layer's weights: copies on every rank, and all-gather and reduce-scatter between ranks."""
+"""FSDP's work on a layer's weights: copies on each rank, all-gather and reduce-scatter."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +15,16 @@ PATIENCE_S = 0.5
 
 
 def measure_copies(report: Report, ranks: int) -> None:
-    """Lines for the copies around the collectives; ways for the part `copies of FSDP`, with one gathering a step."""
+    """Lines for copies around collectives; ways for `copies of FSDP`, with one gather a step."""
     linears = list(report.geometry.linears.values())
     weights, layers = sum(i * o for i, o in linears), report.geometry.layers
     makes: dict[str, tuple[Callable[[], Call], float]] = {
         "own share to bf16": (partial(_cast, report, weights // ranks), 6.0 * weights / ranks),
         "out of what was gathered": (partial(_copy_out, report, linears, ranks), 4.0 * weights),
-        "gradients into fp32 to be reduced": (partial(_copy_in, report, linears, ranks), 6.0 * weights),
+        "gradients into fp32 to be reduced": (
+            partial(_copy_in, report, linears, ranks),
+            6.0 * weights,
+        ),
     }
     seconds = [
         report.measure("copies", f"a layer's {name}", make, moved_bytes=moved, calls=layers)
@@ -50,10 +53,15 @@ def _copy_in(report: Report, linears: list[tuple[int, int]], ranks: int) -> Call
 
 
 def measure_exchange(report: Report, world: World) -> None:
-    """Lines of collectives over all ranks, which call this together; ways for what a step exchanges in all."""
-    weights, layers = sum(i * o for i, o in report.geometry.linears.values()), report.geometry.layers
+    """Lines of collectives over all ranks, called by all; ways for all exchanges of a step."""
+    weights = sum(i * o for i, o in report.geometry.linears.values())
+    layers = report.geometry.layers
     weights -= weights % world.size
-    kinds = (("all-gather", torch.bfloat16), ("reduce-scatter", torch.float32), ("reduce-scatter", torch.bfloat16))
+    kinds = (
+        ("all-gather", torch.bfloat16),
+        ("reduce-scatter", torch.float32),
+        ("reduce-scatter", torch.bfloat16),
+    )
     taken: dict[str, float] = {}
     for kind, dtype in kinds:
         name = f"{kind} of a layer in {str(dtype).removeprefix('torch.')}"
@@ -61,7 +69,9 @@ def measure_exchange(report: Report, world: World) -> None:
             whole = torch.randn(weights, device=world.device).to(dtype)
             part = torch.empty_like(whole[: weights // world.size])
             gather = partial(dist.all_gather_into_tensor, whole, part)
-            call = gather if kind == "all-gather" else partial(dist.reduce_scatter_tensor, part, whole)
+            call = (
+                gather if kind == "all-gather" else partial(dist.reduce_scatter_tensor, part, whole)
+            )
             taken[name] = duration_s(call, world.device, None, PATIENCE_S)
         except RuntimeError as error:
             report.say(f"exchange     {name} failed: {error}")

@@ -56,14 +56,18 @@ def _liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(
+        (hidden @ weight.t()).float(), targets, reduction="sum", ignore_index=IGNORED
+    )
 
 
 def _call(report: Report, loss: _Loss, is_trained: bool, supervised: int, is_chosen: bool) -> Call:
     geometry, device = report.geometry, report.device
     rows = supervised if is_chosen else report.tokens
     hidden = random(rows, geometry.hidden, device=device, trained=True)
-    weight = (0.02 * random(geometry.vocab, geometry.hidden, device=device)).requires_grad_(is_trained)
+    weight = (0.02 * random(geometry.vocab, geometry.hidden, device=device)).requires_grad_(
+        is_trained
+    )
     targets = torch.randint(0, geometry.vocab, (rows,), device=device)
     if not is_chosen:
         targets[torch.randperm(rows, device=device)[supervised:]] = IGNORED

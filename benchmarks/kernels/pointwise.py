@@ -1,4 +1,7 @@
-"""What moves memory and multiplies no matrices, forward and backward: transformers' modules, compiled ones, Liger's."""
+"""What moves memory without matrix products, both ways: transformers' modules, compiled, Liger.
+
+Both ways are forward and backward.
+"""
 
 import functools
 import importlib
@@ -21,7 +24,10 @@ _Work = Callable[..., Tensor | Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a step. `passes` are elements that forward and backward read and write at the least."""
+    """An operation of a step.
+
+    `passes` are elements that forward and backward read and write at the least.
+    """
 
     part: str
     ways: dict[str, _Work]
@@ -48,7 +54,10 @@ def measure_pointwise(report: Report) -> None:
 
 def _call(report: Report, operation: Operation, work: _Work) -> Call:
     trained = len(operation.shapes) - operation.constants
-    inputs = [random(*shape, device=report.device, trained=i < trained) for i, shape in enumerate(operation.shapes)]
+    inputs = [
+        random(*shape, device=report.device, trained=i < trained)
+        for i, shape in enumerate(operation.shapes)
+    ]
     return gradients(work, inputs)
 
 
@@ -69,7 +78,13 @@ def _operations(report: Report) -> list[Operation]:
             8.0 * elements,
             2 * geometry.layers,
         ),
-        Operation("norm alone", _three_ways(norm, _liger_norm), (stream, (geometry.hidden,)), 5.0 * elements, 1),
+        Operation(
+            "norm alone",
+            _three_ways(norm, _liger_norm),
+            (stream, (geometry.hidden,)),
+            5.0 * elements,
+            1,
+        ),
         Operation(
             "norms of heads and RoPE",
             _three_ways(rope, _liger_rope),
@@ -78,7 +93,13 @@ def _operations(report: Report) -> list[Operation]:
             geometry.layers,
             constants=2,
         ),
-        Operation("SwiGLU", _three_ways(_swiglu, _liger_swiglu), (mlp, mlp), 8.0 * tokens * mlp[2], geometry.layers),
+        Operation(
+            "SwiGLU",
+            _three_ways(_swiglu, _liger_swiglu),
+            (mlp, mlp),
+            8.0 * tokens * mlp[2],
+            geometry.layers,
+        ),
     ]
 
 
@@ -108,8 +129,11 @@ def _norms(width: int, head_width: int) -> tuple[_Work, _Work, _Work]:
         added = x + residual
         return _norm(module, added, weight), added
 
-    def rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
-        query, key = _norm(of_heads, q, q_weight).transpose(1, 2), _norm(of_heads, k, k_weight).transpose(1, 2)
+    def rope(
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> Sequence[Tensor]:
+        query = _norm(of_heads, q, q_weight).transpose(1, 2)
+        key = _norm(of_heads, k, k_weight).transpose(1, 2)
         found: Sequence[Tensor] = apply_rotary_pos_emb(query, key, cos, sin)
         return found
 
@@ -130,7 +154,9 @@ def _liger_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _liger_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    found: Any = _liger().LigerFusedAddRMSNormFunction.apply(x, residual, weight, _EPSILON, 0.0, "llama", False)
+    found: Any = _liger().LigerFusedAddRMSNormFunction.apply(
+        x, residual, weight, _EPSILON, 0.0, "llama", False
+    )
     return found  # type: ignore[no-any-return]
 
 
@@ -157,5 +183,7 @@ def _measure_embedding(report: Report) -> None:
         return gradients(lambda table: F.embedding(tokens, table), [table])
 
     elements = 4.0 * report.tokens * geometry.hidden + geometry.vocab * geometry.hidden
-    seconds = report.measure("pointwise", "embedding: torch", make, moved_bytes=_BF16_BYTES * elements, calls=1)
+    seconds = report.measure(
+        "pointwise", "embedding: torch", make, moved_bytes=_BF16_BYTES * elements, calls=1
+    )
     report.way("embedding", "torch", seconds)

@@ -1,10 +1,10 @@
-"""The products of a layer and of the head: forward, gradient of the input, gradient of the weight; and adapters'.
+"""The products of a layer and the head: forward, gradients of input and weight; and adapters'.
 
-Adapters of rank 16 can be computed in several ways: `peft` as its module does it under autocast, and `ours` as the
-training stage lets that module compute (adapted.py), both with all that is around the products; `added`, with their
-products added to the layer's own in place; `wider`, where the layer's products go over 16 more columns, which the
-narrow ones were written into; `merged`, in weights that are made anew in every step (bf16 would lose small adapters:
-a bound, not a choice).
+Adapters of rank 16 can be computed in several ways: `peft` as its module does it under autocast,
+and `ours` as the training stage lets that module compute (adapted.py), both with all that is around
+the products; `added`, with their products added to the layer's own in place; `wider`, where the
+layer's products go over 16 more columns, which the narrow ones were written into; `merged`, in
+weights that are made anew in every step (bf16 would lose small adapters: a bound, not a choice).
 """
 
 import math
@@ -81,13 +81,17 @@ class Products:
         return sum(self.seconds(kind, linear.inputs, linear.outputs) for kind in _KINDS)
 
     def adapted(self, linear: Linear) -> dict[str, float]:
-        """By the way in which adapters are computed: of all products of a frozen linear and its adapters."""
+        """By the way of computing adapters: of all products of a frozen linear and its adapters."""
         inputs, outputs, rank = linear.inputs, linear.outputs, linear.rank
         frozen = sum(self.seconds(kind, inputs, outputs) for kind in _KINDS[:2])
         narrow = self.seconds("forward", inputs, rank) + self.seconds("dgrad", rank, outputs)
         narrow += self.seconds("wgrad", rank, outputs) + self.seconds("wgrad", inputs, rank)
-        adding = self.seconds("forward", rank, outputs, adds=True) + self.seconds("dgrad", inputs, rank, adds=True)
-        wider = self.seconds("forward", inputs + rank, outputs) + self.seconds("dgrad", inputs, outputs + rank)
+        adding = self.seconds("forward", rank, outputs, adds=True) + self.seconds(
+            "dgrad", inputs, rank, adds=True
+        )
+        wider = self.seconds("forward", inputs + rank, outputs) + self.seconds(
+            "dgrad", inputs, outputs + rank
+        )
         return {
             "added": frozen + narrow + adding,
             "wider": wider + narrow,
@@ -98,12 +102,17 @@ class Products:
         device, size = self.report.device, linear.inputs * linear.outputs
 
         def make() -> Call:
-            weight, merged = (random(linear.outputs, linear.inputs, device=device) for _ in range(2))
-            b, a = random(linear.outputs, linear.rank, device=device), random(linear.rank, linear.inputs, device=device)
+            weight, merged = (
+                random(linear.outputs, linear.inputs, device=device) for _ in range(2)
+            )
+            b = random(linear.outputs, linear.rank, device=device)
+            a = random(linear.rank, linear.inputs, device=device)
             return lambda: torch.addmm(weight, b, a, alpha=0.5, out=merged)
 
         name = f"merge adapters into {linear.outputs} x {linear.inputs}"
-        return self.report.measure("products", name, make, 2.0 * size * linear.rank, 4.0 * size, share=NARROW_SHARE)
+        return self.report.measure(
+            "products", name, make, 2.0 * size * linear.rank, 4.0 * size, share=NARROW_SHARE
+        )
 
     def module(self, name: str, linear: Linear) -> float:
         """Of peft's module, forward and backward, as it is or as the way `ours` has it."""
@@ -114,11 +123,16 @@ class Products:
 
         def make() -> Call:
             with device:
-                module = nn.ModuleDict({"linear": nn.Linear(linear.inputs, linear.outputs, bias=False)}).bfloat16()
-            inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["linear"]), module)
+                module = nn.ModuleDict(
+                    {"linear": nn.Linear(linear.inputs, linear.outputs, bias=False)}
+                ).bfloat16()
+            inject_adapter_in_model(
+                LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["linear"]), module
+            )
             if name == "ours":
                 fuse_adapters(module)
-            adapted, x = module["linear"].to(device), random(tokens, linear.inputs, device=device, trained=True)
+            adapted = module["linear"].to(device)
+            x = random(tokens, linear.inputs, device=device, trained=True)
             weights = [each for each in adapted.parameters() if each.requires_grad]
             for each in weights:
                 each.data = each.data.float()
@@ -131,7 +145,11 @@ class Products:
 
         moved_bytes = 4.0 * (tokens * (linear.inputs + linear.outputs) + size)
         return self.report.measure(
-            "products", f"{name} {linear.inputs} -> {linear.outputs}", make, 4.0 * tokens * size, moved_bytes
+            "products",
+            f"{name} {linear.inputs} -> {linear.outputs}",
+            make,
+            4.0 * tokens * size,
+            moved_bytes,
         )
 
 
@@ -141,7 +159,9 @@ def measure_products(report: Report) -> None:
     apart = [Linear(name, *widths) for name, widths in report.geometry.linears.items()]
     fused = _fused(apart)
     for name, linears in (("apart", apart), ("fused", fused)):
-        report.way("products full", name, layers * sum(products.trained(linear) for linear in linears))
+        report.way(
+            "products full", name, layers * sum(products.trained(linear) for linear in linears)
+        )
         each = [products.adapted(linear) for linear in linears]
         for way in each[0]:
             part = "products lora" if way != "merged" else "products lora, inexactly"
@@ -149,10 +169,15 @@ def measure_products(report: Report) -> None:
     for name in ("peft", "ours"):
         shapes = {(linear.inputs, linear.outputs) for linear in apart}
         known = {shape: products.module(name, Linear("", *shape)) for shape in shapes}
-        report.way("products lora", name, layers * sum(known[each.inputs, each.outputs] for each in apart))
+        report.way(
+            "products lora", name, layers * sum(known[each.inputs, each.outputs] for each in apart)
+        )
     vocab, hidden = report.geometry.vocab, report.geometry.hidden
     head = [products.seconds(kind, hidden, vocab) for kind in _KINDS]
-    report.say(f"{'products':<12} head: {1000 * sum(head):.1f} ms trained, {1000 * sum(head[:2]):.1f} ms frozen")
+    report.say(
+        f"{'products':<12} head: {1000 * sum(head):.1f} ms trained, {1000 * sum(head[:2]):.1f} ms "
+        "frozen"
+    )
     _measure_mix(report, apart, layers)
 
 
@@ -188,12 +213,18 @@ def _measure_mix(report: Report, linears: list[Linear], layers: int) -> None:
         layer()
         usual_s = timed(layer, 3, device) / 3
         lasting_s = MIX_S if device.type == "cuda" else 0.0
-        seconds = timed(layer, max(1, int(lasting_s / usual_s)), device) / max(1, int(lasting_s / usual_s))
+        seconds = timed(layer, max(1, int(lasting_s / usual_s)), device) / max(
+            1, int(lasting_s / usual_s)
+        )
     except RuntimeError as error:
         report.say(f"products     a layer's in turn failed: {error}")
         return
     sizes = [(linear.inputs, linear.outputs) for linear in linears]
     flops = 6.0 * tokens * sum(i * o for i, o in sizes)
     moved = 6.0 * sum(tokens * (i + o) + i * o for i, o in sizes)
-    report.add(Line("products", f"a layer's in turn, for {MIX_S:g} s", seconds, flops, moved, layers))
-    report.heat = max(1.0, layers * seconds / report.ways.get("products full", {}).get("apart", math.inf))
+    report.add(
+        Line("products", f"a layer's in turn, for {MIX_S:g} s", seconds, flops, moved, layers)
+    )
+    report.heat = max(
+        1.0, layers * seconds / report.ways.get("products full", {}).get("apart", math.inf)
+    )

@@ -15,7 +15,10 @@ from pipeline_lib.plan.machine import Gpu
 
 @dataclass(frozen=True)
 class Line:
-    """One operation. `flops` and `moved_bytes` are the least that a call needs; `calls` are those of a step."""
+    """One operation.
+
+    `flops` and `moved_bytes` are the least that a call needs; `calls` are those of a step.
+    """
 
     group: str
     name: str
@@ -27,10 +30,11 @@ class Line:
 
 @dataclass
 class Report:
-    """What is measured for a model and a micro-batch of `tokens`; only the rank that `speaks` prints.
+    """What is measured for a model and micro-batch of `tokens`; only the rank `speaks` prints.
 
-    `ways[part][name]` are seconds of a step that `part` takes if it is computed in the way `name`. `heat` says how
-    many times longer products take one after the other for seconds than each measured by itself.
+    `ways[part][name]` are seconds of a step that `part` takes if it is computed in the way `name`.
+    `heat` says how many times longer products take one after the other for seconds than each
+    measured by itself.
     """
 
     clock: Clock
@@ -63,13 +67,15 @@ class Report:
         calls: float = 0.0,
         share: float = 1.0,
     ) -> float:
-        """Seconds of what `make` gives with inputs of its own; infinite if it failed or there is no time left."""
+        """Seconds of what `make` gives with its own inputs; infinite if it fails or is late."""
         if time.monotonic() > self.clock.until_s:
             self.say(f"{group:<12} {name:<44} left out: the time is up")
             return math.inf
         try:
             seconds = self.clock.seconds([make() for _ in range(sets_for(moved_bytes))], share)
-        except Exception as error:  # of kernels from many libraries, whose errors have no type in common
+        except (
+            Exception
+        ) as error:  # of kernels from many libraries, whose errors have no type in common
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.say(f"{group:<12} {name:<44} failed: {type(error).__name__}: {reason[:120]}")
             return math.inf
@@ -95,7 +101,11 @@ class Report:
         of_math, of_memory = flop_s / self.gpu.half_flop_s, bytes_s / self.gpu.memory_bytes_per_s
         rate = f"{flop_s / 1e12:7.1f} TFLOP/s {of_math:6.1%}" if of_math >= of_memory else ""
         rate = rate or f"{bytes_s / 1e12:7.2f} TB/s    {of_memory:6.1%}"
-        in_step = f"  x {line.calls:g} = {1000 * line.calls * line.seconds:8.2f} ms a step" if line.calls else ""
+        in_step = (
+            f"  x {line.calls:g} = {1000 * line.calls * line.seconds:8.2f} ms a step"
+            if line.calls
+            else ""
+        )
         return f"{line.group:<12} {line.name:<44} {1000 * line.seconds:9.4f} ms {rate}{in_step}"
 
     def json(self) -> dict[str, object]:
@@ -104,7 +114,11 @@ class Report:
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
             "tokens": self.tokens,
-            "geometry": {key: value for key, value in asdict(self.geometry).items() if not key.endswith("_layers")},
+            "geometry": {
+                key: value
+                for key, value in asdict(self.geometry).items()
+                if not key.endswith("_layers")
+            },
             "lines": [asdict(line) for line in self.lines],
             "ways_s": self.ways,
             "heat": self.heat,
@@ -116,8 +130,10 @@ def random(*shape: int, device: torch.device, trained: bool = False) -> torch.Te
     return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_(trained)
 
 
-def gradients(work: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Call:
-    """`work(*inputs)` and the gradients of those of `inputs` that have one, from random ones of what comes out."""
+def gradients(
+    work: Callable[..., torch.Tensor | Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> Call:
+    """`work(*inputs)` and the gradients of `inputs` that have one, from random output ones."""
 
     def outputs() -> list[torch.Tensor]:
         found = work(*inputs)

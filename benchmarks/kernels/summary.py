@@ -1,4 +1,4 @@
-"""The best step that the measured parts allow: each in its fastest way, one after the other, nothing between them."""
+"""The best step by measured parts: each in its fastest way, in turn, nothing between them."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -16,7 +16,10 @@ ONLY_FULL = ("embedding", "copies of FSDP", "update")
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one micro-batch: seconds by part. `mfu` counts all tokens in the head, as benchmarks/train does."""
+    """A step of one micro-batch: seconds by part.
+
+    `mfu` counts all tokens in the head, as benchmarks/train does.
+    """
 
     method: str
     documents: str
@@ -36,8 +39,13 @@ def summarise(report: Report) -> list[Step]:
     report.say("\npart of a step, and the ways to compute it, ms:")
     for part, ways in report.ways.items():
         found = sorted(ways.items(), key=lambda way: way[1])
-        report.say(f"  {part:<26} " + "; ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in found))
-    report.say(f"  products take {report.heat:.3f} times as long one after the other; the steps below count that in")
+        report.say(
+            f"  {part:<26} " + "; ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in found)
+        )
+    report.say(
+        f"  products take {report.heat:.3f} times as long one after the other; the steps below "
+        "count that in"
+    )
     steps = [
         step_of(report, method, documents, supervised)
         for method in ("full", "lora")
@@ -51,7 +59,14 @@ def summarise(report: Report) -> list[Step]:
     columns = ("products", "attention", "pointwise", "head", "other", "step ms", "tokens/s", "MFU")
     report.say(f"\n{'best step':<28}" + "".join(f"{column:>11}" for column in columns))
     for step in known:
-        parts = (step.products_s, step.attention_s, step.pointwise_s, step.head_s, step.other_s, step.total_s)
+        parts = (
+            step.products_s,
+            step.attention_s,
+            step.pointwise_s,
+            step.head_s,
+            step.other_s,
+            step.total_s,
+        )
         name = f"{step.method}, {step.documents}, {step.supervised:.0%}"
         numbers = "".join(f"{1000 * seconds:>11.1f}" for seconds in parts)
         report.say(f"{name:<28}{numbers}{step.tokens_s:>11,.0f}{step.mfu:>11.1%}")
@@ -67,7 +82,9 @@ def step_of(report: Report, method: str, documents: str, supervised: float) -> S
     other_s = sum(report.best(part) for part in ONLY_FULL) if method == "full" else 0.0
     total_s = products_s + attention_s + pointwise_s + head_s + other_s
     train = Train.model_validate({"method": method, "lora": {"rank": 16}})
-    flops = step_flops(report.geometry, train, report.tokens, Documents.drawn(documents, report.tokens).squared)
+    flops = step_flops(
+        report.geometry, train, report.tokens, Documents.drawn(documents, report.tokens).squared
+    )
     return Step(
         method,
         documents,

@@ -1,4 +1,4 @@
-"""The update of fp32 weights: norm of the gradients, clipping, AdamW; for each billion parameters of a rank."""
+"""The update of fp32 weights: gradient norm, clipping, AdamW; by billion parameters of a rank."""
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,12 @@ from benchmarks.kernels.report import Report
 
 BILLION = 1e9
 MOST = {"cuda": 4e8, "cpu": 4e6}  # parameters that are measured; four copies of them are held
-_BYTES = {"norm of gradients": 4, "clipping": 8, "fused AdamW": 28}  # read and written for a parameter
+# read and written for a parameter
+_BYTES = {"norm of gradients": 4, "clipping": 8, "fused AdamW": 28}
 
 
 def measure_update(report: Report, ranks: int) -> None:
-    """Lines for a billion parameters; ways for the part `update`, of a model that is sharded over `ranks`."""
+    """Lines for a billion parameters; ways for `update`, of a model sharded over `ranks`."""
     tensors = _tensors(report)
     parameters = sum(tensor.numel() for tensor in tensors)
     of_rank, total_s = report.geometry.parameters / ranks, 0.0

@@ -1,9 +1,11 @@
-"""`python -m benchmarks.parity blocks FILE` makes the text, `python -m benchmarks.parity run FILE` trains on it.
+"""`python -m benchmarks.parity blocks FILE` and `python -m benchmarks.parity run FILE`.
 
-`blocks` needs ../shared and no GPU; its file of 1 MB is all that `run` needs. The same steps from the same weights: a
-plain loop of transformers and torch in fp32, which is the truth; then in bf16 that loop, ours, and ours with the keys
-of each `--variant`. What bf16 makes of the plain loop, against the truth, is the noise that ours is judged by.
-`--fp32-steps` of ours are made in fp32 too.
+The first makes the text, the second trains on it.
+
+`blocks` needs ../shared and no GPU; its file of 1 MB is all that `run` needs. The same steps from
+the same weights: a plain loop of transformers and torch in fp32, which is the truth; then in bf16
+that loop, ours, and ours with the keys of each `--variant`. What bf16 makes of the plain loop,
+against the truth, is the noise that ours is judged by. `--fp32-steps` of ours are made in fp32 too.
 """
 
 import argparse
@@ -48,7 +50,9 @@ Curves = dict[str, list[float]]
 Loop = Callable[[Path, Run, Steps], Generator[float]]
 
 
-def curve(name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: float) -> list[float]:
+def curve(
+    name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: float
+) -> list[float]:
     """The losses of `steps`, or of as many as there is time for."""
     start_s, found = time.monotonic(), []
     every = max(1, len(steps) // SHOWN)
@@ -56,7 +60,10 @@ def curve(name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: 
     for number, loss in enumerate(iterator, start=1):
         found.append(loss)
         if number % every == 0 or number == 1:
-            print(f"{name}, step {number}: loss {loss:.4f}, {time.monotonic() - start_s:.1f} s", flush=True)
+            print(
+                f"{name}, step {number}: loss {loss:.4f}, {time.monotonic() - start_s:.1f} s",
+                flush=True,
+            )
         if time.monotonic() > until_s:
             print(f"{name}: no time for more than {number} steps", flush=True)
             break
@@ -67,38 +74,69 @@ def curve(name: str, loop: Loop, folder: Path, run: Run, steps: Steps, until_s: 
     return found
 
 
-def curves_of(folder: Path, run: Run, steps: Steps, fp32_steps: int, variants: Sequence[str], limit_s: float) -> Curves:
-    """The losses of all loops, by name. The truth may take half of the time; the others go as far as it came."""
+def curves_of(
+    folder: Path, run: Run, steps: Steps, fp32_steps: int, variants: Sequence[str], limit_s: float
+) -> Curves:
+    """The losses of all loops, by name.
+
+    The truth may take half of the time; the others go as far as it came.
+    """
     until_s = time.monotonic() + limit_s
     exact, plain = (with_keys(run, {"precision": precision}) for precision in ("fp32", "bf16"))
-    found = {TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 2)}
+    found = {
+        TRUTH: curve(TRUTH, reference.losses, folder, exact, steps, time.monotonic() + limit_s / 2)
+    }
     done = steps[: len(found[TRUTH])]
     loops: list[tuple[str, Loop, Run, Steps]] = [
         (REFERENCE, reference.losses, plain, done),
         (OURS, ours.losses, run, done),
-        *((f"{OURS}: {keys}", ours.losses, with_keys(run, parsed(keys.split(","))), done) for keys in variants),
+        *(
+            (f"{OURS}: {keys}", ours.losses, with_keys(run, parsed(keys.split(","))), done)
+            for keys in variants
+        ),
         *([(OURS_IN_FP32, ours.losses, exact, done[:fp32_steps])] if fp32_steps else []),
     ]
-    return found | {name: curve(name, loop, folder, of_loop, taken, until_s) for name, loop, of_loop, taken in loops}
+    return found | {
+        name: curve(name, loop, folder, of_loop, taken, until_s)
+        for name, loop, of_loop, taken in loops
+    }
 
 
 def with_keys(run: Run, keys: dict[str, Any]) -> Run:
-    """`run` with keys of the section train set otherwise. Raises pydantic's error for one that it does not have."""
-    return replace(run, train=Train.model_validate({**run.train.model_dump(exclude_unset=True), **keys}))
+    """`run` with keys of the section train set otherwise.
+
+    Raises pydantic's error for one that it does not have.
+    """
+    return replace(
+        run, train=Train.model_validate({**run.train.model_dump(exclude_unset=True), **keys})
+    )
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, print what came of it, and return all of it."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    train = Train.model_validate({**SETTINGS, **parsed(arguments.train), "micro_batch_blocks": arguments.micro})
+    train = Train.model_validate(
+        {**SETTINGS, **parsed(arguments.train), "micro_batch_blocks": arguments.micro}
+    )
     run = Run(train, arguments.steps, arguments.micro, device)
     steps = steps_of(read_blocks(arguments.file), arguments.blocks, arguments.steps)
     with tempfile.TemporaryDirectory() as folder:
         parameters = reference.make_model(Path(folder), config_json(arguments.size), device)
-        curves = curves_of(Path(folder), run, steps, arguments.fp32_steps, arguments.variant, arguments.limit_s)
+        curves = curves_of(
+            Path(folder), run, steps, arguments.fp32_steps, arguments.variant, arguments.limit_s
+        )
     return {
-        **{"size": arguments.size, "parameters": parameters, "device": _name(device), "blocks": arguments.blocks},
-        **{"train": train.model_dump(mode="json", exclude_defaults=True), "losses": curves, **report(curves)},
+        **{
+            "size": arguments.size,
+            "parameters": parameters,
+            "device": _name(device),
+            "blocks": arguments.blocks,
+        },
+        **{
+            "train": train.model_dump(mode="json", exclude_defaults=True),
+            "losses": curves,
+            **report(curves),
+        },
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
 
@@ -113,7 +151,11 @@ def report(curves: Curves) -> dict[str, Any]:
         if name != TRUTH
     }
     ends = f"loss from {truth[0]:.4f} to {truth[least - 1]:.4f}"
-    show(f"{least} steps, {ends}, in nats per token", COLUMNS, [cells(name, each) for name, each in away.items()])
+    show(
+        f"{least} steps, {ends}, in nats per token",
+        COLUMNS,
+        [cells(name, each) for name, each in away.items()],
+    )
     judged = [name for name in away if name.startswith(OURS) and name != OURS_IN_FP32]
     words = [f"{name}: {verdict(away[name], away[REFERENCE])}" for name in judged]
     words += [exact_verdict(away[OURS_IN_FP32])] if OURS_IN_FP32 in away else []
@@ -122,7 +164,11 @@ def report(curves: Curves) -> dict[str, Any]:
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {os.cpu_count()} cores"
+    )
 
 
 def main() -> None:
@@ -132,17 +178,25 @@ def main() -> None:
     blocks = commands.add_parser("blocks", help="make the text")
     blocks.add_argument("file", type=Path)
     blocks.add_argument("--block-tokens", type=int, default=2048)
-    blocks.add_argument("--shared", type=Path, default=SHARED, help="folder with data and tokenizer")
+    blocks.add_argument(
+        "--shared", type=Path, default=SHARED, help="folder with data and tokenizer"
+    )
     run = commands.add_parser("run", help="train on it, and compare")
     run.add_argument("file", type=Path)
     run.add_argument("--size", choices=SIZES, default="0.6B", help="`tiny` for a CPU")
     run.add_argument("--steps", type=int, default=200)
-    run.add_argument("--fp32-steps", type=int, default=20, help="of ours; the plain loop makes all of them")
+    run.add_argument(
+        "--fp32-steps", type=int, default=20, help="of ours; the plain loop makes all of them"
+    )
     run.add_argument("--blocks", type=int, default=4, help="of a step")
     run.add_argument("--micro", type=int, default=2, help="blocks at a time")
     run.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE", help="of our side")
     run.add_argument(
-        "--variant", nargs="*", default=[], metavar="KEY=VALUE,...", help="ours once more, with these keys"
+        "--variant",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="ours once more, with these keys",
     )
     run.add_argument("--limit-s", type=float, default=300.0)
     run.add_argument("--out", type=Path, help="write everything here, as JSON")

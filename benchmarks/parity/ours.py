@@ -1,4 +1,4 @@
-"""Our side: the strategies, the model and the step of the training stage, from the same weights on the same blocks."""
+"""Our side: the training stage's strategies, model and step, on equal weights and blocks."""
 
 import math
 import os
@@ -21,7 +21,13 @@ from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
 
 TIMEOUT_S = 240
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK}
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": LOOPBACK,
+}
 
 
 def losses(folder: Path, run: Run, steps: list[list[Block]]) -> Generator[float]:
@@ -33,12 +39,18 @@ def losses(folder: Path, run: Run, steps: list[list[Block]]) -> Generator[float]
         for step, blocks in enumerate(steps, start=1):
             starts = range(0, len(blocks), run.micro_blocks)
             batches = [make_batch(blocks[start : start + run.micro_blocks]) for start in starts]
-            result = stepper.step(batches, learning_rate(run.train, step, run.total_steps), _finite, False)
+            result = stepper.step(
+                batches, learning_rate(run.train, step, run.total_steps), _finite, False
+            )
             if result.judgement.verdict != Verdict.APPLY:
-                raise ValueError(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}")
+                raise ValueError(
+                    f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
+                )
             try:
                 yield result.loss
-            except GeneratorExit:  # who listens has heard enough: leave the group in order, so that another can follow
+            except (
+                GeneratorExit
+            ):  # who listens has heard enough: leave the group in order, so that another can follow
                 break
 
 

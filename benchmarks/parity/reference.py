@@ -1,6 +1,7 @@
-"""The reference: the loop as one writes it with nothing but transformers and torch, eager, with whole logits.
+"""The reference: the loop as one writes it with only transformers and torch, eager, whole logits.
 
-Independent of `pipeline_lib` but for its settings: masks, loss, schedule, clipping and decay are written anew.
+Independent of `pipeline_lib` but for its settings: masks, loss, schedule, clipping and decay are
+written anew.
 """
 
 import math
@@ -22,7 +23,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Run:
-    """How to train: settings, the steps that the schedule is laid for, blocks at a time, and where."""
+    """How to train: settings, the schedule's steps, blocks at a time, and where."""
 
     train: Train
     total_steps: int
@@ -31,7 +32,7 @@ class Run:
 
 
 def make_model(folder: Path, config: dict[str, object], device: torch.device) -> int:
-    """Save a model of that config.json with random weights, always the same, in fp32; returns its parameters."""
+    """Save a model of that config.json with fixed random fp32 weights; returns parameters."""
     torch.manual_seed(0)
     with device:
         model = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[arg-type]
@@ -50,12 +51,17 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
 
 def losses(folder: Path, run: Run, steps: list[list[Block]]) -> Generator[float]:
     """The loss of each step in nats per supervised token, as training goes on."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = Qwen3ForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     model.to(run.device).train()  # type: ignore[arg-type]
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": run.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": run.train.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=run.train.lr, betas=(run.train.beta1, run.train.beta2))
     for step, blocks in enumerate(steps, start=1):
         tokens, positions, mask, labels = (tensor.to(run.device) for tensor in tensors_of(blocks))
@@ -63,12 +69,20 @@ def losses(folder: Path, run: Run, steps: list[list[Block]]) -> Generator[float]
         total = 0.0
         for start in range(0, len(blocks), run.micro_blocks):
             part = slice(start, start + run.micro_blocks)
-            with torch.autocast(run.device.type, torch.bfloat16, enabled=run.train.precision == "bf16"):
+            with torch.autocast(
+                run.device.type, torch.bfloat16, enabled=run.train.precision == "bf16"
+            ):
                 logits = model(
-                    input_ids=tokens[part], position_ids=positions[part], attention_mask=mask[part], use_cache=False
+                    input_ids=tokens[part],
+                    position_ids=positions[part],
+                    attention_mask=mask[part],
+                    use_cache=False,
                 ).logits
             chosen = labels[part] != IGNORED
-            loss = F.cross_entropy(logits[chosen].float(), labels[part][chosen], reduction="sum") / supervised
+            loss = (
+                F.cross_entropy(logits[chosen].float(), labels[part][chosen], reduction="sum")
+                / supervised
+            )
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, run.train.max_grad_norm)
@@ -80,7 +94,7 @@ def losses(folder: Path, run: Run, steps: list[list[Block]]) -> Generator[float]
 
 
 def tensors_of(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [B, T]; positions in their documents; who sees whom [B, 1, T, T]; and what is to be predicted, or IGNORED.
+    """Tokens [B, T]; positions in documents; who sees whom [B, 1, T, T]; the targets, or IGNORED.
 
     A token is seen by itself and those after it in its document, and by no other.
     """
@@ -92,6 +106,8 @@ def tensors_of(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seen = same & torch.ones(length, length, dtype=torch.bool).tril()
     positions = seen.sum(dim=2) - 1  # of those before it in its document
     labels = torch.full_like(tokens, IGNORED)
-    predicted = supervised[:, 1:] & same.diagonal(offset=1, dim1=1, dim2=2) & (documents[:, 1:] >= 0)
+    predicted = (
+        supervised[:, 1:] & same.diagonal(offset=1, dim1=1, dim2=2) & (documents[:, 1:] >= 0)
+    )
     labels[:, :-1][predicted] = tokens[:, 1:][predicted]
     return tokens, positions, seen[:, None], labels

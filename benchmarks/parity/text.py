@@ -1,4 +1,4 @@
-"""Real text in packed blocks, made by the pipeline's own data stages, in one file that travels to a GPU machine."""
+"""Real text in packed blocks, by the pipeline's data stages, in a file for GPU machines."""
 
 import tempfile
 from pathlib import Path
@@ -20,11 +20,18 @@ VALIDATION_FRACTION = 0.01
 
 
 def make_blocks(shared: Path, block_tokens: int, out: Path) -> dict[str, int]:
-    """Write the Chinese dialogues in `shared`, and Python's documentation, as training blocks to the file `out`.
+    """Write Chinese dialogues of `shared`, and Python's documentation, as blocks to `out`.
 
-    Their ids are those of Qwen3's tokenizer, which is in `shared` too. Returns what the blocks hold.
+    Their ids are those of Qwen3's tokenizer, which is in `shared` too. Returns what the blocks
+    hold.
     """
-    model = {"source": "tiny", "hidden_size": 16, "layers": 1, "heads": 2, "tokenizer": str(shared / "qwen3-tokenizer")}
+    model = {
+        "source": "tiny",
+        "hidden_size": 16,
+        "layers": 1,
+        "heads": 2,
+        "tokenizer": str(shared / "qwen3-tokenizer"),
+    }
     config: dict[str, Any] = {
         "experiment": "parity",
         "model": model,
@@ -35,7 +42,11 @@ def make_blocks(shared: Path, block_tokens: int, out: Path) -> dict[str, int]:
             ],
             "validation_fraction": VALIDATION_FRACTION,
         },
-        "tokenize": {"max_tokens": min(LONGEST, block_tokens), "over_long": "truncate", "max_dropped_fraction": 1.0},
+        "tokenize": {
+            "max_tokens": min(LONGEST, block_tokens),
+            "over_long": "truncate",
+            "max_dropped_fraction": 1.0,
+        },
         "shard": {"block_tokens": block_tokens},
         "cluster": {"cpu_ranks": 1},
         "train": {"global_batch_tokens": block_tokens},
@@ -74,8 +85,10 @@ def read_blocks(path: Path) -> list[Block]:
 
 
 def steps_of(blocks: list[Block], per_step: int, steps: int) -> list[list[Block]]:
-    """The blocks of each step in an order drawn anew for every pass over the text; fixed by a seed."""
+    """Each step's blocks in an order drawn anew for each pass over the text; by a seed."""
     random = np.random.default_rng(0)
     passes = -(-per_step * steps // len(blocks))
     order = np.concatenate([random.permutation(len(blocks)) for _ in range(passes)])
-    return [[blocks[number] for number in order[step * per_step :][:per_step]] for step in range(steps)]
+    return [
+        [blocks[number] for number in order[step * per_step :][:per_step]] for step in range(steps)
+    ]

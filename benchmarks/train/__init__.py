@@ -1,1 +1,1 @@
-"""The training step against what users run today: the same model, documents and batches, in one run."""
+"""The training step against what users run: the same model, documents and batches, in a run."""

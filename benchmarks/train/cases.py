@@ -1,4 +1,4 @@
-"""What is measured: a model's geometry, documents of certain lengths, how many in a step, and who trains on them.
+"""What is measured: a model's geometry, documents of certain lengths, how many a step, and by whom.
 
 The peers' micro-batches are as large as fits beside the model on H200s (139 GiB).
 """
@@ -13,7 +13,8 @@ from pipeline_lib.config.train import Train
 
 OURS = "ours"  # the name of our side; that of a variant goes on with ": " and its keys
 LORA = {"rank": 16, "alpha": 32}  # of all linears: ours, and peers that bring nothing of their own
-# What is compared, where the product would choose by itself; keys that this version does not have are left out.
+# What is compared, where the product would choose by itself; keys that this version does not have
+# are left out.
 FAST = {"compile": True, "recompute": "none", "reshard": False}
 
 
@@ -21,9 +22,10 @@ FAST = {"compile": True, "recompute": "none", "reshard": False}
 class Peer:
     """A recipe of Hugging Face's Trainer, or of TRL's; how documents become batches is `batches`.
 
-    `max_length` pads to the case's `max_tokens`, `longest` to the longest of a batch; `flattened` lays documents in
-    one row (DataCollatorWithFlattening), `trl` packs rows of `max_tokens` first. The latter two attend through a T x T
-    mask made from the positions, since flash-attn is not installed where this runs.
+    `max_length` pads to the case's `max_tokens`, `longest` to the longest of a batch; `flattened`
+    lays documents in one row (DataCollatorWithFlattening), `trl` packs rows of `max_tokens` first.
+    The latter two attend through a T x T mask made from the positions, since flash-attn is not
+    installed where this runs.
     """
 
     name: str
@@ -40,8 +42,9 @@ class Peer:
 class Case:
     """One race. `max_tokens` is the longest document; `train` holds our keys of that section.
 
-    A rank takes `rank_documents` in a step, whose lengths are such that they fill `rank_blocks` of `block_tokens`, as
-    packing a whole corpus does. The part of each document from `supervised_from` on is trained on.
+    A rank takes `rank_documents` in a step, whose lengths are such that they fill `rank_blocks` of
+    `block_tokens`, as packing a whole corpus does. The part of each document from `supervised_from`
+    on is trained on.
     """
 
     name: str
@@ -80,7 +83,10 @@ def parsed(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def train_settings(case: Case, assignments: Sequence[str] = ()) -> Train:
-    """Our section `train` of such a run: the case's, changed by `KEY=VALUE`. Raises IntegrityError for one unknown."""
+    """Our section `train` of such a run: the case's, changed by `KEY=VALUE`.
+
+    Raises IntegrityError for one unknown.
+    """
     lora = {"lora": LORA} if case.method == "lora" else {}
     fast = {key: value for key, value in FAST.items() if key in Train.model_fields}
     known = {"method": case.method, "precision": case.precision, **lora, **fast, **case.train}
@@ -100,10 +106,14 @@ FULL: Mapping[str, Any] = {"strategy": "fsdp"}
 PLAIN: Mapping[str, Any] = {"compile": False}  # compiling for CPUs takes longer than these races
 
 
-def _fixed(name: str, size: str, layers: int | None, peers: tuple[Peer, ...], block_tokens: int = 16_384) -> Case:
+def _fixed(
+    name: str, size: str, layers: int | None, peers: tuple[Peer, ...], block_tokens: int = 16_384
+) -> Case:
     """Documents of 8192 tokens, 16,384 of a rank in a step."""
     blocks = 16_384 // block_tokens
-    return Case(name, size, "8192", 8192, block_tokens, 2, blocks, "full", peers, layers=layers, train=FULL)
+    return Case(
+        name, size, "8192", 8192, block_tokens, 2, blocks, "full", peers, layers=layers, train=FULL
+    )
 
 
 def _packed(
@@ -119,18 +129,38 @@ def _packed(
     """Documents of 8B in blocks of 16,384 tokens."""
     train: Mapping[str, Any] = {"strategy": "ddp"} if method == "lora" else FULL
     blocks = 16_384, rank_documents, rank_blocks
-    return Case(name, "8B", lengths, max_tokens, *blocks, method, peers, supervised_from=supervised_from, train=train)
+    return Case(
+        name,
+        "8B",
+        lengths,
+        max_tokens,
+        *blocks,
+        method,
+        peers,
+        supervised_from=supervised_from,
+        train=train,
+    )
 
 
-def _tiny(name: str, method: str, peers: tuple[Peer, ...], size: str = "demo", **train: Any) -> Case:
+def _tiny(
+    name: str, method: str, peers: tuple[Peer, ...], size: str = "demo", **train: Any
+) -> Case:
     """A case that CPUs do in seconds: whether all sides run, and compute the same."""
-    known = {"strategy": "ddp" if method == "lora" else "fsdp", "micro_batch_blocks": 2, **PLAIN, **train}
+    known = {
+        "strategy": "ddp" if method == "lora" else "fsdp",
+        "micro_batch_blocks": 2,
+        **PLAIN,
+        **train,
+    }
     return Case(name, size, "demo", 256, 256, 8, 4, method, peers, "fp32", 0.5, train=known)
 
 
 _PACKED_LORA = (TUTORIAL, replace(TRL, documents=9), replace(FLATTENED, documents=40), TUTORIAL_GC)
 _LONG_LORA = (TUTORIAL, replace(TRL, documents=6), replace(FLATTENED, documents=8))
-_PACKED_FULL = (replace(TRL, documents=5, zero=3), replace(FLATTENED, documents=8, zero=3, is_liger=True))
+_PACKED_FULL = (
+    replace(TRL, documents=5, zero=3),
+    replace(FLATTENED, documents=8, zero=3, is_liger=True),
+)
 _MOE = (replace(ZERO_3, documents=2), replace(ZERO_2, documents=2))
 _ALL = (
     *(replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, replace(ZERO_3, documents=2), ZERO_3_GC),
@@ -163,8 +193,18 @@ _CASES = (
     ),
     _tiny("tiny-moe", "full", _MOE, size="demo-moe", router_aux_loss=0.0),
     _tiny("tiny-hybrid", "full", (Peer("longest", "longest", 4),), size="demo-hybrid"),
-    _fixed("full-8B-8192", "8B", None, (replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, ZERO_3, ZERO_2)),
-    _fixed("full-8B-8192-12layers", "8B", 12, (replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, ZERO_3, ZERO_2)),
+    _fixed(
+        "full-8B-8192",
+        "8B",
+        None,
+        (replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, ZERO_3, ZERO_2),
+    ),
+    _fixed(
+        "full-8B-8192-12layers",
+        "8B",
+        12,
+        (replace(ZERO_3_LIGER, documents=2), ZERO_2_LIGER, ZERO_3, ZERO_2),
+    ),
     _fixed("full-8B-8192-2gpus", "8B", None, (ZERO_3_LIGER, ZERO_3), block_tokens=8192),
     # On one GPU the states of 4B leave room for one document at a time.
     _fixed("full-4B-8192", "4B", None, (ZERO_3_LIGER, ZERO_2_LIGER), block_tokens=8192),

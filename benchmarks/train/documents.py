@@ -8,8 +8,8 @@ from benchmarks.train.cases import Case
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.packing import pack
 
-# Of documents in tokens: the parameters of a log-normal draw, and its bounds. Alpaca's answers have about 200 tokens,
-# the turns of one character of a play tens.
+# Of documents in tokens: the parameters of a log-normal draw, and its bounds. Alpaca's answers have
+# about 200 tokens, the turns of one character of a play tens.
 LENGTHS: dict[str, tuple[float, float, int, int]] = {
     "65536": (11.09, 0.0, 65536, 65536),
     "8192": (9.01, 0.0, 8192, 8192),
@@ -19,7 +19,8 @@ LENGTHS: dict[str, tuple[float, float, int, int]] = {
     "huanhuan": (4.0, 0.4, 24, 160),
     "demo": (4.6, 0.6, 24, 256),
 }
-FILLS = np.arange(1.0, 0.5, -0.004)  # shares of the blocks that are tried, until best fit gets there
+# shares of the blocks that are tried, until best fit gets there
+FILLS = np.arange(1.0, 0.5, -0.004)
 
 
 def documents_of(case: Case, rank: int, steps: int) -> list[list[Document]]:
@@ -30,7 +31,9 @@ def documents_of(case: Case, rank: int, steps: int) -> list[list[Document]]:
         tokens = np.minimum(random.zipf(1.3, length), USED_TOKENS).astype(np.int32)
         return Document(tokens, np.arange(length) >= int(length * case.supervised_from))
 
-    return [[document(int(length)) for length in lengths] for lengths in lengths_of(case, rank, steps)]
+    return [
+        [document(int(length)) for length in lengths] for lengths in lengths_of(case, rank, steps)
+    ]
 
 
 def lengths_of(case: Case, rank: int, steps: int) -> list[NDArray[np.int64]]:
@@ -42,7 +45,7 @@ def lengths_of(case: Case, rank: int, steps: int) -> list[NDArray[np.int64]]:
 
 
 def _filling(lengths: NDArray[np.float64], case: Case, least: int, most: int) -> NDArray[np.int64]:
-    """`lengths` times a factor near 1, with which they fill the blocks of a step as far as best fit can."""
+    """`lengths` times a factor near 1, so that they fill a step's blocks as best fit can."""
     room = case.rank_blocks * case.block_tokens
     for fill in FILLS:
         found = lengths
@@ -51,4 +54,6 @@ def _filling(lengths: NDArray[np.float64], case: Case, least: int, most: int) ->
         whole = found.astype(np.int64)
         if len(pack(whole, case.block_tokens, 0)) <= case.rank_blocks:
             return whole
-    raise ValueError(f"{case.name}: {case.rank_documents} documents do not fit {case.rank_blocks} blocks")
+    raise ValueError(
+        f"{case.name}: {case.rank_documents} documents do not fit {case.rank_blocks} blocks"
+    )

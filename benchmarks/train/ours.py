@@ -1,4 +1,4 @@
-"""One rank of our side: the pipeline's own model, strategy, reading ahead and step, on packed blocks."""
+"""One rank of our side: the pipeline's model, strategy, reading ahead and step, on blocks."""
 
 import os
 import time
@@ -10,7 +10,14 @@ from torch import nn
 
 from benchmarks.train.cases import Case, train_settings
 from benchmarks.train.documents import documents_of
-from benchmarks.train.rank import WARM_UP_STEPS, Side, memory_fields, rank_arguments, say, start_fields
+from benchmarks.train.rank import (
+    WARM_UP_STEPS,
+    Side,
+    memory_fields,
+    rank_arguments,
+    say,
+    start_fields,
+)
 from benchmarks.train.weights import fill
 from pipeline_lib.calibrate.random_model import take_step
 from pipeline_lib.config.train import Train
@@ -37,17 +44,26 @@ TIMEOUT_S = 240
 def packed(documents: list[Document], case: Case) -> list[Block]:
     """The documents in the case's blocks, by best fit."""
     bins = pack(np.array([len(document.tokens) for document in documents]), case.block_tokens, 0)
-    filled = [_block([documents[number] for number in bins[index]], case.block_tokens) for index in range(len(bins))]
+    filled = [
+        _block([documents[number] for number in bins[index]], case.block_tokens)
+        for index in range(len(bins))
+    ]
     return filled + [_block([], case.block_tokens)] * (case.rank_blocks - len(filled))
 
 
 def _block(documents: list[Document], block_tokens: int) -> Block:
     tokens = np.concatenate([np.zeros(0, np.int32), *(document.tokens for document in documents)])
-    supervised = np.concatenate([np.zeros(0, np.bool_), *(document.supervised for document in documents)])
-    owners = np.repeat(np.arange(len(documents), dtype=np.int32), [len(each.tokens) for each in documents])
+    supervised = np.concatenate(
+        [np.zeros(0, np.bool_), *(document.supervised for document in documents)]
+    )
+    owners = np.repeat(
+        np.arange(len(documents), dtype=np.int32), [len(each.tokens) for each in documents]
+    )
     padding = (0, block_tokens - len(tokens))
     return Block(
-        np.pad(tokens, padding), np.pad(supervised, padding), np.pad(owners, padding, constant_values=PADDING_DOCUMENT)
+        np.pad(tokens, padding),
+        np.pad(supervised, padding),
+        np.pad(owners, padding, constant_values=PADDING_DOCUMENT),
     )
 
 
@@ -65,7 +81,9 @@ def make_stepper(side: Side, train: Train, world: World) -> Stepper:
         fill(model, world.device, put)
         draw_adapters(model, train.seed, put, whole)
 
-    strategy = make_strategy(world, train, side.case.rank_blocks * train.ranks_per_block // train.micro_batch_blocks)
+    strategy = make_strategy(
+        world, train, side.case.rank_blocks * train.ranks_per_block // train.micro_batch_blocks
+    )
     wrapped = strategy.spread(build_trainable(side.folder, train), load)
     wrapped.train()
     return Stepper(wrapped, strategy, world, StopRequest())
@@ -77,11 +95,16 @@ def main() -> None:
     die_with_parent()
     world = World.from_env(os.environ, "cuda" if torch.cuda.is_available() else "cpu")
     train = train_settings(side.case, side.train)
-    with process_group(world, TIMEOUT_S), gpu_sampler(world.device if world.is_first else None) as sampler:
+    with (
+        process_group(world, TIMEOUT_S),
+        gpu_sampler(world.device if world.is_first else None) as sampler,
+    ):
         portion = portion_of(world, train)
-        first = portion.group * train.ranks_per_block  # of the ranks whose documents this one's group takes
+        # of the ranks whose documents this one's group takes
+        first = portion.group * train.ranks_per_block
         documents = [
-            documents_of(side.case, rank, side.steps + 1) for rank in range(first, first + train.ranks_per_block)
+            documents_of(side.case, rank, side.steps + 1)
+            for rank in range(first, first + train.ranks_per_block)
         ]
         read = partial(_read, side.case, documents, train.micro_batch_blocks, portion)
         if world.is_first:
@@ -93,9 +116,13 @@ def main() -> None:
             _profile(side, stepper, prefetcher)
 
 
-def _read(case: Case, documents: list[list[list[Document]]], micro: int, portion: Portion, step: int) -> list[Batch]:
-    """Return this rank's micro-batches of a step of `documents`, by rank of its group and by step."""
-    return [portion.of(batch) for mine in documents for batch in batches_of(case, mine[step], micro)]
+def _read(
+    case: Case, documents: list[list[list[Document]]], micro: int, portion: Portion, step: int
+) -> list[Batch]:
+    """Return this rank's micro-batches of `documents`' step, by rank of its group and step."""
+    return [
+        portion.of(batch) for mine in documents for batch in batches_of(case, mine[step], micro)
+    ]
 
 
 def _measure(side: Side, stepper: Stepper, prefetcher: Prefetcher, sampler: GpuSampler) -> None:

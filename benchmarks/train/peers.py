@@ -1,4 +1,4 @@
-"""One rank of a peer: Hugging Face's Trainer or TRL's on the same documents, as tutorials use them."""
+"""One rank of a peer: Hugging Face's or TRL's Trainer on equal documents, as in tutorials."""
 
 import importlib
 import importlib.util
@@ -10,11 +10,24 @@ from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
-from transformers import DataCollatorWithFlattening, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from benchmarks.train.cases import Peer
 from benchmarks.train.documents import documents_of
-from benchmarks.train.rank import WARM_UP_STEPS, Side, memory_fields, rank_arguments, say, start_fields
+from benchmarks.train.rank import (
+    WARM_UP_STEPS,
+    Side,
+    memory_fields,
+    rank_arguments,
+    say,
+    start_fields,
+)
 from benchmarks.train.recipes import build, recipe
 from benchmarks.train.rows import Rows, dealt, padded, row_of
 from pipeline_lib.core.processes import die_with_parent
@@ -30,9 +43,11 @@ class InOrder(Trainer):
 
 
 class Clock(TrainerCallback):
-    """Tells of each step: seconds from the end of the one before, waiting for data included, and its loss."""
+    """Tells of each step: seconds since the last one, waiting for data included, and its loss."""
 
-    def __init__(self, side: Side, device: torch.device, is_first: bool, sampler: GpuSampler) -> None:
+    def __init__(
+        self, side: Side, device: torch.device, is_first: bool, sampler: GpuSampler
+    ) -> None:
         """The first step begins when training does."""
         self._side, self._device, self._is_first, self._sampler = side, device, is_first, sampler
         self._since_s = self._step_s = 0.0
@@ -61,11 +76,19 @@ class Clock(TrainerCallback):
         return time.perf_counter()
 
 
-def hugging_face(side: Side, peer: Peer, of_ranks: list[list[list[Document]]], is_gpu: bool) -> Trainer:
-    """The Trainer of that recipe; its arguments come first, since ZeRO-3 spreads the model while it is made."""
-    arguments = TrainingArguments(**recipe(side, peer, side.case.rank_documents // peer.documents, is_gpu))
-    rows = [[[row_of(document) for document in documents] for documents in steps] for steps in of_ranks]
-    collate: Any = partial(padded, length=side.case.max_tokens if peer.batches == "max_length" else None)
+def hugging_face(
+    side: Side, peer: Peer, of_ranks: list[list[list[Document]]], is_gpu: bool
+) -> Trainer:
+    """That recipe's Trainer; arguments come first, as ZeRO-3 spreads the model as it is made."""
+    arguments = TrainingArguments(
+        **recipe(side, peer, side.case.rank_documents // peer.documents, is_gpu)
+    )
+    rows = [
+        [[row_of(document) for document in documents] for documents in steps] for steps in of_ranks
+    ]
+    collate: Any = partial(
+        padded, length=side.case.max_tokens if peer.batches == "max_length" else None
+    )
     if peer.batches == "flattened":
         collate = DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
     return InOrder(
@@ -108,7 +131,9 @@ def main() -> None:
     side = rank_arguments()
     peer = side.case.peer(side.name)
     die_with_parent()
-    rank, size, is_gpu = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    is_gpu = torch.cuda.is_available()
     if is_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif peer.zero is not None:
@@ -146,7 +171,7 @@ def _let_fla_use_hopper() -> None:
 
 
 def _let_deepspeed_use_cpus() -> None:
-    """Without the extension that it would compile; accelerate tells it of the process group on GPUs only."""
+    """Without the extension it would compile; accelerate names the process group on GPUs only."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,4 +1,4 @@
-"""What the ranks of all sides share: their arguments, and what the first of them says line by line."""
+"""What ranks of all sides share: their arguments, and what the first of them says by line."""
 
 import argparse
 import json
@@ -37,12 +37,20 @@ def rank_arguments() -> Side:
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--train", nargs="*", default=[])
     found = parser.parse_args()
-    return Side(changed(CASES[found.case], found.set), found.side, found.folder, found.steps, tuple(found.train))
+    return Side(
+        changed(CASES[found.case], found.set),
+        found.side,
+        found.folder,
+        found.steps,
+        tuple(found.train),
+    )
 
 
 def say(side: Side, kind: str, fields: Mapping[str, Any]) -> None:
     """Tell the parent: `start`, `step`, `end` and `profile`, in this order."""
-    print(json.dumps({"name": f"{side.case.name}: {side.name}", "kind": kind, **fields}), flush=True)
+    print(
+        json.dumps({"name": f"{side.case.name}: {side.name}", "kind": kind, **fields}), flush=True
+    )
 
 
 def start_fields(device: torch.device, attention: str) -> dict[str, Any]:
@@ -52,7 +60,7 @@ def start_fields(device: torch.device, attention: str) -> dict[str, Any]:
 
 
 def memory_fields(device: torch.device) -> dict[str, int]:
-    """The most that any rank held: on the GPU, in tensors and as torch's allocator reserved it; else in its process.
+    """The most that any rank held: on the GPU, in tensors and reserved; else on the host.
 
     All ranks call it together, if there are several.
     """

@@ -1,4 +1,4 @@
-"""How users set up the peers: the arguments of their trainers, DeepSpeed's JSON, adapters, the model."""
+"""How users set up peers: trainers' arguments, DeepSpeed's JSON, adapters, the model."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -18,9 +18,18 @@ def deepspeed_json(stage: int) -> dict[str, Any]:
     """What transformers' documentation and articles hand round."""
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     if stage == 3:
-        sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+        sizes = (
+            "reduce_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+        )
         zero |= {"sub_group_size": 1e9, **dict.fromkeys(sizes, "auto")}
-    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    auto = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(auto, "auto")}
 
 
@@ -51,8 +60,8 @@ def recipe(side: Side, peer: Peer, accumulation: int, is_gpu: bool) -> dict[str,
 def build(side: Side, peer: Peer, device: torch.device) -> PreTrainedModel:
     """The model with the weights that all sides have, made where it is trained.
 
-    In bf16, as transformers loads Qwen3: DeepSpeed keeps fp32 masters of it, and adapters are fp32. Under ZeRO-3
-    transformers spreads it while it is made, if the trainer's arguments exist by then.
+    In bf16, as transformers loads Qwen3: DeepSpeed keeps fp32 masters of it, and adapters are fp32.
+    Under ZeRO-3 transformers spreads it while it is made, if the trainer's arguments exist by then.
     """
     config = AutoConfig.from_pretrained(side.folder)
     has_experts = hasattr(config, "num_experts")
@@ -73,5 +82,13 @@ def build(side: Side, peer: Peer, device: torch.device) -> PreTrainedModel:
 def adapters(case: Case, peer: Peer) -> LoraConfig:
     """The tutorial's, or the ones that our side trains."""
     if peer.is_tutorial_lora:
-        return LoraConfig(r=8, lora_alpha=32, lora_dropout=0.1, target_modules=TUTORIAL_TARGETS, task_type="CAUSAL_LM")
-    return LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
+        return LoraConfig(
+            r=8,
+            lora_alpha=32,
+            lora_dropout=0.1,
+            target_modules=TUTORIAL_TARGETS,
+            task_type="CAUSAL_LM",
+        )
+    return LoraConfig(
+        r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+    )

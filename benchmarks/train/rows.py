@@ -28,7 +28,10 @@ class Rows(Dataset[Row]):
 def row_of(document: Document) -> Row:
     """Tokens and labels."""
     tokens = document.tokens.tolist()
-    labels = [token if used else IGNORED for token, used in zip(tokens, document.supervised.tolist(), strict=True)]
+    labels = [
+        token if used else IGNORED
+        for token, used in zip(tokens, document.supervised.tolist(), strict=True)
+    ]
     return {"input_ids": tokens, "labels": labels}
 
 
@@ -40,11 +43,15 @@ def padded(rows: list[Row], length: int | None) -> dict[str, torch.Tensor]:
         return torch.tensor([row[key] + [value] * (longest - len(row[key])) for row in rows])
 
     mask = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
-    return {"input_ids": fill("input_ids", 0), "labels": fill("labels", IGNORED), "attention_mask": torch.tensor(mask)}
+    return {
+        "input_ids": fill("input_ids", 0),
+        "labels": fill("labels", IGNORED),
+        "attention_mask": torch.tensor(mask),
+    }
 
 
 def dealt(of_ranks: list[list[list[Row]]], micro: int) -> list[Row]:
-    """Rows by rank and step in the order in which accelerate deals micro-batches to the ranks: in turns."""
+    """Rows by rank and step in the order in which accelerate deals micro-batches: in turns."""
     found = []
     for step in range(len(of_ranks[0])):
         for start in range(0, len(of_ranks[0][step]), micro):

@@ -6,7 +6,17 @@ from typing import Any
 from benchmarks.measure import show
 
 COLUMNS = (
-    *("side", "tokens/s a GPU", "samples/s", "MFU causal / full", "GiB", "exposed", "GPU busy", "W", "to 1st step"),
+    *(
+        "side",
+        "tokens/s a GPU",
+        "samples/s",
+        "MFU causal / full",
+        "GiB",
+        "exposed",
+        "GPU busy",
+        "W",
+        "to 1st step",
+    ),
     *("first loss", "ours / it"),
 )
 JOB_TOKENS = 100_000_000  # of the fixed job whose duration is compared
@@ -22,7 +32,7 @@ SCALING = (
 
 
 def show_scaling(rows: Sequence[dict[str, Any]]) -> None:
-    """Print, for each side that was measured on several numbers of ranks, how it scales; it did as much on each."""
+    """Print how each side measured on several numbers of ranks scales, at equal work on each."""
     by_side: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if "tokens_per_s" in row:
@@ -45,7 +55,10 @@ def _scaled(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
 
 def show_case(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print it; what failed says so."""
-    ours = next((row["tokens_per_s"] for row in rows if row["side"] == "ours" and "tokens_per_s" in row), None)
+    ours = next(
+        (row["tokens_per_s"] for row in rows if row["side"] == "ours" and "tokens_per_s" in row),
+        None,
+    )
     show(title, COLUMNS, [cells(row, ours) for row in rows])
 
 

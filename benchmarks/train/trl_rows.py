@@ -1,4 +1,4 @@
-"""Documents packed by TRL itself, those of each step and rank by themselves, so that every side trains on the same."""
+"""Documents packed by TRL itself, by step and rank, so that every side trains on the same."""
 
 from datasets import Dataset, disable_progress_bars  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerFast
@@ -8,16 +8,21 @@ from benchmarks.train.rows import IGNORED, Row, row_of
 from pipeline_lib.data.documents import Document
 
 PADDING, END = "<pad>", "</s>"
-# Of rows that are there so that all ranks take as many in each step: two tokens that nothing is learned from.
+# Of rows that are there so that all ranks take as many in each step: two tokens that nothing is
+# learned from.
 _FILLER: Row = {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2]}
 
 
-def packed_rows(of_ranks: list[list[list[Document]]], length: int, micro: int) -> tuple[list[list[list[Row]]], int]:
-    """Rows of up to `length` tokens by rank and step, and how many micro-batches of `micro` rows a step takes."""
+def packed_rows(
+    of_ranks: list[list[list[Document]]], length: int, micro: int
+) -> tuple[list[list[list[Row]]], int]:
+    """Rows of up to `length` tokens by rank and step; how many micro-batches of `micro` a step."""
     disable_progress_bars()
     packed = [[_pack(documents, length) for documents in steps] for steps in of_ranks]
     micro_batches = -(-max(len(rows) for steps in packed for rows in steps) // micro)
-    return [[_spread(rows, micro_batches, micro) for rows in steps] for steps in packed], micro_batches
+    return [
+        [_spread(rows, micro_batches, micro) for rows in steps] for steps in packed
+    ], micro_batches
 
 
 def _pack(documents: list[Document], length: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The same random weights for every side, however it spreads them: each tensor is drawn from its name."""
+"""Equal random weights for every side, however spread: each tensor is drawn from its name."""
 
 import zlib
 from collections.abc import Callable
@@ -13,7 +13,10 @@ STD = 0.02  # as large as real ones: zeros would be multiplied faster
 
 
 def fill(model: nn.Module, device: torch.device, put: Callable[[Tensor, Tensor], None]) -> None:
-    """Let each weight of the base model be random, and norms 1. `put(parameter, values)` keeps this rank's part."""
+    """Let each weight of the base model be random, and norms 1.
+
+    `put(parameter, values)` keeps this rank's part.
+    """
     with torch.no_grad():
         for parameter, names in base_parameters(model):
             shape = tuple(getattr(parameter, "ds_shape", whole_shape(parameter)))

@@ -1,1 +1,4 @@
-"""What planner, data and trainer all know of a model, without torch: sizes, families, files, how its layers run."""
+"""What planner, data and trainer know of a model, without torch: sizes, files, layer runs.
+
+This covers the model families too.
+"""

@@ -1,4 +1,4 @@
-"""Checks of a model's config.json, which came from anywhere: its numbers, and how its weights are stored."""
+"""Checks of a model's config.json, which may come from anywhere: numbers and weight storage."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,8 +9,8 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.text import cut
 
-# Upper bounds far above any real model, to catch typing errors. That of layers and experts is lower, since the code
-# loops over them.
+# Upper bounds far above any real model, to catch typing errors. That of layers and experts is
+# lower, since the code loops over them.
 MOST_OF_MANY, MOST = 10_000, 2**31
 _MANY = ("num_hidden_layers", "num_experts", "num_local_experts")
 
@@ -26,7 +26,10 @@ def short(value: Any) -> str:
 
 
 def wrong_numbers(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each of `values` that is no positive whole number, or too large for any model."""
+    """Yield a message for each of `values` that is not positive and whole, or is too large.
+
+    Too large means larger than any model has.
+    """
     for key, value in values.items():
         most = MOST_OF_MANY if key in _MANY else MOST
         if not is_whole(value) or not 1 <= value <= most:
@@ -40,18 +43,21 @@ def wrong_heads(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
 
 
-# Keys that say how the base's own weights are stored: transformers', mlx's, and compressed-tensors' former one. Where
-# the weights are plain, a key that was left over makes loaders take the model for a quantized one.
+# Keys that say how the base's own weights are stored: transformers', mlx's, and compressed-tensors'
+# former one. Where the weights are plain, a key that was left over makes loaders take the model for
+# a quantized one.
 QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
 
 
 def refuse_quantized(config: Mapping[str, Any], origin: str) -> None:
-    """Raise DataError if `config`, a config.json called `origin` in messages, describes quantized weights."""
+    """Raise DataError if `config`, a config.json that messages call `origin`, is quantized."""
     found = sorted(_quantizations(config))
     if found:
         raise DataError(
-            f"{origin}: its weights are quantized ({', '.join(found)}), and training starts from F32, BF16 or F16: "
-            "name the model that it was made from, or, if this is a copy whose weights are plain again, delete that "
+            f"{origin}: its weights are quantized ({', '.join(found)}), and training starts from "
+            "F32, BF16 or F16: "
+            "name the model that it was made from, or, if this is a copy whose weights are plain "
+            "again, delete that "
             "key in a local folder"
         )
 
@@ -59,11 +65,14 @@ def refuse_quantized(config: Mapping[str, Any], origin: str) -> None:
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` without the keys that describe quantized weights, in its parts too."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    return {key: without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in kept.items()
+    }
 
 
 def _quantizations(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of `config` that describe quantized weights; in a part of it, with the part's name."""
+    """Yield the keys of `config` that describe quantized weights, with the name of their part."""
     for key, value in config.items():
         if key in QUANTIZATION_KEYS and value:
             yield key

@@ -18,13 +18,15 @@ SUPPORTED = tuple(kind for family in _FAMILIES if family.is_trained for kind in 
 PLANNED = tuple(kind for family in _FAMILIES if not family.is_trained for kind in family.types)
 # Configs by model name in lower case, without the owner.
 PUBLISHED = {name: config for family in _FAMILIES for name, config in family.published.items()}
-_OF_MEDIA = ("vision_config", "audio_config", "thinker_config")  # keys of models that take more than text
+# keys of models that take more than text
+_OF_MEDIA = ("vision_config", "audio_config", "thinker_config")
 
 
 def published(name: str) -> dict[str, Any] | None:
     """Return a config for `geometry_in` of the published model `name`; None if the name is unknown.
 
-    `name` is the model's name on the hub, in upper or lower case, with or without its owner: `Qwen/Qwen3-8B`.
+    `name` is the model's name on the hub, in upper or lower case, with or without its owner:
+    `Qwen/Qwen3-8B`.
     """
     found = PUBLISHED.get(name.lower().removeprefix("qwen/"))
     return None if found is None else dict(found)
@@ -41,7 +43,9 @@ def geometry_in(config: Mapping[str, Any]) -> Geometry:
 
 
 def read_geometry(folder: Path, may_be_planned: bool = False) -> Geometry:
-    """Read `folder/config.json`. Raises DataError if it is unreadable, malformed, or of an unsupported model.
+    """Read `folder/config.json`.
+
+    Raises DataError if it is unreadable, malformed, or of an unsupported model.
 
     With `may_be_planned`, models of PLANNED are supported too.
     """
@@ -53,7 +57,9 @@ def read_geometry(folder: Path, may_be_planned: bool = False) -> Geometry:
     return checked_geometry(config, str(path), may_be_planned)
 
 
-def checked_geometry(config: Mapping[str, Any], origin: str, may_be_planned: bool = False) -> Geometry:
+def checked_geometry(
+    config: Mapping[str, Any], origin: str, may_be_planned: bool = False
+) -> Geometry:
     """Read the config.json `config`, which came from anywhere and is called `origin` in messages.
 
     Raises DataError if it is malformed or of an unsupported model.
@@ -62,12 +68,20 @@ def checked_geometry(config: Mapping[str, Any], origin: str, may_be_planned: boo
     if kind not in (*SUPPORTED, *(PLANNED if may_be_planned else ())):
         text = f"{origin}: model_type {short(kind)} is not one of {', '.join(SUPPORTED)}"
         is_mixed = any(key in config for key in _OF_MEDIA)
-        media = ": it takes pictures, video or sound beside text, and only text is trained on" if is_mixed else ""
-        raise DataError(f"{text}{media}; name a text model of the Qwen2, Qwen2.5, Qwen3 or Qwen3.5 series")
+        media = (
+            ": it takes pictures, video or sound beside text, and only text is trained on"
+            if is_mixed
+            else ""
+        )
+        raise DataError(
+            f"{text}{media}; name a text model of the Qwen2, Qwen2.5, Qwen3 or Qwen3.5 series"
+        )
     window = "sliding_window" if kind == "mistral" else "use_sliding_window"
     if config.get(window):
         value = str(config[window]).lower()
-        raise DataError(f"{origin}: {window} is {value}, and packed blocks support whole documents only")
+        raise DataError(
+            f"{origin}: {window} is {value}, and packed blocks support whole documents only"
+        )
     family = family_in(config)
     try:
         if problem := next(family.problems(config), None):

@@ -1,4 +1,4 @@
-"""generation_config.json, the generation settings that are published with a model; training does not depend on it."""
+"""generation_config.json, the published generation settings; training does not need it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,13 @@ from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import cut
 
-IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
+IDS = (
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "forced_eos_token_id",
+)
 SEVERAL_IDS = ("eos_token_id", "forced_eos_token_id")
 _NUMBERS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_length", "max_new_tokens")
 
@@ -58,8 +64,8 @@ def take_generation_config(folder: Path) -> dict[str, Any]:
 def generation_config_of(inputs: Mapping[str, Sealed]) -> dict[str, Any]:
     """Return the content of the base model's generation_config.json; empty if there is none.
 
-    A local model's file is sealed as an input of its own, any other together with the model. Raises DataError if the
-    file is invalid.
+    A local model's file is sealed as an input of its own, any other together with the model. Raises
+    DataError if the file is invalid.
     """
     folder = inputs.get("generation", inputs["model"]).folder(GENERATION_NAME)
     try:

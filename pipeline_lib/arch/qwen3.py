@@ -1,4 +1,4 @@
-"""The Qwen2, Qwen2.5 and Qwen3 families, with experts or without, and models that have the same layers."""
+"""The Qwen2, Qwen2.5 and Qwen3 families, also with experts, and models with the same layers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,9 @@ from pipeline_lib.arch.rope import positions_in, scaling_type
 
 _QWEN3_VOCAB = 151936
 
-# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-# vocab_size, tie_word_embeddings. Heads have 128 elements in Qwen3, and hidden_size / num_attention_heads in Qwen2.
+# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+# num_key_value_heads, vocab_size, tie_word_embeddings. Heads have 128 elements in Qwen3, and
+# hidden_size / num_attention_heads in Qwen2.
 _Size = tuple[int, int, int, int, int, int, bool]
 _QWEN3: dict[str, _Size] = {
     "0.6b": (1024, 3072, 28, 16, 8, _QWEN3_VOCAB, True),
@@ -26,7 +27,8 @@ _QWEN3: dict[str, _Size] = {
     "30b-a3b": (2048, 6144, 48, 32, 4, _QWEN3_VOCAB, False),
     "235b-a22b": (4096, 12288, 94, 64, 4, _QWEN3_VOCAB, False),
 }
-# The models' cards (30B's also counts its parameters), and for 480B slime's scripts/models/qwen3-coder-480B-A35B.sh.
+# The models' cards (30B's also counts its parameters), and for 480B slime's
+# scripts/models/qwen3-coder-480B-A35B.sh.
 _QWEN3_CODER: dict[str, _Size] = {
     "30b-a3b": _QWEN3["30b-a3b"],
     "480b-a35b": (6144, 8192, 62, 96, 8, _QWEN3_VOCAB, False),
@@ -43,7 +45,8 @@ _QWEN2: dict[str, _Size] = {
 # num_experts and moe_intermediate_size; 8 experts compute each token.
 _EXPERTS = {"30b-a3b": (128, 768), "235b-a22b": (128, 1536), "480b-a35b": (160, 2560)}
 
-# For each series: its table of sizes, and for each variant the max_position_embeddings of each size that exists.
+# For each series: its table of sizes, and for each variant the max_position_embeddings of each size
+# that exists.
 _2507 = {"4b": 262144, "30b-a3b": 262144, "235b-a22b": 262144}
 _CODER_SIZES = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
 _QWEN2_SIZES = ("0.5b", "1.5b", "7b", "72b")
@@ -119,12 +122,18 @@ _PUBLISHED = {
 
 _TYPES = ("qwen2", "qwen3", "qwen3_moe")
 _LIKE_QWEN2 = ("llama", "mistral")  # have the layers of Qwen2 without biases
-_SIZES = ("num_attention_heads", "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")
+_SIZES = (
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+)
 _EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
 
 
 def _geometry(config: Config) -> Geometry:
-    """Read the keys of transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig, with the same defaults."""
+    """Read the keys of transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig, and defaults."""
     kind = config.get("model_type", "qwen3")
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     has_experts = kind == "qwen3_moe"
@@ -133,8 +142,13 @@ def _geometry(config: Config) -> Geometry:
         experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
     step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     # By transformers' rule.
-    expert_layers = [layer for layer in range(layers) if experts and layer not in plain and (layer + 1) % step == 0]
-    # Qwen2's q, k and v always have a bias; later models have one in all four of attention, or none.
+    expert_layers = [
+        layer
+        for layer in range(layers)
+        if experts and layer not in plain and (layer + 1) % step == 0
+    ]
+    # Qwen2's q, k and v always have a bias; later models have one in all four of attention, or
+    # none.
     biased: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     if kind != "qwen2":  # Mistral's config has no such key
         biased = (*biased, "o_proj") if config.get("attention_bias") else ()
@@ -145,7 +159,8 @@ def _geometry(config: Config) -> Geometry:
         layers=layers,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else config["hidden_size"] // heads),
+        head_dim=config.get("head_dim")
+        or (128 if kind == "qwen3" else config["hidden_size"] // heads),
         tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=positions_in(config),
         biased=biased,
@@ -160,11 +175,18 @@ def _geometry(config: Config) -> Geometry:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    """Yield a message for each invalid number of a config.json. Raises KeyError for a missing number."""
+    """Yield a message for each invalid number of a config.json.
+
+    Raises KeyError for a missing number.
+    """
     has_experts = config["model_type"] == "qwen3_moe"
     values = {key: config[key] for key in (*_SIZES, *(_EXPERT_SIZES if has_experts else ()))}
     # For these keys null means the default, as in transformers.
-    values |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
+    values |= {
+        key: config[key]
+        for key in ("num_key_value_heads", "head_dim")
+        if config.get(key) is not None
+    }
     values |= {key: config[key] for key in ("max_position_embeddings",) if key in config}
     if has_experts:
         experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
@@ -176,8 +198,16 @@ def _problems(config: Config) -> Iterator[str]:
     yield from wrong_numbers(values)
     yield from wrong_heads(config)
     heads = config["num_attention_heads"]
-    if config.get("head_dim") is None and config["model_type"] != "qwen3" and config["hidden_size"] % heads:
-        yield f"num_attention_heads: {heads} does not divide hidden_size, {config['hidden_size']}; give head_dim"
+    if (
+        config.get("head_dim") is None
+        and config["model_type"] != "qwen3"
+        and config["hidden_size"] % heads
+    ):
+        yield (
+            f"num_attention_heads: {heads} does not divide hidden_size, "
+            f"{config['hidden_size']}; "
+            "give head_dim"
+        )
 
 
 QWEN3 = Family(_TYPES, _geometry, _problems, _PUBLISHED)

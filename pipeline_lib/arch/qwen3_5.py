@@ -1,8 +1,11 @@
-"""Qwen3.5 and what followed with the same model_types (Qwen3.6, Qwen3.8-27B), with experts or without: the text model.
+"""Qwen3.5 and successors with its model_types (Qwen3.6, Qwen3.8-27B): the text model.
 
-Three of four layers have a recurrent state, the gated delta rule (model/delta.py), in place of attention; the gate of
-the other layers' attention is a second half of q_proj. Repositories hold a model of pictures, video and text, and a
-head that predicts several tokens at once. Only the text model is trained; the others' tensors stay as they are.
+They come with experts or without.
+
+Three of four layers have a recurrent state, the gated delta rule (model/delta.py), in place of
+attention; the gate of the other layers' attention is a second half of q_proj. Repositories hold a
+model of pictures, video and text, and a head that predicts several tokens at once. Only the text
+model is trained; the others' tensors stay as they are.
 """
 
 from collections.abc import Iterator
@@ -13,15 +16,17 @@ from pipeline_lib.arch.family import Config, Family
 from pipeline_lib.arch.geometry import Delta, Geometry
 from pipeline_lib.arch.rope import positions_in, scaling_type
 
-_TYPES = ("qwen3_5", "qwen3_5_moe")  # of whole models; that of the text model in one ends in `_text`
+# of whole models; that of the text model in one ends in `_text`
+_TYPES = ("qwen3_5", "qwen3_5_moe")
 _TEXT = "_text"
 _RECURRENT, _ATTENDING = "linear_attention", "full_attention"  # values of layer_types
 _INTERVAL = 4  # one of so many layers has attention, if layer_types is not given
 
-# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-# linear_num_value_heads, tie_word_embeddings. Sources: THUDM/slime, scripts/models/qwen3.5-*.sh; copies of the
-# config.json of 0.8B, 4B and 27B in public repositories; for 9B, transformers' defaults, which are its config. The sums
-# of 0.8B's and 2B's parameters are those that others counted (752,393,024 and 1,881,825,088).
+# For each size: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+# num_key_value_heads, linear_num_value_heads, tie_word_embeddings. Sources: THUDM/slime,
+# scripts/models/qwen3.5-*.sh; copies of the config.json of 0.8B, 4B and 27B in public repositories;
+# for 9B, transformers' defaults, which are its config. The sums of 0.8B's and 2B's parameters are
+# those that others counted (752,393,024 and 1,881,825,088).
 _Size = tuple[int, int, int, int, int, int, bool]
 _SIZES: dict[str, _Size] = {
     "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 16, True),
@@ -30,7 +35,10 @@ _SIZES: dict[str, _Size] = {
     "qwen3.5-9b": (4096, 12288, 32, 16, 4, 32, False),
     "qwen3.5-27b": (5120, 17408, 64, 24, 4, 48, False),
 }
-_SIZES |= {f"{name}-base": _SIZES[name] for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")}
+_SIZES |= {
+    f"{name}-base": _SIZES[name]
+    for name in ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b")
+}
 _SIZES |= dict.fromkeys(("qwen3.6-27b", "qwen3.8-27b"), _SIZES["qwen3.5-27b"])
 # 35B-A3B: scripts/models/qwen3.5-35B-A3B.sh; these are transformers' defaults too.
 _A3B: _Size = (2048, 512, 40, 16, 2, 32, False)
@@ -62,16 +70,20 @@ def _config(values: _Size, experts: dict[str, int] | None = None) -> dict[str, A
 
 
 def _text(config: Config) -> Config:
-    """Return the text model's config, which stands in the whole model's one; the latter's tied head counts too."""
+    """Return the text model's config from the whole model's, whose tied head counts too."""
     kind = str(config["model_type"])
     if kind.endswith(_TEXT):
         return config
-    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    tied = (
+        {"tie_word_embeddings": config["tie_word_embeddings"]}
+        if "tie_word_embeddings" in config
+        else {}
+    )
     return {"model_type": f"{kind}{_TEXT}", **tied, **config["text_config"]}
 
 
-# The keys of transformers' Qwen3_5TextConfig and Qwen3_5MoeTextConfig that are sizes, with the first one's defaults for
-# those that may be absent.
+# The keys of transformers' Qwen3_5TextConfig and Qwen3_5MoeTextConfig that are sizes, with the
+# first one's defaults for those that may be absent.
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _DEFAULTS = {
     "num_key_value_heads": 4,
@@ -92,14 +104,18 @@ def _numbers(text: Config) -> dict[str, Any]:
     has_experts = _has_experts(text)
     needed = (*_NEEDED, *(_EXPERTS if has_experts else ("intermediate_size",)))
     defaults = {**_DEFAULTS, **({"num_key_value_heads": 2} if has_experts else {})}
-    return {key: text[key] for key in needed} | {key: text.get(key, value) for key, value in defaults.items()}
+    return {key: text[key] for key in needed} | {
+        key: text.get(key, value) for key, value in defaults.items()
+    }
 
 
 def _layer_types(config: Config) -> list[str]:
     given = config.get("layer_types")
     interval = config.get("full_attention_interval", _INTERVAL)
     layers = config["num_hidden_layers"]
-    return given or [_ATTENDING if (layer + 1) % interval == 0 else _RECURRENT for layer in range(layers)]
+    return given or [
+        _ATTENDING if (layer + 1) % interval == 0 else _RECURRENT for layer in range(layers)
+    ]
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -108,7 +124,11 @@ def _problems(config: Config) -> Iterator[str]:
         return
     text = _text(config)
     numbers = _numbers(text)
-    numbers |= {key: text[key] for key in ("max_position_embeddings", "full_attention_interval") if key in text}
+    numbers |= {
+        key: text[key]
+        for key in ("max_position_embeddings", "full_attention_interval")
+        if key in text
+    }
     if wrong := list(wrong_numbers(numbers)):
         yield from wrong
         return
@@ -118,9 +138,14 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"linear_num_key_heads: {keys} does not divide linear_num_value_heads, {values}"
     types, layers = text.get("layer_types"), numbers["num_hidden_layers"]
     if types is not None and (
-        not isinstance(types, list) or len(types) != layers or not set(types) <= {_RECURRENT, _ATTENDING}
+        not isinstance(types, list)
+        or len(types) != layers
+        or not set(types) <= {_RECURRENT, _ATTENDING}
     ):
-        yield f"layer_types: {short(types)} is no list of {_RECURRENT} and {_ATTENDING} for {layers} layers"
+        yield (
+            f"layer_types: {short(types)} is no list of {_RECURRENT} and {_ATTENDING} for "
+            f"{layers} layers"
+        )
 
 
 def _geometry(config: Config) -> Geometry:
@@ -130,7 +155,9 @@ def _geometry(config: Config) -> Geometry:
     return Geometry(
         vocab=numbers["vocab_size"],
         hidden=numbers["hidden_size"],
-        intermediate=numbers["shared_expert_intermediate_size" if has_experts else "intermediate_size"],
+        intermediate=numbers[
+            "shared_expert_intermediate_size" if has_experts else "intermediate_size"
+        ],
         layers=layers,
         heads=numbers["num_attention_heads"],
         kv_heads=numbers["num_key_value_heads"],

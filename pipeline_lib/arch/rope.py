@@ -1,4 +1,7 @@
-"""`model.rope` in a config.json: the keys that transformers and servers read, and the positions that they give."""
+"""`model.rope` in a config.json: the keys that others read, and the positions they give.
+
+The others are transformers and servers.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +10,16 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import cut
 
-# Qwen3 was pretrained on 32,768 positions; the 40,960 of its config.json count 8,192 more for a prompt (model card).
+# Qwen3 was pretrained on 32,768 positions; the 40,960 of its config.json count 8,192 more for a
+# prompt (model card).
 _PRETRAINED_POSITIONS = {40960: 32768}
 _DEFAULT_POSITIONS = 32768  # of transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig
-_PLACES = ("rope_scaling", "rope_parameters")  # before transformers 5, and since; the first goes first, as there
+# before transformers 5, and since; the first goes first, as there
+_PLACES = ("rope_scaling", "rope_parameters")
 
 
 def scaling_type(config: Mapping[str, Any]) -> str:
-    """Return the type of scaled rotary embeddings that `config`, a config.json, asks for; empty if there is none."""
+    """Return the type of scaled rotary embeddings that the config.json `config` asks for, or ""."""
     scaling = _scaling_in(config)
     return str(_type_of(scaling)) if scaling else ""
 
@@ -32,11 +37,19 @@ def _type_of(scaling: Mapping[str, Any]) -> Any:
 
 
 def positions_in(config: Mapping[str, Any]) -> int:
-    """Return the positions that the model of `config` takes: with YaRN, factor x original positions, as vLLM counts."""
+    """Return the positions that the model of `config` takes.
+
+    With YaRN these are factor x original positions, as vLLM counts.
+    """
     positions: int = config.get("max_position_embeddings", _DEFAULT_POSITIONS)
     scaling = _scaling_in(config)
     original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-    if scaling and _type_of(scaling) == "yarn" and isinstance(original, int) and isinstance(factor, int | float):
+    if (
+        scaling
+        and _type_of(scaling) == "yarn"
+        and isinstance(original, int)
+        and isinstance(factor, int | float)
+    ):
         return int(original * factor)
     return positions
 
@@ -48,15 +61,17 @@ def original_positions(positions: int) -> int:
 
 def stretched_positions(positions: int, rope: Rope) -> int:
     """Return the positions with `rope` of a model whose config.json says `positions`."""
-    return int((rope.original_max_position_embeddings or original_positions(positions)) * rope.factor)
+    return int(
+        (rope.original_max_position_embeddings or original_positions(positions)) * rope.factor
+    )
 
 
 def stretched(config: Mapping[str, Any], rope: Rope | None) -> dict[str, Any]:
-    """Return the config.json `config` with `rope`, where its format has it; without `rope`, as it is.
+    """Return the config.json `config` with `rope`, where its format has it; or as it is.
 
-    `max_position_embeddings` becomes factor x original positions: transformers compares the quotient with the factor,
-    vLLM multiplies by itself, and other servers read it as the length of the context. Raises DataError if `config`
-    scales its rotary embeddings already.
+    `max_position_embeddings` becomes factor x original positions: transformers compares the
+    quotient with the factor, vLLM multiplies by itself, and other servers read it as the length of
+    the context. Raises DataError if `config` scales its rotary embeddings already.
     """
     if rope is None:
         return dict(config)
@@ -67,7 +82,8 @@ def stretched(config: Mapping[str, Any], rope: Rope | None) -> dict[str, Any]:
     scaling = {
         "rope_type": rope.type,
         "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_max_position_embeddings or original_positions(positions),
+        "original_max_position_embeddings": rope.original_max_position_embeddings
+        or original_positions(positions),
     }
     others = {key: value for key, value in config.items() if key not in _PLACES}
     return {
@@ -78,9 +94,10 @@ def stretched(config: Mapping[str, Any], rope: Rope | None) -> dict[str, Any]:
 
 
 def refuse_scaled(scaling: str) -> None:
-    """Raise DataError if a model's config.json has a `scaling` of that type, which `model.rope` would replace."""
+    """Raise DataError if a config.json has a `scaling`, which `model.rope` would replace."""
     if scaling:
         raise DataError(
-            f"its config.json scales the rotary embeddings already (rope_type {cut(scaling, 40)!r}), and model.rope is "
+            "its config.json scales the rotary embeddings already (rope_type "
+            f"{cut(scaling, 40)!r}), and model.rope is "
             "for models that do not; remove model.rope"
         )

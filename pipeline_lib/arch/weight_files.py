@@ -1,7 +1,7 @@
-"""Which tensors the safetensors files of a model folder hold, and how they map to the model's parameters.
+"""Which tensors a model folder's safetensors files hold, and how they map to parameters.
 
-Without torch. Only headers are read, but for `refuse_not_finite`. Other formats are not supported, since a pickle can
-run code.
+Without torch. Only headers are read, but for `refuse_not_finite`. Other formats are not supported,
+since a pickle can run code.
 """
 
 import json
@@ -22,7 +22,8 @@ from pipeline_lib.core.files import read_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-READABLE_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # torch's names by safetensors'
+# torch's names by safetensors'
+READABLE_KINDS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ADAPTER = "default"  # peft's name of a model's only adapter, in the names of its tensors
 _NAMED_AT_MOST = 5
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -44,7 +45,7 @@ AnyHeader = TypeVar("AnyHeader", bound=Header)
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter, of `sizes` elements from `offsets` on, whose values are the text model's tensor `name`."""
+    """A box of a parameter: `sizes` elements from `offsets` on, with values of tensor `name`."""
 
     name: str
     offsets: tuple[int, ...]
@@ -53,27 +54,39 @@ class Piece:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the parameter."""
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True)
+        )
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return True if a stored tensor of `shape` fits; an expert's tensor lacks the dimension of experts."""
+        """Return True if a stored tensor of `shape` fits; an expert's lacks the experts' axis."""
         extra = len(self.sizes) - len(shape)
         return self.sizes == (1,) * extra + shape
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor; empty if one file holds all. Raises DataError for a malformed index."""
+    """Return the file name of each tensor; empty if one file holds all.
+
+    Raises DataError for a malformed index.
+    """
     path = folder / INDEX_NAME
-    if (folder / SINGLE_NAME).exists() or not path.exists():  # the same precedence as in transformers
+    if (
+        folder / SINGLE_NAME
+    ).exists() or not path.exists():  # the same precedence as in transformers
         return {}
     try:
         weight_map: dict[str, Any] = read_json(path)["weight_map"]
         index = {name: str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: not an index of safetensors files ({error!r}); get the model again") from error
+        raise DataError(
+            f"{path}: not an index of safetensors files ({error!r}); get the model again"
+        ) from error
     for file in index.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise DataError(f"{path}: {file!r} is not the name of a safetensors file beside it; get the model again")
+            raise DataError(
+                f"{path}: {file!r} is not the name of a safetensors file beside it; get the model "
+                "again"
+            )
     return index
 
 
@@ -88,23 +101,34 @@ def weights_bytes(folder: Path) -> int:
 
 
 def read_headers(path: Path) -> list[Header]:
-    """Return the headers of the tensors in the file at `path`. Raises DataError for a damaged or truncated file."""
+    """Return the headers of the tensors in the file at `path`.
+
+    Raises DataError for a damaged or truncated file.
+    """
     try:
-        with safe_open(str(path), framework="numpy") as checked:  # the header is whole and describes all of the file
+        with safe_open(
+            str(path), framework="numpy"
+        ) as checked:  # the header is whole and describes all of the file
             names = list(checked.keys())
         with path.open("rb") as file:
             entries, begin = _read_layout(file)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: cannot be read as safetensors ({error}); get the model again") from error
+        raise DataError(
+            f"{path}: cannot be read as safetensors ({error}); get the model again"
+        ) from error
     headers = []
     for name in names:
         entry = entries[name]
-        headers.append(Header(path, name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]))
+        headers.append(
+            Header(
+                path, name, tuple(entry["shape"]), entry["dtype"], begin + entry["data_offsets"][0]
+            )
+        )
     return headers
 
 
 def _read_layout(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return what the header of a safetensors file says of each tensor, and where in the file the data begins."""
+    """Return what a safetensors header says of each tensor, and where the data begins."""
     (header_bytes,) = struct.unpack("<Q", file.read(8))
     entries = json.loads(file.read(header_bytes))
     entries.pop("__metadata__", None)
@@ -112,32 +136,47 @@ def _read_layout(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def find_headers(folder: Path) -> dict[str, Header]:
-    """Return the headers of all tensors in `folder`, by name. Raises DataError for missing or damaged files."""
+    """Return the headers of all tensors in `folder`, by name.
+
+    Raises DataError for missing or damaged files.
+    """
     index = read_index(folder)
-    return named((header for path in weight_files(folder, index) for header in read_headers(path)), index)
+    return named(
+        (header for path in weight_files(folder, index) for header in read_headers(path)), index
+    )
 
 
 def named(headers: Iterable[Header], index: Mapping[str, str]) -> dict[str, Header]:
     """Return `headers` by name, without those that `index` assigns to another file."""
-    return {each.name: each for each in headers if index.get(each.name, each.path.name) == each.path.name}
+    return {
+        each.name: each
+        for each in headers
+        if index.get(each.name, each.path.name) == each.path.name
+    }
 
 
 def of_text(headers: Mapping[str, AnyHeader], folder: Path) -> dict[str, AnyHeader]:
-    """Return those of `headers`, all in `folder`, that belong to the text model, by transformers' names."""
+    """Return the `headers` in `folder` that belong to the text model, by transformers' names."""
     family = family_in(read_object(folder / "config.json"))
     names = {stored: family.text_name(stored) for stored in headers}
     return {name: headers[stored] for stored, name in names.items() if name is not None}
 
 
-def copies_of(shape: tuple[int, ...], names: Sequence[str], stored: Mapping[str, Header]) -> list[list[Piece]]:
-    """Return the pieces of a parameter of `shape` for each of `names` that is stored; for the first name if none is."""
-    return [_pieces(name, shape, stored) for name in [name for name in names if name in stored] or names[:1]]
+def copies_of(
+    shape: tuple[int, ...], names: Sequence[str], stored: Mapping[str, Header]
+) -> list[list[Piece]]:
+    """Return a parameter's pieces of `shape` for each stored one of `names`, or else the first."""
+    return [
+        _pieces(name, shape, stored)
+        for name in [name for name in names if name in stored] or names[:1]
+    ]
 
 
 def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> list[Piece]:
     """Return the pieces that fill a parameter.
 
-    One piece if a tensor of its name is stored; for fused experts [E, rows, columns], one or two for each expert.
+    One piece if a tensor of its name is stored; for fused experts [E, rows, columns], one or two
+    for each expert.
     """
     stem, _, last = name.rpartition(".")
     if name in stored or not stem.endswith(".experts") or last not in _FUSED_EXPERTS:
@@ -151,8 +190,10 @@ def _pieces(name: str, shape: tuple[int, ...], stored: Mapping[str, Header]) -> 
     ]
 
 
-def refuse_misfit(folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Header]) -> None:
-    """Raise DataError unless the files hold exactly the tensors of the model; the result is equal on all ranks."""
+def refuse_misfit(
+    folder: Path, copies: list[list[list[Piece]]], stored: Mapping[str, Header]
+) -> None:
+    """Raise DataError unless the files hold exactly the model's tensors, equally on all ranks."""
     wanted = {piece.name: piece for of_one in copies for pieces in of_one for piece in pieces}
     lists = {
         "lacks": [name for name in wanted if name not in stored],
@@ -180,7 +221,9 @@ def refuse_unreadable_kinds(headers: Iterable[Header]) -> None:
     for header in headers:
         if header.kind not in READABLE_KINDS:
             known = ", ".join(READABLE_KINDS)
-            raise DataError(f"{header.path}: {header.name} is stored as {header.kind}, not one of {known}")
+            raise DataError(
+                f"{header.path}: {header.name} is stored as {header.kind}, not one of {known}"
+            )
 
 
 # Search for weights that are not finite, without torch: all bits of their exponent are set.
@@ -194,17 +237,19 @@ _FILES_AT_ONCE = 8
 def refuse_not_finite(folder: Path) -> None:
     """Raise DataError naming the first tensor of each file with a value that is NaN or infinite.
 
-    Reads all weights of `folder`, using some tens of MB of memory. The headers must have been checked before.
+    Reads all weights of `folder`, using some tens of MB of memory. The headers must have been
+    checked before.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         places = list(pool.map(_first_not_finite, weight_files(folder, read_index(folder))))
     if problems := [place for place in places if place is not None]:
-        raise DataError(f"{'; '.join(problems)}: holds values that are not finite, which no training mends; get the "
+        raise DataError(f"{'; '.join(problems)}: holds values that are not finite, which no "
+        "training mends; get the "
                         "model again, or take another")  # fmt: skip
 
 
 def _first_not_finite(path: Path) -> str | None:
-    """Return the file and the name of its first tensor, in file order, with such a value; None if there is none."""
+    """Return the file and name of the first tensor with such a value; None if there is none."""
     with path.open("rb") as file:
         entries, data_begin = _read_layout(file)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -212,7 +257,9 @@ def _first_not_finite(path: Path) -> str | None:
             kind, exponent = _EXPONENTS[entry["dtype"]]
             file.seek(data_begin + begin)
             for chunk_begin in range(begin, end, _CHUNK_BYTES):
-                chunk = np.fromfile(file, kind, min(_CHUNK_BYTES, end - chunk_begin) // np.dtype(kind).itemsize)
+                chunk = np.fromfile(
+                    file, kind, min(_CHUNK_BYTES, end - chunk_begin) // np.dtype(kind).itemsize
+                )
                 if (chunk & chunk.dtype.type(exponent)).max() == exponent:
                     return f"{path}: {name}"
     return None

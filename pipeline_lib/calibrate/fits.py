@@ -1,4 +1,4 @@
-"""From measured seconds to costs and rates: fits through a few points, and the spread of repetitions."""
+"""From measured seconds to costs and rates: fits through few points, and spread of runs."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from pipeline_lib.plan.machine import Pass
 
 LEAST_SPREAD = 0.03  # relative; the day-to-day variation of one machine
-HOST_BOUND = 1.2  # a run of at most this multiple of the few-token run's time is bound by the host, not the device
+# a run of at most this multiple of the few-token run's time is bound by the host, not the device
+HOST_BOUND = 1.2
 _LEAST_LATENCY_S = 1e-7
 
 
 def pass_of(tokens: tuple[int, int], tiny_s: float, half_s: float, full_s: float) -> Pass:
-    """Return the cost of a pass from three runs: one of a few tokens, bound by the host, and two of `tokens`.
+    """Return a pass's cost from three runs: a short one, bound by the host, and two of `tokens`.
 
-    `tokens` are the token counts (half, full) of the last two runs. The cost is the line through these two if its slope
-    is positive, its intercept is not negative, and the half run is not host-bound; else it is proportional to tokens.
+    `tokens` are the token counts (half, full) of the last two runs. The cost is the line through
+    these two if its slope is positive, its intercept is not negative, and the half run is not
+    host-bound; else it is proportional to tokens.
     """
     tiny_s, half_s, full_s = max(0.0, tiny_s), max(0.0, half_s), max(0.0, full_s)
     half, full = tokens
@@ -28,14 +30,18 @@ def pass_of(tokens: tuple[int, int], tiny_s: float, half_s: float, full_s: float
 def link_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (bandwidth in bytes/s, latency in s), fitted to t = latency + bytes / bandwidth.
 
-    `points` are (bytes, seconds) of at least two sizes. The fit minimizes the sum of squared relative errors.
+    `points` are (bytes, seconds) of at least two sizes. The fit minimizes the sum of squared
+    relative errors.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
     mean_t = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
     spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points, strict=True)) / spread
+    slope = (
+        sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points, strict=True))
+        / spread
+    )
     latency_s = mean_t - slope * mean_x
     if slope <= 0 or latency_s <= 0:  # the latency is lost in the noise
         most_bytes = max(x for x, _ in points)
@@ -45,7 +51,7 @@ def link_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def rate_of(values: Sequence[float], least_spread: float = LEAST_SPREAD) -> dict[str, float]:
-    """Return the median of repetitions as `value`, and a band from `low` to `high` that contains all of them.
+    """Return the repetitions' median as `value`, and a band from `low` to `high` around all.
 
     The band extends from the median by at least a factor of 1 + `least_spread` in each direction.
     """

@@ -23,7 +23,8 @@ def group_of_node(world: World) -> dist.ProcessGroup | None:
         return None
     if world.size % world.local_size:
         raise TrainingError(
-            f"rank {world.rank}: its node has {world.local_size} of {world.size} ranks, so nodes differ; start as many "
+            f"rank {world.rank}: its node has {world.local_size} of {world.size} ranks, so nodes "
+            "differ; start as many "
             "ranks on each"
         )
     starts = range(0, world.size, world.local_size)
@@ -33,7 +34,10 @@ def group_of_node(world: World) -> dist.ProcessGroup | None:
 
 
 def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, list[float]]:
-    """Return repetitions of the `in_node_*` rates if nodes have several ranks, and of `between_*` if several nodes."""
+    """Return repetitions of `in_node_*` rates (several ranks a node) and `between_*` rates.
+
+    The latter are measured if there are several nodes.
+    """
     nodes = world.size // world.local_size
     links: list[tuple[str, dist.ProcessGroup | None, Callable[[Collective], float]]] = []
     if world.local_size > 1:
@@ -44,7 +48,9 @@ def link_rates(world: World, of_node: dist.ProcessGroup | None) -> dict[str, lis
     for name, group, sent_bytes in links:
         fits = []
         for _ in range(REPETITIONS):
-            measured = collectives(world.device, group, LINK_PATIENCE_S, ("all_reduce", "all_gather"))
+            measured = collectives(
+                world.device, group, LINK_PATIENCE_S, ("all_reduce", "all_gather")
+            )
             fits.append(link_of([(sent_bytes(one), one.seconds) for one in measured]))
         rates[f"{name}_bytes_s"] = [bandwidth for bandwidth, _ in fits]
         rates[f"{name}_latency_s"] = [latency_s for _, latency_s in fits]

@@ -1,8 +1,11 @@
-"""The cost of a layer and of the ends (embedding, last norm, head), by training models of one and of three layers.
+"""The cost of a layer and of the ends, by training models of one and of three layers.
 
-The difference is the cost of two layers. Two token counts separate the device's fixed time from that per token
-(`pass_of`). A few tokens give the host's time; on GPUs in narrow layers, since wide ones would keep the device busy.
-Compiled layers run at one token count only, since each shape is recompiled; their time counts as proportional.
+The ends are the embedding, the last norm and the head.
+
+The difference is the cost of two layers. Two token counts separate the device's fixed time from
+that per token (`pass_of`). A few tokens give the host's time; on GPUs in narrow layers, since wide
+ones would keep the device busy. Compiled layers run at one token count only, since each shape is
+recompiled; their time counts as proportional.
 """
 
 import gc
@@ -30,8 +33,8 @@ from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.plan.machine import MeasuredPart, Ranks
 from pipeline_lib.plan.memory import predict
+from pipeline_lib.plan.passes import shape_of, variant_of
 from pipeline_lib.plan.search import is_legal
-from pipeline_lib.plan.step_time import shape_of, variant_of
 from pipeline_lib.plan.workload import settled
 from pipeline_lib.train.deepspeed import import_deepspeed
 from pipeline_lib.train.dist import World
@@ -52,11 +55,31 @@ USED_MEMORY = 0.85  # of the free memory
 _CPU_FLOPS = 1e10  # upper bound per pass, so that it takes less than a second
 # (strategy, recompute, compile) in order of importance, beginning with the choices of `auto`.
 ON_GPUS = (
-    *(("ddp", "none", True), ("fsdp", "none", True), ("fsdp", "full", True), ("ddp", "none", False)),
-    *(("fsdp", "none", False), ("fsdp", "full", False), ("zero3", "none", False), ("zero1", "none", False)),
-    *(("ddp", "full", False), ("fsdp", "selective", False), ("zero2", "none", False), ("ddp", "selective", False)),
+    *(
+        ("ddp", "none", True),
+        ("fsdp", "none", True),
+        ("fsdp", "full", True),
+        ("ddp", "none", False),
+    ),
+    *(
+        ("fsdp", "none", False),
+        ("fsdp", "full", False),
+        ("zero3", "none", False),
+        ("zero1", "none", False),
+    ),
+    *(
+        ("ddp", "full", False),
+        ("fsdp", "selective", False),
+        ("zero2", "none", False),
+        ("ddp", "selective", False),
+    ),
 )
-ON_CPUS = (("ddp", "none", False), ("fsdp", "none", False), ("fsdp", "full", False), ("ddp", "full", False))
+ON_CPUS = (
+    ("ddp", "none", False),
+    ("fsdp", "none", False),
+    ("fsdp", "full", False),
+    ("ddp", "full", False),
+)
 
 
 class LeftOut(PipelineError):
@@ -65,10 +88,10 @@ class LeftOut(PipelineError):
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one micro-batch by phase: of TINY_TOKENS tokens, of half as many as fit, and of as many as fit.
+    """Seconds of a micro-batch by phase: of TINY_TOKENS tokens, half of what fits, and all of it.
 
-    For compiled layers only the last is measured, and the others are derived from it. `kernels` is the number of
-    kernels in a pass of TINY_TOKENS tokens; 0 if they were not counted.
+    For compiled layers only the last is measured, and the others are derived from it. `kernels` is
+    the number of kernels in a pass of TINY_TOKENS tokens; 0 if they were not counted.
     """
 
     forward_s: tuple[float, ...]
@@ -78,7 +101,7 @@ class PassSeconds:
 
 @dataclass
 class Found:
-    """The measured parts, the host's seconds per kernel launch if counted, and the variants left out with reasons."""
+    """The measured parts, the host's seconds a launch, and variants left out with reasons."""
 
     parts: list[MeasuredPart] = field(default_factory=list)
     launch_s: float | None = None
@@ -86,7 +109,7 @@ class Found:
 
 
 def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
-    """Return a number of tokens, a power of two, that keeps a GPU busy; on CPUs few enough for a short pass."""
+    """Return a power of two of tokens that keeps a GPU busy; on CPUs few, for a short pass."""
     if is_gpu:
         return max(8192, 1 << ((2**25 // geometry.hidden).bit_length() - 1))
     wanted = max(1, int(_CPU_FLOPS / (6 * with_layers(geometry, MANY).matmul_parameters)))
@@ -94,9 +117,15 @@ def most_tokens(geometry: Geometry, is_gpu: bool) -> int:
 
 
 def variants(task: Task) -> list[Train]:
-    """Return the variants to measure, the task's own first, without offloading and options for several ranks."""
+    """Return the variants to measure, the task's own first, for one rank without offloading."""
     plain = {
-        **{"micro_batch_blocks": 1, "unit_layers": 1, "offload": "none", "deepspeed_json": None, "reshard": True},
+        **{
+            "micro_batch_blocks": 1,
+            "unit_layers": 1,
+            "offload": "none",
+            "deepspeed_json": None,
+            "reshard": True,
+        },
         **{"gradient_compression": "none", "local_sgd_steps": 1, "shard_ranks": None, "freeze": ()},
         **{"optimizer": "adamw", "deterministic": False, "kept_attention_layers": "auto"},
     }
@@ -115,7 +144,7 @@ def variants(task: Task) -> list[Train]:
 
 
 def measure_parts(task: Task, world: World, folder: Path) -> Found:
-    """Measure variants until the time budget is used up; `world` has one rank, and `folder` is empty."""
+    """Measure variants until the time budget ends; `world` has one rank, `folder` is empty."""
     ways, found, last_s = variants(task), Found(), 0.0
     # The slow imports, done now so that their seconds count for no variant.
     build_trainable(_model_folder(task, FEW, folder), ways[0])
@@ -139,14 +168,20 @@ def measure_parts(task: Task, world: World, folder: Path) -> Found:
 
 
 def _measure_variant(task: Task, train: Train, world: World, folder: Path, found: Found) -> None:
-    """Add the layer's and the ends' cost for one variant to `found`. Raises LeftOut if it cannot be measured."""
+    """Add the layer's and the ends' cost for one variant to `found`.
+
+    Raises LeftOut if it cannot be measured.
+    """
     if train.uses_deepspeed and not importlib.util.find_spec("deepspeed"):
         raise LeftOut("DeepSpeed is not installed")
     torch.compiler.reset()  # compilations of other variants would count towards the recompile limit
     full = _tokens_that_fit(task, train, world)
     tokens = (full // 2, full)
-    batches = [_batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))]
-    # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have memory for both.
+    batches = [
+        _batch(task, count) for count in ((full,) if is_compiled(train) else (TINY_TOKENS, *tokens))
+    ]
+    # On CPUs the two models take turns, to even out the load of other processes; a GPU may not have
+    # memory for both.
     together = [(FEW, MANY)] if world.device.type == "cpu" else [(FEW,), (MANY,)]
     measured: tuple[PassSeconds, PassSeconds] | None = None
     for _ in range(ATTEMPTS):
@@ -158,11 +193,15 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
         if any(seconds <= 0 for times in of_layer for seconds in times[1:]):
             continue
         measured = runs[FEW], runs[MANY]
-        # Under LoRA the first layer saves the gradient of its input, which can be all that the ends take.
+        # Under LoRA the first layer saves the gradient of its input, which can be all that the ends
+        # take.
         if train.method == "lora" or all(times[-1] > 0 for times in of_ends):
             break
     if measured is None:
-        raise LeftOut("three layers took no longer than one, so much was disturbed; let nothing else run beside it")
+        raise LeftOut(
+            "three layers took no longer than one, so much was disturbed; let nothing else run "
+            "beside it"
+        )
     few, many = measured
     of_layer, of_ends = _layer_and_ends(few, many)
     if world.device.type == "cuda":
@@ -187,11 +226,16 @@ def _measure_variant(task: Task, train: Train, world: World, folder: Path, found
         found.launch_s = host_s / ((many.kernels - few.kernels) / (MANY - FEW))
 
 
-def _layer_and_ends(few: PassSeconds, many: PassSeconds) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """Return the seconds of one layer and of the ends, for forward and for backward, each by the number of tokens."""
+def _layer_and_ends(
+    few: PassSeconds, many: PassSeconds
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Return the seconds of a layer and of the ends, forward and backward, by token count."""
     of_layer = [_per_layer(getattr(few, name), getattr(many, name), MANY - FEW) for name in PHASES]
     of_ends = [
-        tuple(max(0.0, one - FEW * layer) for one, layer in zip(getattr(few, name), of_one, strict=True))
+        tuple(
+            max(0.0, one - FEW * layer)
+            for one, layer in zip(getattr(few, name), of_one, strict=True)
+        )
         for name, of_one in zip(PHASES, of_layer, strict=True)
     ]
     return of_layer, of_ends
@@ -201,8 +245,10 @@ def _per_layer(few: tuple[float, ...], many: tuple[float, ...], layers: int) -> 
     return tuple(max(0.0, more - less) / layers for less, more in zip(few, many, strict=True))
 
 
-def _host_seconds(task: Task, train: Train, world: World, folder: Path) -> list[tuple[float, float]]:
-    """Return the host's seconds to launch a pass of few tokens: (layer, ends) for forward and for backward."""
+def _host_seconds(
+    task: Task, train: Train, world: World, folder: Path
+) -> list[tuple[float, float]]:
+    """Return the host's seconds to launch a short pass: (layer, ends), forward and backward."""
     sizes = {name: min(most, getattr(task.geometry, name)) for name, most in _NARROW.items()}
     narrow = replace(task, geometry=replace(task.geometry, **sizes))
     batch, found = _batch(narrow, TINY_TOKENS), {}
@@ -219,8 +265,12 @@ def _host_seconds(task: Task, train: Train, world: World, folder: Path) -> list[
 
 
 def _tokens_that_fit(task: Task, train: Train, world: World) -> int:
-    """Return `most_tokens`, halved until it fits into the free memory. Raises LeftOut below LEAST_TOKENS."""
-    geometry, tokens = with_layers(task.geometry, MANY), most_tokens(task.geometry, world.device.type == "cuda")
+    """Return `most_tokens`, halved until it fits into the free memory.
+
+    Raises LeftOut below LEAST_TOKENS.
+    """
+    geometry = with_layers(task.geometry, MANY)
+    tokens = most_tokens(task.geometry, world.device.type == "cuda")
     if world.device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(world.device)[0]
     else:  # each rank has two models at a time
@@ -231,27 +281,43 @@ def _tokens_that_fit(task: Task, train: Train, world: World) -> int:
         if needed_bytes <= USED_MEMORY * free_bytes:
             return tokens
         tokens //= 2
-    raise LeftOut(f"needs {needed_bytes / 1e9:.1f} GB of memory, and {free_bytes / 1e9:.1f} GB are free")
+    raise LeftOut(
+        f"needs {needed_bytes / 1e9:.1f} GB of memory, and {free_bytes / 1e9:.1f} GB are free"
+    )
 
 
 def _batch(task: Task, tokens: int) -> Batch:
     workload = task.workload
-    return batch_of_documents(tokens, workload.document_tokens, workload.supervised_fraction, task.geometry.vocab)
+    return batch_of_documents(
+        tokens, workload.document_tokens, workload.supervised_fraction, task.geometry.vocab
+    )
 
 
 def _runs(
-    task: Task, train: Train, layers: tuple[int, ...], batches: list[Batch], world: World, folder: Path
+    task: Task,
+    train: Train,
+    layers: tuple[int, ...],
+    batches: list[Batch],
+    world: World,
+    folder: Path,
 ) -> dict[int, PassSeconds]:
-    steppers = {number: random_stepper(_model_folder(task, number, folder), train, 1, world) for number in layers}
+    steppers = {
+        number: random_stepper(_model_folder(task, number, folder), train, 1, world)
+        for number in layers
+    }
     largest_first = [_usual_steps(list(steppers.values()), batch) for batch in reversed(batches)]
     is_plain = train.strategy == "ddp" and train.recompute == "none" and not is_compiled(train)
     found = {}
     for place, number in enumerate(layers):
-        forward, backward = zip(*(of_batch[place] for of_batch in reversed(largest_first)), strict=True)
+        forward, backward = zip(
+            *(of_batch[place] for of_batch in reversed(largest_first)), strict=True
+        )
         if is_compiled(train):
             forward, backward = ((0.0, seconds / 2, seconds) for (seconds,) in (forward, backward))
         counts = is_plain and world.device.type == "cuda"
-        found[number] = PassSeconds(forward, backward, _count_kernels(steppers[number], batches[0]) if counts else 0)
+        found[number] = PassSeconds(
+            forward, backward, _count_kernels(steppers[number], batches[0]) if counts else 0
+        )
     return found
 
 
@@ -275,13 +341,16 @@ def _count_kernels(stepper: Stepper, batch: Batch) -> int:
     stepper.strategy.discard()
     stepper.clock.drop()
     events: Any = profiler.events()
-    return sum(event.device_type.name == "CUDA" and not event.is_user_annotation for event in events)
+    return sum(
+        event.device_type.name == "CUDA" and not event.is_user_annotation for event in events
+    )
 
 
 def _usual_steps(steppers: list[Stepper], batch: Batch) -> list[tuple[float, float]]:
-    """Return the seconds of forward and backward for each stepper: the lower quartile of a few steps.
+    """Return each stepper's forward and backward seconds: the lower quartile of a few steps.
 
-    The quartile excludes steps disturbed by other load. The first step is a warm-up and does not count.
+    The quartile excludes steps disturbed by other load. The first step is a warm-up and does not
+    count.
     """
     for stepper in steppers:
         take_step(stepper, [batch])
@@ -294,6 +363,8 @@ def _usual_steps(steppers: list[Stepper], batch: Batch) -> list[tuple[float, flo
         rounds.append([take_step(stepper, [batch]).phases for stepper in steppers])
     found = []
     for rows in zip(*rounds, strict=True):
-        forward_s, backward_s = (sorted(row[name] for row in rows)[len(rows) // 4] for name in PHASES)
+        forward_s, backward_s = (
+            sorted(row[name] for row in rows)[len(rows) // 4] for name in PHASES
+        )
         found.append((forward_s, backward_s))
     return found

@@ -1,4 +1,4 @@
-"""A model with random weights, trained by the pipeline's own strategies, and synthetic batches for it."""
+"""A model with random weights, trained by the pipeline's strategies on synthetic batches."""
 
 import math
 from functools import partial
@@ -24,7 +24,10 @@ _STD = 0.02
 
 
 def load_random(model: nn.Module, device: torch.device) -> None:
-    """Allocate `model` on `device` with random weights of realistic size, since matmuls with zeros run faster."""
+    """Allocate `model` on `device` with realistic weights, since zeros make matmuls faster.
+
+    The weights are random.
+    """
     materialise(model, device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -34,11 +37,14 @@ def load_random(model: nn.Module, device: torch.device) -> None:
             else:  # codes of a quantized base, under torch's own strategies
                 local_part(parameter)[0].random_(0, 256)
         for linear, _ in quantized_linears(model):
-            put(linear.statistics, torch.full((linear.statistics.numel() // 4,), 2 * _STD).view(torch.uint8))
+            put(
+                linear.statistics,
+                torch.full((linear.statistics.numel() // 4,), 2 * _STD).view(torch.uint8),
+            )
 
 
 def random_stepper(folder: Path, train: Train, accumulation: int, world: World) -> Stepper:
-    """Build the model of config.json in `folder` with random weights, sharded as `train` says and ready to train."""
+    """Build the model in `folder` with random weights, sharded for `train` and ready to train."""
     strategy = make_strategy(world, train, accumulation)
     model = build_trainable(folder, train)
     wrapped = strategy.spread(model, partial(load_random, device=world.device))
@@ -47,7 +53,7 @@ def random_stepper(folder: Path, train: Train, accumulation: int, world: World) 
 
 
 def take_step(stepper: Stepper, batches: list[Batch]) -> StepResult:
-    """Take one optimizer step; the update is skipped if the loss or the gradient norm is not finite."""
+    """Take one optimizer step, without update if loss or gradient norm is not finite."""
 
     def judge(loss: float, grad_norm: float, _: int) -> Judgement:
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -56,8 +62,10 @@ def take_step(stepper: Stepper, batches: list[Batch]) -> StepResult:
     return stepper.step(batches, _LR, judge, False)
 
 
-def batch_of_documents(tokens: int, document_tokens: float, supervised_fraction: float, vocab: int) -> Batch:
-    """Return a batch of one block of `tokens` random tokens, in documents of `document_tokens` tokens.
+def batch_of_documents(
+    tokens: int, document_tokens: float, supervised_fraction: float, vocab: int
+) -> Batch:
+    """Return one block of `tokens` random tokens, in documents of `document_tokens` tokens.
 
     The last `supervised_fraction` of each document is supervised.
     """

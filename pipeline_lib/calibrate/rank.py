@@ -1,4 +1,4 @@
-"""The work of one rank in a calibration: rates together with the other ranks, then parts of the model alone."""
+"""A rank's work in a calibration: rates with the other ranks, then parts of the model alone."""
 
 import tempfile
 import time
@@ -15,7 +15,13 @@ import torch.distributed as dist
 from pipeline_lib.calibrate.fits import rate_of
 from pipeline_lib.calibrate.links import group_of_node, link_rates
 from pipeline_lib.calibrate.parts import measure_parts, most_tokens
-from pipeline_lib.calibrate.rates import attention_flop_s, copy_bytes_s, host_bytes_s, matmul_flop_s, memory_bytes_s
+from pipeline_lib.calibrate.rates import (
+    attention_flop_s,
+    copy_bytes_s,
+    host_bytes_s,
+    matmul_flop_s,
+    memory_bytes_s,
+)
 from pipeline_lib.calibrate.task import Task
 from pipeline_lib.train.dist import LET_GO_S, World, process_group
 
@@ -27,8 +33,8 @@ RATE_TOKENS = 8192  # rows of the measured matmuls; more do not make them faster
 def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any]:
     """Measure as the rank that `environ` names.
 
-    Returns the measured content of cluster.json, and under `left_out` the reasons for what is missing. Raises
-    TrainingError, or Interrupted if another rank is lost.
+    Returns the measured content of cluster.json, and under `left_out` the reasons for what is
+    missing. Raises TrainingError, or Interrupted if another rank is lost.
     """
     world = World.from_env(environ, task.device)
     with process_group(world, GROUP_TIMEOUT_S):
@@ -61,14 +67,20 @@ def measure_rank(task: Task, environ: MutableMapping[str, str]) -> dict[str, Any
 def _alone(world: World) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     store: Any = getattr(dist, "HashStore")()  # noqa: B009 - torch's stubs do not export it
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    dist.init_process_group(
+        backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
     yield World(0, world.local_rank, 1, world.device, world.local_size)
     time.sleep(LET_GO_S)
     dist.destroy_process_group()
 
 
 def _describe(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {"ranks": world.size, "nodes": world.size // world.local_size, "torch": torch.__version__}
+    found: dict[str, Any] = {
+        "ranks": world.size,
+        "nodes": world.size // world.local_size,
+        "torch": torch.__version__,
+    }
     if world.device.type == "cpu":
         ranks, threads = world.local_size, torch.get_num_threads()
         host = f"{ranks} CPU rank{'s' * (ranks != 1)} of {threads} thread{'s' * (threads != 1)}"

@@ -1,4 +1,4 @@
-"""Rates of one rank's device and host with the shapes of the model's layers, each measured several times."""
+"""Rates of one rank's device and host with the model's layer shapes, measured repeatedly."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def repeated(work: Callable[[], object], device: torch.device) -> list[float]:
 
 
 def matmul_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
-    """Return the FLOP/s over all matmuls of a layer, forward and backward: total FLOPs by total time."""
+    """Return the FLOP/s of a layer's matmuls, forward and backward: total FLOPs by total time."""
     flops, seconds = 0.0, [0.0] * REPETITIONS
     for (copies, rows, inputs, outputs), count in _products(task, tokens).items():
         done, took_s = _time_product(task, (copies, rows, inputs, outputs), device)
@@ -48,7 +48,7 @@ def matmul_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
 
 
 def _products(task: Task, tokens: int) -> Counter[tuple[int, int, int, int]]:
-    """Count a layer's matmuls by (matrices, rows, inputs, outputs), with tokens spread evenly over experts."""
+    """Count a layer's matmuls by (matrices, rows, inputs, outputs), with tokens spread evenly."""
     geometry = task.geometry
     is_routed = bool(geometry.expert_layers)
     found: Counter[tuple[int, int, int, int]] = Counter()
@@ -62,8 +62,10 @@ def _products(task: Task, tokens: int) -> Counter[tuple[int, int, int, int]]:
     return found
 
 
-def _time_product(task: Task, shape: tuple[int, int, int, int], device: torch.device) -> tuple[float, list[float]]:
-    """Return FLOPs and seconds of a matmul with the gradient of its input, and that of its weight if it is trained."""
+def _time_product(
+    task: Task, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[float, list[float]]:
+    """Return a matmul's FLOPs and seconds with its input's gradient, and a trained weight's."""
     copies, rows, inputs, outputs = shape
     dtype = DTYPES[task.train.precision]
     x, w, g = (
@@ -82,12 +84,14 @@ def _time_product(task: Task, shape: tuple[int, int, int, int], device: torch.de
 
 
 def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
-    """Return the FLOP/s of packed attention, forward and backward, by the causal count of `step_flops`."""
+    """Return packed attention's FLOP/s, forward and backward, by causal count of `step_flops`."""
     geometry, dtype = task.geometry, DTYPES[task.train.precision]
     batch = batch_of_documents(tokens, task.workload.document_tokens, 0.5, geometry.vocab)
     ends = batch.cu_seq_lens.to(device)
     query, key, value = (
-        torch.randn(1, heads, tokens, geometry.head_dim, device=device, dtype=dtype, requires_grad=True)
+        torch.randn(
+            1, heads, tokens, geometry.head_dim, device=device, dtype=dtype, requires_grad=True
+        )
         for heads in (geometry.heads, geometry.kv_heads, geometry.kv_heads)
     )
     gradient = torch.randn(1, tokens, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
@@ -95,7 +99,14 @@ def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[floa
 
     def work() -> tuple[Tensor, ...]:
         output, _ = packed_attention(
-            nothing, query, key, value, None, cu_seq_lens_q=ends, max_length_q=batch.max_length, takes_cudnn=takes_cudnn
+            nothing,
+            query,
+            key,
+            value,
+            None,
+            cu_seq_lens_q=ends,
+            max_length_q=batch.max_length,
+            takes_cudnn=takes_cudnn,
         )
         return torch.autograd.grad(output, (query, key, value), gradient)
 
@@ -104,13 +115,18 @@ def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[floa
 
 
 def memory_bytes_s(device: torch.device) -> list[float]:
-    """Return the bytes/s read and written by a sum of two long vectors; this rate bounds the weight update."""
-    a, b, c = (torch.ones(STREAM_BYTES[device.type] // _FP32_BYTES, device=device) for _ in range(3))
-    return [3 * STREAM_BYTES[device.type] / seconds for seconds in repeated(lambda: torch.add(a, b, out=c), device)]
+    """Return the bytes/s of adding two long vectors; this rate bounds the weight update."""
+    a, b, c = (
+        torch.ones(STREAM_BYTES[device.type] // _FP32_BYTES, device=device) for _ in range(3)
+    )
+    return [
+        3 * STREAM_BYTES[device.type] / seconds
+        for seconds in repeated(lambda: torch.add(a, b, out=c), device)
+    ]
 
 
 def copy_bytes_s(device: torch.device) -> list[float]:
-    """Return the bytes/s between pinned host memory and the GPU, first to the GPU and then from it."""
+    """Return the bytes/s between pinned host memory and the GPU, to it first and then back."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     seconds = repeated(lambda: there.copy_(host, non_blocking=True), device)
@@ -119,13 +135,15 @@ def copy_bytes_s(device: torch.device) -> list[float]:
 
 
 def host_bytes_s(world: World, group: dist.ProcessGroup | None) -> list[float]:
-    """Return the bytes/s that AdamW reads and writes in host memory, summed over the node's ranks, all at work."""
+    """Return the bytes/s of AdamW in host memory, summed over the node's ranks, all at work."""
     weight = nn.Parameter(torch.ones(COPY_BYTES // FP32_BYTES))
     weight.grad = torch.ones_like(weight)
     optimizer = make_optimizer({"weight": weight}, Train())
     dist.barrier()
     seconds = repeated(optimizer.step, torch.device("cpu"))
     moved_bytes = ADAM_BYTES * weight.numel()
-    mine = torch.tensor([moved_bytes / one for one in seconds], dtype=torch.float64, device=world.device)
+    mine = torch.tensor(
+        [moved_bytes / one for one in seconds], dtype=torch.float64, device=world.device
+    )
     dist.all_reduce(mine, group=group)
     return [float(one) for one in mine.tolist()]

@@ -1,4 +1,4 @@
-"""The printed report: measured rates and costs with units, beside the figures of the GPUs' data sheets."""
+"""The printed report: measured rates and costs with units, beside the GPUs' data sheets."""
 
 from collections.abc import Mapping
 from io import StringIO
@@ -30,8 +30,13 @@ NAMES = {
 WIDTH = 110
 
 
-def report(task: Task, measured: Mapping[str, Any], left_out: list[str], path: Path, cluster: Cluster) -> str:
-    """Return the report for a terminal: rates, parts, what was left out and why, and how to use the file `path`."""
+def report(
+    task: Task, measured: Mapping[str, Any], left_out: list[str], path: Path, cluster: Cluster
+) -> str:
+    """Return a terminal's report: rates, parts, what was left out, and how to use `path`.
+
+    It gives the reasons for what was left out.
+    """
     gpu = find_gpu(measured["gpu"]) if measured["gpu"] else None
     lines = [_text(_rates(task, measured, gpu)), _text(_parts(task, measured, gpu))]
     if left_out:
@@ -45,12 +50,18 @@ def report(task: Task, measured: Mapping[str, Any], left_out: list[str], path: P
 
 
 def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
-    table = Table("rate", "measured", "from", "to", "data sheet", "share of it", title_justify="left")
+    table = Table(
+        "rate", "measured", "from", "to", "data sheet", "share of it", title_justify="left"
+    )
     table.title = f"{measured['host']}, {measured['precision']}, shapes of {measured['model']}"
     known: dict[str, float | None] = {}
     if gpu is not None:
         peak = gpu.peak_flop_s(task.train.precision)
-        known = {"matmul_flop_s": peak, "attention_flop_s": peak, "memory_bytes_s": gpu.memory_bytes_per_s}
+        known = {
+            "matmul_flop_s": peak,
+            "attention_flop_s": peak,
+            "memory_bytes_s": gpu.memory_bytes_per_s,
+        }
         known["in_node_bytes_s"] = gpu.link.bytes_per_s
     for name, text in NAMES.items():
         if name in measured["rates"]:
@@ -70,15 +81,25 @@ def _quantity(name: str, value: float) -> str:
 
 
 def _parts(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
-    """Return the table of costs per pass; the share of peak covers a layer's forward and backward pass together."""
-    columns = ("variant", "part", "pass", "for 1,000 tokens", "and fixed", "the host", "share of peak")
+    """Return the table of costs a pass; share of peak covers a layer's forward and backward."""
+    columns = (
+        "variant",
+        "part",
+        "pass",
+        "for 1,000 tokens",
+        "and fixed",
+        "the host",
+        "share of peak",
+    )
     table = Table(*columns, title="passes of one micro-batch", title_justify="left")
     for part in measured["parts"]:
         for name in ("forward", "backward"):
             one = part[name]
             first = [part["variant"], part["part"]] if name == "forward" else ["", ""]
             share = _share(task, part, gpu) if name == "forward" else ""
-            costs = (brief(value) for value in (1000 * one["per_token_s"], one["fixed_s"], one["host_s"]))
+            costs = (
+                brief(value) for value in (1000 * one["per_token_s"], one["fixed_s"], one["host_s"])
+            )
             table.add_row(*first, name, *costs, share)
     return table
 

@@ -11,7 +11,11 @@ from pipeline_lib.config.section import read_settings, settings_of
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.workload import Workload
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 _LAYERS = ("expert_layers", "delta_layers")  # sets of numbers in a Geometry
@@ -21,15 +25,18 @@ _MOST_LOAD = 1.0  # processes that want a core, beside those that measure
 
 
 def busy(load: float) -> str:
-    """Return what is wrong with measuring while so many processes want a core; empty if nothing is."""
+    """Return what is wrong with measuring while processes compete for cores; else empty."""
     if load <= _MOST_LOAD:
         return ""
-    return f"{load:.1f} processes are at work on this machine, so it measures slower than it is; wait until it is idle"
+    return (
+        f"{load:.1f} processes are at work on this machine, so it measures slower than it is; "
+        "wait until it is idle"
+    )
 
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement task: the model's shapes, its training settings and workload, and the device, `cuda` or `cpu`."""
+    """A measurement task: model shapes, training settings, workload, and `cuda` or `cpu`."""
 
     geometry: Geometry
     train: Train
@@ -41,7 +48,9 @@ class Task:
         """Return the task as JSON for the measuring processes."""
         fields: dict[str, Any] = {"device": self.device, "parts_budget_s": self.parts_budget_s}
         fields |= {"train": settings_of(self.train), "workload": asdict(self.workload)}
-        geometry = asdict(self.geometry) | {key: sorted(getattr(self.geometry, key)) for key in _LAYERS}
+        geometry = asdict(self.geometry) | {
+            key: sorted(getattr(self.geometry, key)) for key in _LAYERS
+        }
         return json.dumps({**fields, "geometry": geometry})
 
     @staticmethod
@@ -49,7 +58,10 @@ class Task:
         """Return the task that `as_json` wrote."""
         fields = json.loads(text)
         geometry = fields["geometry"]
-        geometry |= {"biased": tuple(geometry["biased"]), **{key: frozenset(geometry[key]) for key in _LAYERS}}
+        geometry |= {
+            "biased": tuple(geometry["biased"]),
+            **{key: frozenset(geometry[key]) for key in _LAYERS},
+        }
         return Task(
             Geometry(**geometry),
             read_settings(Train, fields["train"]),
@@ -62,7 +74,9 @@ class Task:
 def with_layers(geometry: Geometry, layers: int) -> Geometry:
     """Return `geometry` with `layers` layers, all of which have experts if any layer had."""
     return replace(
-        geometry, layers=layers, expert_layers=frozenset(range(layers)) if geometry.expert_layers else frozenset()
+        geometry,
+        layers=layers,
+        expert_layers=frozenset(range(layers)) if geometry.expert_layers else frozenset(),
     )
 
 

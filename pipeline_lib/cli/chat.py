@@ -27,7 +27,9 @@ def add_to(commands: Any) -> None:
     text = "talk to a tuned model; a question from a pipe is answered once"
     sub = commands.add_parser("chat", help=text, description=text)
     sub.add_argument(
-        "model", metavar="MODEL", help="a model folder such as results/NAME/model, an experiment's name, or a config"
+        "model",
+        metavar="MODEL",
+        help="a model folder such as results/NAME/model, an experiment's name, or a config",
     )
     sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
     sub.add_argument(
@@ -40,7 +42,8 @@ def add_to(commands: Any) -> None:
         "--temperature",
         type=temperature,
         metavar="T",
-        help="0 always takes the likeliest token, as the report does; default: that of generation_config.json",
+        help="0 always takes the likeliest token, as the report does; default: that of "
+        "generation_config.json",
     )
     sub.set_defaults(command=chat, when_stopped="nothing was changed")
 
@@ -57,7 +60,7 @@ def temperature(text: str) -> float:
 
 
 def chat(arguments: argparse.Namespace) -> None:
-    """Converse in a terminal; with another standard input, answer what it holds, and write nothing else to stdout."""
+    """Converse in a terminal, or answer standard input and write only answers to stdout."""
     store = Store.from_env(os.environ)
     folder = model_of(arguments.model, store, arguments.experiment)
     is_terminal = sys.stdin.isatty()
@@ -76,9 +79,13 @@ def chat(arguments: argparse.Namespace) -> None:
     with suppress(ImportError):  # some builds of Python lack it
         import readline  # gives input() its line editing and its history
 
-        readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one question
+        # several lines that are pasted are one question
+        readline.parse_and_bind("set enable-bracketed-paste on")
     tell(talk.describe())
-    tell("/base shows the base model's answer, /help all commands; Ctrl-C stops an answer, Ctrl-D ends")
+    tell(
+        "/base shows the base model's answer, /help all commands; Ctrl-C stops an answer, Ctrl-D "
+        "ends"
+    )
     converse(talk, lambda: input(PROMPT))
 
 
@@ -94,14 +101,17 @@ def piped_question() -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"standard input: the question is not UTF-8 ({error})") from error
     if not question:
-        raise DataError("standard input: there is no question; pipe one, or start chat in a terminal")
+        raise DataError(
+            "standard input: there is no question; pipe one, or start chat in a terminal"
+        )
     return question
 
 
 def model_of(text: str, store: Store, experiment: str | None = None) -> Path:
-    """Return the model folder that `text` means: the folder itself, or that of an experiment or of a config file.
+    """Return the model folder that `text` means: itself, or an experiment's or config file's.
 
-    Raise ConfigError or DataError if it means none, IntegrityError if the experiment has no model yet.
+    Raise ConfigError or DataError if it means none, IntegrityError if the experiment has no model
+    yet.
     """
     path = Path(text)
     if (path / "config.json").is_file():
@@ -123,7 +133,9 @@ def model_of(text: str, store: Store, experiment: str | None = None) -> Path:
         how = f"run `snakemake --configfile CONFIG` with its config first; {status}"
         return _finished(frozen.name, Ref("merge", frozen.parts["merge"]), store, how)
     if (path / "adapter_config.json").is_file():
-        raise DataError(f"{path}: an adapter alone; give the model folder around it, into which it is merged")
+        raise DataError(
+            f"{path}: an adapter alone; give the model folder around it, into which it is merged"
+        )
     if path.is_dir():
         hint = f"; {path / 'model'} is one" if (path / "model" / "config.json").is_file() else ""
         raise DataError(f"{path}: no model folder, for it has no config.json{hint}")
@@ -140,5 +152,7 @@ def _name_in(path: Path) -> str:
 
 def _finished(name: str, merged: Ref, store: Store, how: str) -> Path:
     if not store.is_sealed(merged):
-        raise IntegrityError(f"{store.sealed(merged)}: experiment {name!r} has no finished model; {how}")
+        raise IntegrityError(
+            f"{store.sealed(merged)}: experiment {name!r} has no finished model; {how}"
+        )
     return store.sealed(merged)

@@ -1,4 +1,4 @@
-"""Commands for experiments: import, check, plan, summary, status, rewind, rehearse, record, compare, trace and more."""
+"""Commands for experiments: import, check, plan, status, rewind, record, compare and more."""
 
 import argparse
 import json
@@ -20,7 +20,9 @@ from pipeline_lib.core.git import how_to_commit
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 
-EXPERIMENT = "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
+EXPERIMENT = (
+    "a name (* and ? as in file names), the beginning of a digest, a config file, or STORE:NAME"
+)
 
 
 def add_to(commands: Any) -> None:
@@ -39,25 +41,39 @@ def add_to(commands: Any) -> None:
 
 
 def _add_import(commands: Any) -> None:
-    text = "make a config from LLaMA-Factory's YAML, a DeepSpeed JSON or TrainingArguments, and say what differs"
+    text = (
+        "make a config from LLaMA-Factory's YAML, a DeepSpeed JSON or TrainingArguments, and "
+        "say what differs"
+    )
     sub = commands.add_parser("import", help=text, description=f"{text}; docs/from-other-tools.md")
     which = "one or several that belong together; the kind is recognised by the content"
     sub.add_argument("files", type=Path, nargs="+", metavar="FILE", help=which)
-    sub.add_argument("-o", "--out", type=Path, metavar="CONFIG", help="write the config here; else it goes to stdout")
+    sub.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="CONFIG",
+        help="write the config here; else it goes to stdout",
+    )
     sub.set_defaults(command=import_config, when_stopped="nothing was written")
 
 
 def _add_check(commands: Any) -> None:
     text = "read a config and name all of its problems"
     sub = commands.add_parser("check", help=text, description=text)
-    sub.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    sub.add_argument(
+        "config", type=Path, nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}"
+    )
     sub.set_defaults(command=check)
 
 
 def _add_plan(commands: Any) -> None:
-    text = "predict the memory, time and disk of a config, and choose the fastest strategy that fits"
+    text = (
+        "predict the memory, time and disk of a config, and choose the fastest strategy that fits"
+    )
     sub = commands.add_parser("plan", help=text, description=text)
-    sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)  # the plan rule runs the stage by it
+    # the plan rule runs the stage by it
+    sub.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
     sub.add_argument(
         "--what-if",
@@ -65,10 +81,15 @@ def _add_plan(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="also show the plan with other values, such as cluster.nodes=4 workload.document_tokens=8192",
+        help="also show the plan with other values, such as cluster.nodes=4 "
+        "workload.document_tokens=8192",
     )
     how = sub.add_mutually_exclusive_group()
-    how.add_argument("--details", action="store_true", help="also show all figures, and every formula with its numbers")
+    how.add_argument(
+        "--details",
+        action="store_true",
+        help="also show all figures, and every formula with its numbers",
+    )
     how.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     run_as_rule(sub, plan, stage="plan")
 
@@ -76,19 +97,33 @@ def _add_plan(commands: Any) -> None:
 def _add_status(commands: Any) -> None:
     text = "show the state of every experiment in the store"
     sub = commands.add_parser("status", help=text, description=text)
-    sub.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}")
+    sub.add_argument(
+        "experiments", nargs="*", metavar="EXPERIMENT", help=f"only these: {EXPERIMENT}"
+    )
     sub.add_argument("--all", action="store_true", help="also older configs of the same name")
     how = sub.add_mutually_exclusive_group()
-    how.add_argument("--watch", nargs="?", const=5.0, type=interval, metavar="SECONDS", help="repeat; default: 5 s")
+    how.add_argument(
+        "--watch",
+        nargs="?",
+        const=5.0,
+        type=interval,
+        metavar="SECONDS",
+        help="repeat; default: 5 s",
+    )
     how.add_argument("--json", action="store_true", help="print a JSON list of objects")
     sub.set_defaults(command=status)
 
 
 def _add_rewind(commands: Any) -> None:
-    text = "make snakemake continue an unfinished training from an earlier checkpoint; newer ones are set aside"
+    text = (
+        "make snakemake continue an unfinished training from an earlier checkpoint; newer ones "
+        "are set aside"
+    )
     sub = commands.add_parser("rewind", help=text, description=text)
     add_arguments(sub)
-    sub.add_argument("--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from")
+    sub.add_argument(
+        "--step", type=positive, required=True, metavar="N", help="the checkpoint to continue from"
+    )
     sub.set_defaults(command=rewind)
 
 
@@ -96,8 +131,12 @@ def _add_summary(commands: Any) -> None:
     text = "show the results of a finished experiment, or a line for each of several"
     sub = commands.add_parser("summary", help=text, description=text)
     which = f"{EXPERIMENT}; default: {DEFAULT_CONFIG}"
-    sub.add_argument("experiments", nargs="*", default=[DEFAULT_CONFIG], metavar="EXPERIMENT", help=which)
-    sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file")
+    sub.add_argument(
+        "experiments", nargs="*", default=[DEFAULT_CONFIG], metavar="EXPERIMENT", help=which
+    )
+    sub.add_argument(
+        "--experiment", metavar="NAME", help="name of the experiment in the sweep of a config file"
+    )
     sub.set_defaults(command=summary)
 
 
@@ -105,7 +144,9 @@ def _add_compare(commands: Any) -> None:
     text = "show which of several experiments is best, whether its lead is noise, and what differs"
     sub = commands.add_parser("compare", help=text, description=text)
     sub.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help=EXPERIMENT)
-    sub.add_argument("--page", type=Path, metavar="FILE", help="write a page with curves and answers as well")
+    sub.add_argument(
+        "--page", type=Path, metavar="FILE", help="write a page with curves and answers as well"
+    )
     sub.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     sub.set_defaults(command=compare)
 
@@ -115,50 +156,78 @@ def _add_record(commands: Any) -> None:
     sub = commands.add_parser("record", help=text, description=text)
     sub.add_argument("name", metavar="NAME", help="name of the DVC experiment")
     add_arguments(sub)
-    sub.add_argument("--model", action="store_true", help="also store its model folder, as results/current/model")
+    sub.add_argument(
+        "--model", action="store_true", help="also store its model folder, as results/current/model"
+    )
     sub.add_argument("--force", action="store_true", help="replace a DVC experiment of this name")
     sub.set_defaults(command=record)
 
 
 def _add_publish(commands: Any) -> None:
-    text = "copy the small results of an experiment (the best one of a sweep) to results/current, for DVC"
+    text = (
+        "copy the small results of an experiment (the best one of a sweep) to results/current, "
+        "for DVC"
+    )
     sub = commands.add_parser("publish", help=text, description=text)
     add_arguments(sub)
     sub.set_defaults(command=publish)
 
 
 def _add_trace(commands: Any) -> None:
-    text = "show where a model folder comes from, back to hub commits and data files, and check every digest"
+    text = (
+        "show where a model folder comes from, back to hub commits and data files, and check "
+        "every digest"
+    )
     sub = commands.add_parser("trace", help=text, description=text)
-    sub.add_argument("model", type=Path, metavar="MODEL_DIR", help="results/NAME/model, or a copy of it")
-    sub.add_argument("--quick", action="store_true", help="check the sizes of files only, not their content")
+    sub.add_argument(
+        "model", type=Path, metavar="MODEL_DIR", help="results/NAME/model, or a copy of it"
+    )
+    sub.add_argument(
+        "--quick", action="store_true", help="check the sizes of files only, not their content"
+    )
     sub.add_argument("--json", action="store_true", help="print nested JSON objects")
     sub.set_defaults(command=trace)
 
 
 def _add_those_for_rules(commands: Any) -> None:
     """Add the commands that rules and tools call."""
-    sub = commands.add_parser("rehearse", description="say what a rehearsal found; people run `snakemake rehearse`")
-    sub.add_argument("--frozen", type=Path, required=True, help="the frozen experiment, of the store")
+    sub = commands.add_parser(
+        "rehearse", description="say what a rehearsal found; people run `snakemake rehearse`"
+    )
+    sub.add_argument(
+        "--frozen", type=Path, required=True, help="the frozen experiment, of the store"
+    )
     sub.add_argument("--out", type=Path, help="load the merged model and write what was found here")
     run_as_rule(sub, rehearse)
-    sub = commands.add_parser("overrides", description="refuse what `dvc exp run -S` changed and no run reads")
+    sub = commands.add_parser(
+        "overrides", description="refuse what `dvc exp run -S` changed and no run reads"
+    )
     sub.set_defaults(command=overrides)
-    docs = commands.add_parser("docs", description="write generated docs, recipes' figures and the JSON schema")
+    docs = commands.add_parser(
+        "docs", description="write generated docs, recipes' figures and the JSON schema"
+    )
     docs.set_defaults(command=write_docs)
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """Add the arguments that select an experiment; `--configfile` is accepted because snakemake uses that name."""
+    """Add the arguments that select an experiment; `--configfile` is snakemake's name for it."""
     sub.add_argument("config", type=Path, nargs="?", help=f"default: {DEFAULT_CONFIG}")
-    sub.add_argument("--configfile", type=Path, metavar="CONFIG", help="the same, by the name that snakemake uses")
+    sub.add_argument(
+        "--configfile",
+        type=Path,
+        metavar="CONFIG",
+        help="the same, by the name that snakemake uses",
+    )
     sub.add_argument("--experiment", metavar="NAME", help="name of the experiment in a sweep")
 
 
 def config_of(arguments: argparse.Namespace) -> Path:
     """Return the config file that `add_arguments` took. Raise ConfigError if two are given."""
     if arguments.config and arguments.configfile:
-        raise ConfigError("--configfile", [f"{arguments.configfile}: a config is given already: {arguments.config}"])
+        raise ConfigError(
+            "--configfile",
+            [f"{arguments.configfile}: a config is given already: {arguments.config}"],
+        )
     return arguments.config or arguments.configfile or DEFAULT_CONFIG
 
 
@@ -169,7 +238,9 @@ def interval(text: str) -> float:
     except ValueError:
         every_s = 0.0
     if not 0.2 <= every_s <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of at least 0.2; names go before --watch")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds of at least 0.2; names go before --watch"
+        )
     return every_s
 
 
@@ -195,7 +266,9 @@ def import_config(arguments: argparse.Namespace) -> None:
 
     out: Path | None = arguments.out
     if out is not None and is_there(out):
-        raise ConfigError(str(out), ["exists already, and is not replaced: choose another name, or remove it"])
+        raise ConfigError(
+            str(out), ["exists already, and is not replaced: choose another name, or remove it"]
+        )
     # LLaMA-Factory's own switch of the hub that a name without one means.
     uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "0").lower() in ("1", "y", "true")
     hub = "modelscope" if uses_modelscope else "huggingface"
@@ -205,7 +278,11 @@ def import_config(arguments: argparse.Namespace) -> None:
         say(imported.text.rstrip("\n"))
         return
     write_text(out, imported.text)
-    before = f"write {' and '.join(imported.missing)} into it, then run" if imported.missing else "now run"
+    before = (
+        f"write {' and '.join(imported.missing)} into it, then run"
+        if imported.missing
+        else "now run"
+    )
     say(f"wrote {out}; {before} `python -m pipeline_lib check {out}`")
 
 
@@ -225,8 +302,14 @@ def check(arguments: argparse.Namespace) -> None:
 
     def say_more(configs: Sequence[Config]) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
-        warnings = [*warnings_of(configs), *short, *little_memory(configs, store), *long_evaluations(configs, store)]
-        clusters = dict.fromkeys(config.cluster for config in configs)  # to look for GPUs takes seconds
+        warnings = [
+            *warnings_of(configs),
+            *short,
+            *little_memory(configs, store),
+            *long_evaluations(configs, store),
+        ]
+        # to look for GPUs takes seconds
+        clusters = dict.fromkeys(config.cluster for config in configs)
         of_srun = (warning_of_srun(cluster, os.environ) for cluster in clusters)
         of_gpus = (warning_of_gpus_here(cluster) for cluster in clusters)
         warnings += dict.fromkeys(filter(None, (*of_srun, *of_gpus)))
@@ -244,7 +327,9 @@ def check(arguments: argparse.Namespace) -> None:
         )
     except HubError as error:
         say_more(load_configs(arguments.config))
-        raise HubError(f"{error}. Beside that, {source} has no problems that can be seen without the hub") from error
+        raise HubError(
+            f"{error}. Beside that, {source} has no problems that can be seen without the hub"
+        ) from error
     say_more([experiment.config for experiment in found])
     if len(found) == 1:
         say(f"{source}: no problems; experiment {found[0].name!r} has {len(found[0].specs)} stages")
@@ -263,7 +348,12 @@ def plan(arguments: argparse.Namespace) -> None:
     from pipeline_lib.plan.command import show_plan, show_plan_as_json
 
     config, what_if, store = arguments.config, list(arguments.what_if), Store.from_env(os.environ)
-    if config is None and what_if and "=" not in what_if[-1] and what_if[-1].endswith((".yaml", ".yml")):
+    if (
+        config is None
+        and what_if
+        and "=" not in what_if[-1]
+        and what_if[-1].endswith((".yaml", ".yml"))
+    ):
         config = Path(what_if.pop())  # --what-if also takes a config that follows it
     if arguments.json and what_if:
         raise ConfigError("--json", ["it shows the plan of the config alone; leave out --what-if"])
@@ -274,7 +364,7 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def summary(arguments: argparse.Namespace) -> None:
-    """Show the table of a finished experiment; of several, a line for each, or with --experiment the table of one."""
+    """Show the table of a finished experiment; of several, a line each, or --experiment's table."""
     from pipeline_lib.report.outcomes import outcome_table, outcomes_of
     from pipeline_lib.report.publish import print_summary
     from pipeline_lib.status.selection import Selector, notes_on
@@ -283,8 +373,12 @@ def summary(arguments: argparse.Namespace) -> None:
     texts = [str(text) for text in arguments.experiments]
     if arguments.experiment is not None:
         if len(texts) > 1:
-            raise ConfigError("--experiment", [f"it chooses from one config file, and {len(texts)} were given"])
-        print_summary(open_experiment(Path(texts[0]), selector.store, arguments.experiment), selector.store)
+            raise ConfigError(
+                "--experiment", [f"it chooses from one config file, and {len(texts)} were given"]
+            )
+        print_summary(
+            open_experiment(Path(texts[0]), selector.store, arguments.experiment), selector.store
+        )
         return
     chosen = selector.chosen(texts)
     for note in notes_on(chosen):
@@ -294,7 +388,11 @@ def summary(arguments: argparse.Namespace) -> None:
         say(outcome_table(outcomes_of(opened)))
     else:
         [(dag, experiment)] = opened
-        print_summary(experiment, dag.store, is_linked=dag.store.root.resolve() == selector.store.root.resolve())
+        print_summary(
+            experiment,
+            dag.store,
+            is_linked=dag.store.root.resolve() == selector.store.root.resolve(),
+        )
 
 
 def rewind(arguments: argparse.Namespace) -> None:
@@ -307,7 +405,7 @@ def rewind(arguments: argparse.Namespace) -> None:
 
 
 def rehearse(arguments: argparse.Namespace) -> None:
-    """With --out, load the merged model of a rehearsal and write the findings; otherwise show them and clean up."""
+    """With --out, load a rehearsal's merged model and write findings; else show and clean up."""
     from pipeline_lib.workflow.rehearsal import conclude, write_findings
 
     dag = Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ))
@@ -332,7 +430,7 @@ def write_docs(_: argparse.Namespace) -> None:
 
 
 def publish(arguments: argparse.Namespace) -> None:
-    """Rewrite results/current from a finished experiment: the best of a sweep, or the one that --experiment names."""
+    """Rewrite results/current from a finished experiment: a sweep's best, or --experiment."""
     from pipeline_lib.core.lock import locked
     from pipeline_lib.report.publish import RECORDING, best_of
     from pipeline_lib.report.publish import publish as publish_results
@@ -342,7 +440,10 @@ def publish(arguments: argparse.Namespace) -> None:
         dag = Dag.open(config, store)
         experiment = best_of(dag)
         if len(dag.experiments) > 1:
-            say(f"of the sweep, {experiment.name!r} has the lowest held-out loss; for another say --experiment NAME")
+            say(
+                f"of the sweep, {experiment.name!r} has the lowest held-out loss; for another say "
+                "--experiment NAME"
+            )
     else:
         experiment = open_experiment(config, store, arguments.experiment)
     with locked(RECORDING, say):
@@ -405,11 +506,17 @@ def compare(arguments: argparse.Namespace) -> None:
 
         size_bytes = write_page(comparison, arguments.page)
         if not arguments.json:
-            say(f"wrote {arguments.page} ({size_bytes / 1e6:.1f} MB); open it in any browser, it needs no network")
+            say(
+                f"wrote {arguments.page} ({size_bytes / 1e6:.1f} MB); open it in any browser, it "
+                "needs no network"
+            )
 
 
 def trace(arguments: argparse.Namespace) -> None:
-    """Show the origin of a model folder. Raise IntegrityError afterwards if anything in the chain has changed."""
+    """Show the origin of a model folder.
+
+    Raise IntegrityError afterwards if anything in the chain has changed.
+    """
     from pipeline_lib.lineage.trace import problems_of, show, status_line_on, to_json
     from pipeline_lib.lineage.trace import trace as trace_model
 
@@ -421,5 +528,7 @@ def trace(arguments: argparse.Namespace) -> None:
         show(found, sys.stdout)
     if problems := problems_of(found):
         raise IntegrityError(
-            "\n".join([f"{arguments.model}: this chain does not hold:", *(f"  - {p}" for p in problems)])
+            "\n".join(
+                [f"{arguments.model}: this chain does not hold:", *(f"  - {p}" for p in problems)]
+            )
         )

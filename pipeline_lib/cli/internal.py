@@ -1,4 +1,4 @@
-"""Commands that programs start: the workflow's rules run stages, the launcher ranks, the doctor measurements."""
+"""Commands that programs start: rules run stages, the launcher ranks, doctor measurements."""
 
 import argparse
 import json
@@ -28,63 +28,117 @@ STAGES = ("download", "tokenize", "shard", "merge", "evaluate", "report")
 
 
 def add_to(commands: Any) -> None:
-    """Add the commands of this module to the subparsers `commands`; without `help=` they are not listed."""
+    """Add this module's commands to the subparsers `commands`; without `help=` none is listed."""
+    _add_stages(commands)
+    _add_training(commands)
+    _add_ranks(commands)
+    _add_measuring(commands)
+
+
+def _add_stages(commands: Any) -> None:
     for stage in STAGES:
         sub = commands.add_parser(stage, description=f"run the {stage} stage")
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
         if stage in UNHASHED_STAGES:
-            text = "JSON object of the settings that are in no digest; by default those that the spec has at the moment"
+            text = (
+                "JSON object of the settings that are in no digest; by default those that the "
+                "spec has at the moment"
+            )
             sub.add_argument("--where", type=json.loads, help=text)
         if stage == "tokenize":
-            sub.add_argument("--workers", type=int, help="processes that encode; one for each core by default")
+            sub.add_argument(
+                "--workers", type=int, help="processes that encode; one for each core by default"
+            )
         run_as_rule(sub, run_one_stage, stage=stage)
-    sub = commands.add_parser("train", description="run the train stage: start the ranks and wait for their end")
+
+
+def _add_training(commands: Any) -> None:
+    """Add `train`, and what decides which trainings of a sweep go on."""
+    sub = commands.add_parser(
+        "train", description="run the train stage: start the ranks and wait for their end"
+    )
     sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
     sub.add_argument("--plan", type=Path, required=True, help="STORE/plan/DIGEST.ok")
-    sub.add_argument("--requeue", action="store_true", help="after an interruption queue this SLURM job again")
-    sub.add_argument("--reached", type=Path, help="of a training to a rung: write here what it came to")
+    sub.add_argument(
+        "--requeue", action="store_true", help="after an interruption queue this SLURM job again"
+    )
+    sub.add_argument(
+        "--reached", type=Path, help="of a training to a rung: write here what it came to"
+    )
     run_as_rule(sub, train, stage="train")
     text = "decide which trainings of a sweep go on, as the decide rule does"
     sub = commands.add_parser("decide", description=text)
     sub.add_argument("--frozen", type=Path, required=True, help="the frozen sweep, of the store")
     sub.add_argument("--rung", required=True, metavar="DIGEST", help="which decision")
     run_as_rule(sub, decide)
+
+
+def _add_ranks(commands: Any) -> None:
+    """Add the processes that a training starts: its ranks, and what is beside them."""
     rank = commands.add_parser("rank", description="one rank of a training run; started by `train`")
     for option in ("--spec", "--plan", "--out"):
         rank.add_argument(option, type=Path, required=True)
     rank.add_argument("--attempt", type=int, required=True)
-    rank.add_argument("--lock-token", required=True, help="of the lock that `train` holds on the run")
+    rank.add_argument(
+        "--lock-token", required=True, help="of the lock that `train` holds on the run"
+    )
     rank.add_argument("--resume-from", type=Path)
-    rank.add_argument("--held", action="store_true", help="open no file before the launcher says so on standard input")
+    rank.add_argument(
+        "--held",
+        action="store_true",
+        help="open no file before the launcher says so on standard input",
+    )
     rank.set_defaults(command=run_rank)
-    node = commands.add_parser("node", description="starts the ranks of one node; started by srun or by an agent")
+    node = commands.add_parser(
+        "node", description="starts the ranks of one node; started by srun or by an agent"
+    )
     for option in ("--nodes", "--ranks-per-node"):
         node.add_argument(option, type=int, required=True)
-    node.add_argument("program", nargs="+", help="what each rank is: `rank` or `probe`, with its arguments")
+    node.add_argument(
+        "program", nargs="+", help="what each rank is: `rank` or `probe`, with its arguments"
+    )
     node.set_defaults(command=run_node)
-    agent = commands.add_parser("agent", description="works for a training on this host; started by `train` over ssh")
+    agent = commands.add_parser(
+        "agent", description="works for a training on this host; started by `train` over ssh"
+    )
     agent.set_defaults(command=run_agent)
-    tracker = commands.add_parser("track", description="show a run in a tracker; started by `train`")
-    tracker.add_argument("--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True)
+    tracker = commands.add_parser(
+        "track", description="show a run in a tracker; started by `train`"
+    )
+    tracker.add_argument(
+        "--to", choices=("tensorboard", "swanlab", "wandb", "mlflow"), required=True
+    )
     for option in ("--run-dir", "--plan"):
         tracker.add_argument(option, type=Path, required=True)
     tracker.set_defaults(command=track)
+
+
+def _add_measuring(commands: Any) -> None:
+    """Add what `doctor`, `calibrate` and jobs start."""
     asked = commands.add_parser("probe", description="one measurement; started by `doctor`")
     asked.add_argument("name", choices=("gpus", "torch", "disk", "exchange", "node"))
     asked.add_argument("--store", type=Path, default=Path())
     asked.add_argument("--token", default="", help="name of a file in the store, for `node`")
     asked.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     asked.set_defaults(command=probe)
-    site = commands.add_parser("site", description="the variables of the site file, for a job's shell")
+    site = commands.add_parser(
+        "site", description="the variables of the site file, for a job's shell"
+    )
     site.set_defaults(command=tell_site)
-    one = commands.add_parser("measure", description="one rank of a calibration; started by `calibrate`")
+    one = commands.add_parser(
+        "measure", description="one rank of a calibration; started by `calibrate`"
+    )
     one.add_argument("--task", type=Path, required=True)
     one.set_defaults(command=measure)
 
 
-def run_as_rule(sub: argparse.ArgumentParser, command: Callable[[argparse.Namespace], None], **defaults: str) -> None:
-    """Let `sub` run `command` with `defaults`, and take the inputs that a rule's outputs must not be older than."""
-    sub.add_argument("--after", type=Path, nargs="*", default=[], metavar="INPUT", help=argparse.SUPPRESS)
+def run_as_rule(
+    sub: argparse.ArgumentParser, command: Callable[[argparse.Namespace], None], **defaults: str
+) -> None:
+    """Let `sub` run `command` with `defaults`, and take inputs that outputs must not predate."""
+    sub.add_argument(
+        "--after", type=Path, nargs="*", default=[], metavar="INPUT", help=argparse.SUPPRESS
+    )
 
     def run(arguments: argparse.Namespace) -> None:
         command(arguments)
@@ -101,28 +155,41 @@ def train(arguments: argparse.Namespace) -> None:
     from pipeline_lib.workflow.rungs import reach
 
     store = Store.around(arguments.spec, os.environ)
-    reach(store.read_spec(arguments.spec), store, arguments.reached, lambda: train_once(arguments), say)
+    reach(
+        store.read_spec(arguments.spec),
+        store,
+        arguments.reached,
+        lambda: train_once(arguments),
+        say,
+    )
 
 
 def decide(arguments: argparse.Namespace) -> None:
     """Decide which trainings of a frozen sweep continue after a rung."""
     from pipeline_lib.workflow.rungs import conclude_rung
 
-    conclude_rung(Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say)
+    conclude_rung(
+        Dag.thaw(arguments.frozen, Store.around(arguments.frozen, os.environ)), arguments.rung, say
+    )
 
 
 def train_once(arguments: argparse.Namespace) -> None:
-    """Make one attempt; with --requeue, requeue this SLURM job after an interruption as long as the run progresses.
+    """Make one attempt; --requeue requeues an interrupted SLURM job while the run progresses.
 
     A run that lost its lock is not requeued, because another process owns it.
     """
-    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")  # SLURM's log holds all attempts
+    # SLURM's log holds all attempts
+    say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")
     try:
         run_one_stage(arguments)
     except LockLost:
         raise
     except PipelineError as error:
-        if error.exit_code != Interrupted.exit_code or not arguments.requeue or JOB_VARIABLE not in os.environ:
+        if (
+            error.exit_code != Interrupted.exit_code
+            or not arguments.requeue
+            or JOB_VARIABLE not in os.environ
+        ):
             raise
         from pipeline_lib.records.plan import known, read_plan
         from pipeline_lib.slurm.job import TrainingJob, queue_again
@@ -131,7 +198,9 @@ def train_once(arguments: argparse.Namespace) -> None:
         folder = store.run_dir(run_digest(store.read_spec(arguments.spec)))
         steps = [step for step, _ in sealed_steps(folder / CHECKPOINTS)]
         most = known(read_plan(arguments.plan.with_suffix("") / PLAN_NAME).cluster.max_requeues)
-        run = TrainingJob(int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most)
+        run = TrainingJob(
+            int(os.environ[JOB_VARIABLE]), folder / EVENTS_NAME, steps[-1] if steps else 0, most
+        )
         raise Interrupted(f"{error}\nnot queued again: {queue_again(run, error, say)}") from error
 
 
@@ -142,10 +211,14 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "where", None) is not None:
         spec = replace(spec, where=arguments.where)
     if spec.stage != arguments.stage:
-        raise PipelineError(f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}")
+        raise PipelineError(
+            f"{arguments.spec}: a spec of the {spec.stage} stage, not of {arguments.stage}"
+        )
     if not store.is_sealed(spec.ref):
         refuse_other_version(spec)
-    note: dict[str, Any] = {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
+    note: dict[str, Any] = (
+        {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
+    )
     lock_digest = None
     if spec.stage == "train":
         from pipeline_lib.launch.stage import launcher, next_attempt
@@ -170,11 +243,13 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
 
 
 def _function_of(stage: str) -> StageFunction:
-    """Return the stage's function, imported only when needed: some stages need torch and most do not."""
+    """Return the stage's function, imported when needed: most stages do not need torch."""
     function: Callable[..., dict[str, object]]
     with importing():
         if stage == "download":
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # such as that models need torch: none is loaded
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = (
+                "1"  # such as that models need torch: none is loaded
+            )
             from pipeline_lib.data.download import run as function
         elif stage == "shard":
             from pipeline_lib.data.shard import run as function
@@ -190,8 +265,12 @@ def _function_of(stage: str) -> StageFunction:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Train as the rank that the environment names. If a launcher started it, leave error messages to the launcher."""
-    # Before the slow imports. An agent has SIGTERM ignored; SIGUSR1, SLURM's warning, waits until the run can save.
+    """Train as the rank that the environment names.
+
+    If a launcher started it, leave error messages to the launcher.
+    """
+    # Before the slow imports. An agent has SIGTERM ignored; SIGUSR1, SLURM's warning, waits until
+    # the run can save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     die_with_owner(os.environ)
@@ -228,7 +307,12 @@ def run_rank(arguments: argparse.Namespace) -> None:
     try:
         rank = int(os.environ.get("RANK", "0"))
         heartbeat = Heartbeat(job.run_dir, rank, host_of(os.environ), job.train.timeout_s)
-        with Reporting(job.run_dir, rank), heartbeat, job.lock.required(), disk_full_named(job.run_dir):
+        with (
+            Reporting(job.run_dir, rank),
+            heartbeat,
+            job.lock.required(),
+            disk_full_named(job.run_dir),
+        ):
             train_rank(job, os.environ, say, (heartbeat.observe,))
     except PipelineError as error:
         if "RANK" not in os.environ:
@@ -237,9 +321,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def run_node(arguments: argparse.Namespace) -> None:
-    """Start the ranks of this node and exit with the code of the first that fails; the stage reports what went wrong.
+    """Start this node's ranks and exit with the first failing code; the stage reports the error.
 
-    SLURM's warnings reach every process of a step. This program ignores them; its ranks handle them, and save first.
+    SLURM's warnings reach every process of a step. This program ignores them; its ranks handle
+    them, and save first.
     """
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -249,7 +334,9 @@ def run_node(arguments: argparse.Namespace) -> None:
     from pipeline_lib.launch.spawn import run_ranks
 
     node = int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_NODEID"])
-    failed = run_ranks(arguments.program, os.environ, arguments.ranks_per_node, arguments.nodes, node)
+    failed = run_ranks(
+        arguments.program, os.environ, arguments.ranks_per_node, arguments.nodes, node
+    )
     if failed is None:
         return
     code = failed.exit_code
@@ -264,10 +351,11 @@ def run_agent(_: argparse.Namespace) -> None:
 
 
 def track(arguments: argparse.Namespace) -> None:
-    """Send the metrics of a run to a tracker until standard input ends, which marks the end of the run."""
+    """Send a run's metrics to a tracker until standard input ends, which marks its end."""
     from pipeline_lib.tracking.run import feed_tracker
 
-    # Until the process ends: a tracker's library may print the address it was given, with the password in it.
+    # Until the process ends: a tracker's library may print the address it was given, with the
+    # password in it.
     sys.stdout, sys.stderr = RedactedText(sys.stdout), RedactedText(sys.stderr)
     feed_tracker(arguments.to, arguments.run_dir, arguments.plan, os.environ)
 
@@ -294,7 +382,9 @@ def probe(arguments: argparse.Namespace) -> None:
         with importing():
             from pipeline_lib.doctor.exchange import exchange, torch_facts
 
-        found = torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
+        found = (
+            torch_facts() if arguments.name == "torch" else exchange(os.environ, arguments.device)
+        )
     print(json.dumps(found), flush=True)
 
 
@@ -314,7 +404,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def tell_site(_: argparse.Namespace) -> None:
-    """Print the site's variables for a shell's `eval`; as arguments of a command they would be visible to others."""
+    """Print the site's variables for a shell's `eval`; arguments would be visible to others."""
     from pipeline_lib.slurm.site import Site
 
     print(Site.load(os.environ).exports(), end="")

@@ -20,24 +20,34 @@ UNKNOWN = ("cluster.internode_gbit_s=1",)
 def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
     text = (
-        "look at this machine, at hosts, or at nodes of a cluster: what they have, how fast they are, what is wrong,"
+        "look at this machine, at hosts, or at nodes of a cluster: what they have, how fast they "
+        "are, what is wrong,"
         " what to set"
     )
     examine = commands.add_parser("doctor", help=text, description=text)
-    examine.add_argument("config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it")
     examine.add_argument(
-        "--ranks", type=positive, help="ranks that exchange data; default: one for each GPU, or two without GPUs"
+        "config", type=Path, nargs="?", help="take the number of ranks (and of nodes) from it"
+    )
+    examine.add_argument(
+        "--ranks",
+        type=positive,
+        help="ranks that exchange data; default: one for each GPU, or two without GPUs",
     )
     examine.add_argument(
         "--hosts",
         nargs="?",
         const="",
         metavar="A,B",
-        help="examine these machines over ssh, all at once; default: those of the site file or PIPELINE_HOSTS",
+        help="examine these machines over ssh, all at once; default: those of the site file or "
+        "PIPELINE_HOSTS",
     )
-    examine.add_argument("--profile", choices=("slurm",), help="examine nodes of the cluster, in a job")
     examine.add_argument(
-        "--nodes", type=positive, help="with --profile: number of nodes; default: that of the config, or 2"
+        "--profile", choices=("slurm",), help="examine nodes of the cluster, in a job"
+    )
+    examine.add_argument(
+        "--nodes",
+        type=positive,
+        help="with --profile: number of nodes; default: that of the config, or 2",
     )
     examine.add_argument(
         "--timeout",
@@ -48,21 +58,43 @@ def add_to(commands: Any) -> None:
     )
     examine.add_argument("--json", type=Path, help="also write all results to this file")
     examine.set_defaults(command=doctor, when_stopped="nothing is left running")
-    text = "take part with this machine in a training that snakemake starts on another one (docs/two-machines.md)"
+    text = (
+        "take part with this machine in a training that snakemake starts on another one "
+        "(docs/two-machines.md)"
+    )
     joining = commands.add_parser("join", help=text, description=text)
-    joining.add_argument("address", nargs="?", metavar="HOST:PORT", help="default: MASTER_ADDR and MASTER_PORT")
-    joining.add_argument("--node-rank", type=positive, help="default: NODE_RANK or RANK, else in order of arrival")
-    joining.add_argument("--stay", action="store_true", help="go on when the training is done, for a sweep of several")
     joining.add_argument(
-        "--wait", type=positive, default=3600, metavar="SECONDS", help="for the first host to listen; default: 3600"
+        "address", nargs="?", metavar="HOST:PORT", help="default: MASTER_ADDR and MASTER_PORT"
+    )
+    joining.add_argument(
+        "--node-rank", type=positive, help="default: NODE_RANK or RANK, else in order of arrival"
+    )
+    joining.add_argument(
+        "--stay",
+        action="store_true",
+        help="go on when the training is done, for a sweep of several",
+    )
+    joining.add_argument(
+        "--wait",
+        type=positive,
+        default=3600,
+        metavar="SECONDS",
+        help="for the first host to listen; default: 3600",
     )
     joining.set_defaults(command=join, when_stopped="this machine has left the training")
-    text = "measure this machine for the plan: its rates, and the layers of a config's model; writes cluster.json"
+    text = (
+        "measure this machine for the plan: its rates, and the layers of a config's model; "
+        "writes cluster.json"
+    )
     measuring = commands.add_parser("calibrate", help=text, description=text)
     measuring.add_argument("config", type=Path, help="of the training that the measurement is for")
-    measuring.add_argument("--out", type=Path, default=Path("cluster.json"), help="default: cluster.json")
     measuring.add_argument(
-        "--ranks", type=positive, help="number of ranks on this machine; default: that of the config"
+        "--out", type=Path, default=Path("cluster.json"), help="default: cluster.json"
+    )
+    measuring.add_argument(
+        "--ranks",
+        type=positive,
+        help="number of ranks on this machine; default: that of the config",
     )
     measuring.set_defaults(command=calibrate, when_stopped="nothing was written")
 
@@ -89,8 +121,14 @@ def doctor(arguments: argparse.Namespace) -> None:
         doctor_of_nodes(arguments)
         return
     if arguments.nodes:
-        raise ConfigError("doctor --nodes", ["looks at nodes of a cluster: give --profile slurm too"])
-    ranks = load_config(arguments.config).cluster.ranks if arguments.config and not arguments.ranks else arguments.ranks
+        raise ConfigError(
+            "doctor --nodes", ["looks at nodes of a cluster: give --profile slurm too"]
+        )
+    ranks = (
+        load_config(arguments.config).cluster.ranks
+        if arguments.config and not arguments.ranks
+        else arguments.ranks
+    )
     facts = examine(Store.from_env(os.environ).root, ranks, os.environ, say)
     wrong = advice(facts)
     if arguments.json:
@@ -99,7 +137,7 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 
 def doctor_of_hosts(arguments: argparse.Namespace) -> None:
-    """Examine hosts over ssh: check them as before a training, then measure on them and between them."""
+    """Examine hosts over ssh: check as before a training, then measure on and between them."""
     from pipeline_lib.config.load import load_config
     from pipeline_lib.core.files import write_json
     from pipeline_lib.doctor.hosts import HostsExamination
@@ -110,27 +148,44 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
     from pipeline_lib.slurm.site import Site
 
     given, path = arguments.hosts, arguments.config
-    if path is None and given.endswith((".yaml", ".yml")):  # --hosts also takes a config that follows it
+    # --hosts also takes a config that follows it
+    if path is None and given.endswith((".yaml", ".yml")):
         given, path = "", Path(given)
     site = Site.load(os.environ)
     hosts = read_hosts(given, "doctor --hosts") if given else hosts_of(site)
-    others = {"--profile": arguments.profile, "--nodes": arguments.nodes, "--ranks": arguments.ranks}
+    others = {
+        "--profile": arguments.profile,
+        "--nodes": arguments.nodes,
+        "--ranks": arguments.ranks,
+    }
     problems = [
-        f"cannot be combined with {option}: it examines the hosts that it names" for option in others if others[option]
+        f"cannot be combined with {option}: it examines the hosts that it names"
+        for option in others
+        if others[option]
     ]
     if len(hosts) < 2:
-        text = f"needs two hosts or more, and has {hosts[0].name if hosts else 'none'}: name them as A,B, or else in"
-        problems.append(f"{text} `hosts` of the site file or PIPELINE_HOSTS; for this machine alone, leave it out")
+        text = (
+            f"needs two hosts or more, and has {hosts[0].name if hosts else 'none'}: name them "
+            "as A,B, or else in"
+        )
+        problems.append(
+            f"{text} `hosts` of the site file or PIPELINE_HOSTS; for this machine alone, leave it "
+            "out"
+        )
     if problems:
         raise ConfigError("doctor --hosts", problems)
     config = load_config(path, UNKNOWN) if path else None
     store = Store.from_env(os.environ)
-    found = HostsExamination(hosts, config.cluster if config else None, store, site, os.environ).findings(say)
+    found = HostsExamination(
+        hosts, config.cluster if config else None, store, site, os.environ
+    ).findings(say)
     wrong, comparison = together(found), None
     if config and found.sent_gbit_s:
         comparison = compare_with_one_node(config, len(hosts), found.sent_gbit_s, store)
     if arguments.json:
-        write_json(arguments.json, {"facts": found.to_json(), "wrong": wrong, "one_node": comparison})
+        write_json(
+            arguments.json, {"facts": found.to_json(), "wrong": wrong, "one_node": comparison}
+        )
     say(nodes_report(found, wrong, comparison))
 
 
@@ -146,12 +201,17 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
 
     if arguments.ranks:
         problem = (
-            "is for this machine alone; on a cluster the config says it (cluster.gpus_per_node, cluster.cpu_ranks)"
+            "is for this machine alone; on a cluster the config says it "
+            "(cluster.gpus_per_node, cluster.cpu_ranks)"
         )
         raise ConfigError("doctor --ranks", [problem])
-    cluster = load_config(arguments.config, UNKNOWN).cluster if arguments.config else Cluster(nodes=2)
+    cluster = (
+        load_config(arguments.config, UNKNOWN).cluster if arguments.config else Cluster(nodes=2)
+    )
     store, site = Store.from_env(os.environ).root, Site.load(os.environ)
-    examination = NodesExamination(cluster, arguments.nodes or cluster.nodes, store, site, os.environ)
+    examination = NodesExamination(
+        cluster, arguments.nodes or cluster.nodes, store, site, os.environ
+    )
     found = examination.findings(arguments.timeout, say)
     wrong = together(found)
     if arguments.json:
@@ -161,7 +221,13 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
 
 def join(arguments: argparse.Namespace) -> None:
     """Join the training of the first host, and start this machine's ranks when it says so."""
-    from pipeline_lib.hosts.join_settings import FirstHost, address_from, node_rank_of, parse_address, read_secret
+    from pipeline_lib.hosts.join_settings import (
+        FirstHost,
+        address_from,
+        node_rank_of,
+        parse_address,
+        read_secret,
+    )
     from pipeline_lib.hosts.joining import connect
     from pipeline_lib.launch.agent import serve_by_joining
 
@@ -179,7 +245,7 @@ def join(arguments: argparse.Namespace) -> None:
 
 
 def calibrate(arguments: argparse.Namespace) -> None:
-    """Measure the rates and layer times that the plan computes with, write them to cluster.json and show them."""
+    """Measure the rates and layer times that the plan needs, write cluster.json and show them."""
     from pipeline_lib.calibrate.report import report
     from pipeline_lib.calibrate.run import Calibration
     from pipeline_lib.calibrate.task import busy
@@ -191,10 +257,15 @@ def calibrate(arguments: argparse.Namespace) -> None:
     learn_architecture(config, store, say)
     geometry, workload = geometry_of(config, store), workload_of(config, store)
     if geometry.delta is not None:
-        raise DataError("calibrate does not measure layers with a gated delta rule yet: `plan` counts with formulas")
+        raise DataError(
+            "calibrate does not measure layers with a gated delta rule yet: `plan` counts with "
+            "formulas"
+        )
     if problem := busy(os.getloadavg()[0]):
         say(f"warning: {problem}")
-    calibration = Calibration.of(config, geometry, workload, arguments.ranks, store.root, os.environ)
+    calibration = Calibration.of(
+        config, geometry, workload, arguments.ranks, store.root, os.environ
+    )
     measured, left_out = calibration.measure(say)
     if calibration.is_first:
         write_json(arguments.out, measured)

@@ -1,4 +1,7 @@
-"""The command line: one parser for all commands, and the one place that turns errors into exit codes."""
+"""The command line: one parser for all commands, and the only place that sets exit codes.
+
+It turns errors into these codes.
+"""
 
 import argparse
 import errno
@@ -25,7 +28,10 @@ Fine-tunes Qwen3 models. `snakemake --configfile my.yaml` runs the pipeline; the
 
 
 def main() -> NoReturn:
-    """Run the command in sys.argv and exit with its code. User errors print one message and no traceback."""
+    """Run the command in sys.argv and exit with its code.
+
+    User errors print one message and no traceback.
+    """
     _print_what_the_terminal_can_show()
     arguments = parser().parse_args()
     try:
@@ -33,8 +39,11 @@ def main() -> NoReturn:
         with stops_interrupt(is_once=hasattr(arguments, "stage")), disk_full_named(ANY_OUTPUT):
             arguments.command(arguments)
     except PipelineError as error:
-        # Messages quote files of unknown origin, whose unprintable characters could move a terminal's cursor.
-        text = "".join(char if char.isprintable() or char == "\n" else " " for char in redact(str(error)))
+        # Messages quote files of unknown origin, whose unprintable characters could move a
+        # terminal's cursor.
+        text = "".join(
+            char if char.isprintable() or char == "\n" else " " for char in redact(str(error))
+        )
         print(f"{ERROR}{text}", file=sys.stderr, flush=True)
         if hasattr(arguments, "stage"):
             if place := job_and_log(os.environ):
@@ -44,7 +53,11 @@ def main() -> NoReturn:
     except OSError as error:
         where = error.filename or ANY_OUTPUT
         remedy = "; allow more of them: `ulimit -n 4096`" if error.errno == errno.EMFILE else ""
-        print(redact(f"{ERROR}{where}: {error.strerror or error}{remedy}"), file=sys.stderr, flush=True)
+        print(
+            redact(f"{ERROR}{where}: {error.strerror or error}{remedy}"),
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(INPUT_OUTPUT_ERROR_CODE)
     except (KeyboardInterrupt, Terminated):
         print(f"{STOPPED}{arguments.when_stopped}", file=sys.stderr, flush=True)
@@ -57,7 +70,7 @@ def main() -> NoReturn:
 
 
 def _print_what_the_terminal_can_show() -> None:
-    """Print characters that the output's encoding lacks as escapes, where Python would end with an error."""
+    """Print characters that the output's encoding lacks as escapes, where Python would fail."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -66,7 +79,9 @@ def _print_what_the_terminal_can_show() -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their arguments."""
     root = argparse.ArgumentParser(
-        prog="python -m pipeline_lib", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m pipeline_lib",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")

@@ -22,13 +22,24 @@ def add_to(commands: Any) -> None:
     text = "list, measure, clean up and verify the store"
     parser = commands.add_parser("store", help=text, description=text)
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    ls = _action(actions, "ls", list_store, "list the experiments; with names, also their directories")
-    ls.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'")
+    ls = _action(
+        actions, "ls", list_store, "list the experiments; with names, also their directories"
+    )
+    ls.add_argument(
+        "names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'"
+    )
     ls.add_argument("--all", action="store_true", help="list every directory")
     du = _action(actions, "du", measure, "show the disk space of stages and experiments")
-    du.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'")
-    gc = _action(actions, "gc", collect, "delete everything that no kept experiment and no job needs")
-    keep = "experiments, or patterns such as 'lr-*'; by default all are kept, and only unused files are deleted"
+    du.add_argument(
+        "names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'"
+    )
+    gc = _action(
+        actions, "gc", collect, "delete everything that no kept experiment and no job needs"
+    )
+    keep = (
+        "experiments, or patterns such as 'lr-*'; by default all are kept, and only unused "
+        "files are deleted"
+    )
     gc.add_argument("--keep-experiments", nargs="+", metavar="NAME", help=keep)
     gc.add_argument(
         "--newest",
@@ -36,13 +47,28 @@ def add_to(commands: Any) -> None:
         help="of each kept name, keep only the newest config and the newest finished one",
     )
     gc.add_argument(
-        "--older-than", type=days, default=0.0, metavar="DAYS", help="delete only what was last used before that"
+        "--older-than",
+        type=days,
+        default=0.0,
+        metavar="DAYS",
+        help="delete only what was last used before that",
     )
     gc.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
-    gc.add_argument("--ignore-queue", action="store_true", help="if squeue does not answer and no job uses this store")
-    gc.set_defaults(when_stopped="every directory is still whole or gone from the store; the same command continues")
-    check = _action(actions, "verify", verify, "check every file against its hash, and all references to it")
-    check.add_argument("names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'")
+    gc.add_argument(
+        "--ignore-queue",
+        action="store_true",
+        help="if squeue does not answer and no job uses this store",
+    )
+    gc.set_defaults(
+        when_stopped="every directory is still whole or gone from the store; the same command "
+        "continues"
+    )
+    check = _action(
+        actions, "verify", verify, "check every file against its hash, and all references to it"
+    )
+    check.add_argument(
+        "names", nargs="*", metavar="NAME", help="experiments, or patterns such as 'lr-*'"
+    )
     check.set_defaults(when_stopped="nothing was changed")
     back = _action(actions, "restore", restore, "bring back a checkpoint that was set aside")
     which = "runs/DIGEST/set-aside/step-N, or runs/DIGEST/checkpoints/rejected-step-N"
@@ -61,7 +87,7 @@ def days(text: str) -> float:
 
 
 def list_store(arguments: argparse.Namespace) -> None:
-    """List the experiments; with names also their directories, with --all every directory instead."""
+    """List the experiments; with names also their directories, with --all every directory."""
     from pipeline_lib.upkeep.inventory import Inventory
     from pipeline_lib.upkeep.lines import directory_lines, experiment_lines
     from pipeline_lib.upkeep.usage import shares, used_by
@@ -70,7 +96,9 @@ def list_store(arguments: argparse.Namespace) -> None:
     found, digests = used_by(inventory, arguments.names, "store ls")
     lines = []
     if not arguments.all:
-        lines += experiment_lines([one for one in shares(inventory) if one.name in found], inventory, now_s)
+        lines += experiment_lines(
+            [one for one in shares(inventory) if one.name in found], inventory, now_s
+        )
     if arguments.all or arguments.names:
         lines += [*([""] if lines else []), *directory_lines(inventory, digests, now_s)]
     say("\n".join(lines))
@@ -100,14 +128,20 @@ def collect(arguments: argparse.Namespace) -> None:
 
     store = Store.from_env(os.environ)
     names = arguments.keep_experiments
-    request = CleanupRequest(tuple(names) if names else None, arguments.newest, arguments.older_than * DAY_S)
+    request = CleanupRequest(
+        tuple(names) if names else None, arguments.newest, arguments.older_than * DAY_S
+    )
     jobs = partial(known_jobs, arguments.ignore_queue)
     if arguments.dry_run:
-        garbage = find_garbage(Inventory.read(store), request, jobs(is_asked_only=True), time.time())
+        garbage = find_garbage(
+            Inventory.read(store), request, jobs(is_asked_only=True), time.time()
+        )
         say("\n".join([*garbage_lines(garbage, names is None), "nothing was removed: --dry-run"]))
         return
     with locked(store.lock_path("gc"), say):
-        garbage = find_garbage(Inventory.read(store), request, jobs(is_asked_only=False), time.time())
+        garbage = find_garbage(
+            Inventory.read(store), request, jobs(is_asked_only=False), time.time()
+        )
         say("\n".join(garbage_lines(garbage, names is None)))
         removal = Removal(garbage, RESULTS)
         removal.run()
@@ -124,13 +158,19 @@ def known_jobs(is_ignored: bool, is_asked_only: bool) -> list[QueuedJob]:
     if jobs is None and shutil.which("squeue"):
         silent = "squeue does not answer, so it is unknown which jobs are in the queue"
         if not is_asked_only:
-            raise Interrupted(f"{silent}; run the same command again, or add --ignore-queue if none uses this store")
+            raise Interrupted(
+                f"{silent}; run the same command again, or add --ignore-queue if none uses this "
+                "store"
+            )
         say(f"{silent}: this list may contain files that they need")
     return jobs or []
 
 
 def verify(arguments: argparse.Namespace) -> None:
-    """Verify all sealed directories, or those that some experiments use. Raise IntegrityError with all damage found."""
+    """Verify all sealed directories, or those that some experiments use.
+
+    Raise IntegrityError with all damage found.
+    """
     from pipeline_lib.upkeep.check import damaged, progress_on, to_verify, verify_all
     from pipeline_lib.upkeep.inventory import Inventory
     from pipeline_lib.upkeep.usage import used_by
@@ -144,7 +184,12 @@ def verify(arguments: argparse.Namespace) -> None:
     problems = [*damaged(inventory, digests), *problems]
     if problems:
         raise IntegrityError(
-            "\n".join([f"{store.root}: {count(len(problems), 'problems')}", *(f"  - {one}" for one in problems)])
+            "\n".join(
+                [
+                    f"{store.root}: {count(len(problems), 'problems')}",
+                    *(f"  - {one}" for one in problems),
+                ]
+            )
         )
     say(f"{store.root}: {len(found)} sealed directories are whole")
 

@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from pipeline_lib.compare.differences import Differences, DifferingRow, as_number, by_dotted_key, filled
+from pipeline_lib.compare.differences import (
+    Differences,
+    DifferingRow,
+    as_number,
+    by_dotted_key,
+    filled,
+)
 from pipeline_lib.compare.ranking import Ranking, Versus, rank
 from pipeline_lib.compare.read import Known, Subject, read_known
 from pipeline_lib.compare.sameness import Sameness, describe_sameness, sameness
@@ -21,11 +27,14 @@ DIGEST_SHOWN = 8
 
 @dataclass(frozen=True)
 class ExperimentNumbers:
-    """The numbers of an experiment: losses in nats per supervised token, speed over all ranks, hours of a `device`.
+    """An experiment's numbers: losses in nats, speed over all ranks, hours of a `device`.
 
-    All attempts count. `training_time_s` is the time from the first step to the last; `held_s` is how long the devices
-    were occupied, from the start of the ranks to their end. A device is a `GPU` or a `CPU core`. If a rung of its sweep
-    stopped it, `rung_loss` is its held-out loss there, after the step `stopped_at`. None means not known, or not yet.
+    The losses are per supervised token.
+
+    All attempts count. `training_time_s` is the time from the first step to the last; `held_s` is
+    how long the devices were occupied, from the start of the ranks to their end. A device is a
+    `GPU` or a `CPU core`. If a rung of its sweep stopped it, `rung_loss` is its held-out loss
+    there, after the step `stopped_at`. None means not known, or not yet.
     """
 
     state: str
@@ -48,7 +57,7 @@ class ExperimentNumbers:
 
 
 def measured(known: Known) -> ExperimentNumbers:
-    """Return the numbers of `known`, from its sealed files, or from the steps that it has taken so far."""
+    """Return the numbers of `known`, from its sealed files, or from its steps so far."""
     scores, training, steps = known.evaluation.eval, known.training, known.steps
     if known.is_trained:
         cost = known.spent
@@ -80,7 +89,7 @@ def measured(known: Known) -> ExperimentNumbers:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The experiments in the order in which they were named, and everything that is shown about them."""
+    """The experiments in the order of their naming, and everything that is shown of them."""
 
     found: list[Known]
 
@@ -91,8 +100,10 @@ class Comparison:
 
     @cached_property
     def family(self) -> str:
-        """The common prefix, up to a hyphen, of more than two names, like a sweep's name; else empty."""
-        first, hyphen, _ = os.path.commonprefix([shown(known.name) for known in self.found]).rpartition("-")
+        """The common prefix, up to a hyphen, of at least three names, like a sweep's; or empty."""
+        first, hyphen, _ = os.path.commonprefix(
+            [shown(known.name) for known in self.found]
+        ).rpartition("-")
         return first + hyphen if len(self.found) > 2 else ""
 
     @cached_property
@@ -105,15 +116,20 @@ class Comparison:
 
     @cached_property
     def names(self) -> list[str]:
-        """Display names without the family's prefix, made unique by the digest or the store where names are equal."""
+        """Display names without the common prefix, made unique by the digest or the store."""
         subjects = [known.subject for known in self.found]
-        named = [(shown(one.name).removeprefix(self.family), one.parts["report"][:DIGEST_SHOWN]) for one in subjects]
+        named = [
+            (shown(one.name).removeprefix(self.family), one.parts["report"][:DIGEST_SHOWN])
+            for one in subjects
+        ]
         labels = []
         for (name, digest), subject in zip(named, subjects, strict=True):
             has_other_config = len({other for known, other in named if known == name}) > 1
             label = f"{name} ({digest})" if has_other_config else name
             is_in_two_stores = named.count((name, digest)) > 1
-            labels.append(f"{label} in {shown(str(subject.store.root))}" if is_in_two_stores else label)
+            labels.append(
+                f"{label} in {shown(str(subject.store.root))}" if is_in_two_stores else label
+            )
         return labels
 
     @cached_property
@@ -133,19 +149,24 @@ class Comparison:
 
     @cached_property
     def same(self) -> list[Sameness]:
-        """Bit-by-bit comparisons of two experiments; of more, of the pairs whose configs mean the same result."""
+        """Bit-by-bit comparisons of two experiments, or of pairs that mean the same result."""
         places = range(len(self.found))
         pairs = [(one, other) for one in places for other in places if one < other]
         if len(self.found) > 2:
-            keys = [tuple(row.values[place] for row in self.differences.changing) for place in places]
+            keys = [
+                tuple(row.values[place] for row in self.differences.changing) for place in places
+            ]
             pairs = [(one, other) for one, other in pairs if keys[one] == keys[other]]
         return [sameness(self.found, one, other) for one, other in pairs]
 
     @cached_property
     def swept(self) -> dict[str, list[float | None]]:
-        """The values of each key that differs and holds numbers, by experiment; None where it has no number."""
+        """The values of each key that differs and holds numbers, by experiment; or else None."""
         tables = [by_dotted_key(filled(known.subject.config)) for known in self.found]
-        values = {one.name: [as_number(table.get(one.name)) for table in tables] for one in self.differences.changing}
+        values = {
+            one.name: [as_number(table.get(one.name)) for table in tables]
+            for one in self.differences.changing
+        }
         return {name: found for name, found in values.items() if len({*found} - {None}) > 1}
 
     @property
@@ -167,14 +188,20 @@ class Comparison:
 
     @property
     def order(self) -> list[int]:
-        """The places in display order: the best, then by loss, then those that a sweep stopped, the latest first."""
+        """The places in display order: the best, then by loss, then stopped ones, latest first."""
 
         def key(place: int) -> tuple[bool, bool, int, float, int]:
             numbers = self.measured[place]
             versus = self.ranking.versus.get(place, Versus(""))
             known = (versus.difference, numbers.loss, numbers.rung_loss)
             difference = next((one for one in known if one is not None), math.inf)
-            return place != self.ranking.best, numbers.loss is None, -(numbers.stopped_at or 0), difference, place
+            return (
+                place != self.ranking.best,
+                numbers.loss is None,
+                -(numbers.stopped_at or 0),
+                difference,
+                place,
+            )
 
         return sorted(range(len(self.found)), key=key)
 
@@ -198,9 +225,13 @@ class Comparison:
                     "store": str(known.subject.store.root),
                     "report": known.subject.parts["report"],
                     **asdict(numbers),
-                    "versus_best": asdict(ranking.versus[place]) if place in ranking.versus else None,
+                    "versus_best": asdict(ranking.versus[place])
+                    if place in ranking.versus
+                    else None,
                 }
-                for place, (name, known, numbers) in enumerate(zip(self.names, self.found, self.measured, strict=True))
+                for place, (name, known, numbers) in enumerate(
+                    zip(self.names, self.found, self.measured, strict=True)
+                )
             ],
             "held_out_by_source": rows(self.differences.sources),
             "config": rows(self.differences.changing),

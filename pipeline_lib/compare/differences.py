@@ -21,7 +21,7 @@ _SOFTWARE = ("code", "python", "torch", "transformers", "tokenizers", "peft", "n
 
 @dataclass(frozen=True)
 class DifferingRow:
-    """A row that is not the same in all experiments: its name, and its value in each, `-` where it has none."""
+    """A row that differs between experiments: its name and its values, `-` where it has none."""
 
     name: str
     values: tuple[str, ...]
@@ -31,8 +31,9 @@ class DifferingRow:
 class Differences:
     """All differences; only those in `changing` can change the result.
 
-    `changing` and `placing` are config keys; `placing` are those that only tell where and how the training runs.
-    `sources` are the held-out losses of the tuned models by source, in nats per supervised token.
+    `changing` and `placing` are config keys; `placing` are those that only tell where and how the
+    training runs. `sources` are the held-out losses of the tuned models by source, in nats per
+    supervised token.
     """
 
     changing: list[DifferingRow]
@@ -45,7 +46,9 @@ class Differences:
     @staticmethod
     def between(found: Sequence[Known]) -> "Differences":
         """Return the differences between all of `found`."""
-        keys = _differing([by_dotted_key(filled(known.subject.config)) for known in found], _value_text)
+        keys = _differing(
+            [by_dotted_key(filled(known.subject.config)) for known in found], _value_text
+        )
         changing = [one for one in keys if not _is_place(one.name)]
         return Differences(
             changing=changing + _contents(found, [one.name for one in changing]),
@@ -59,7 +62,11 @@ class Differences:
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with every missing key set to its default in this version of the code."""
-    sections = {name: field.default for name, field in Config.model_fields.items() if not field.is_required()}
+    sections = {
+        name: field.default
+        for name, field in Config.model_fields.items()
+        if not field.is_required()
+    }
     any_data = Data(train=(PydocData(source="pydoc"),))
     of_data = any_data.model_dump(mode="json", exclude={"train"})
     defaults = {name: section.model_dump(mode="json") for name, section in sections.items()}
@@ -75,7 +82,7 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def by_dotted_key(value: Any, key: str = "") -> dict[str, Any]:
-    """Return the leaves of `value` by dotted key, like `data.train[0].path`, without the experiment's name."""
+    """Return the leaves of `value` by dotted key, like `data.train[0].path`, without the name."""
     if isinstance(value, dict):
         inner = [by_dotted_key(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()]
         return {name: leaf for each in inner for name, leaf in each.items() if name != "experiment"}
@@ -86,7 +93,7 @@ def by_dotted_key(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def _is_place(key: str) -> bool:
-    """Return whether `key` only tells where and how something is computed, or where content with a hash is located."""
+    """Return whether `key` only tells where and how to compute, or where hashed content is."""
     section, _, rest = key.partition(".")
     if section == "train":
         return rest in PLACEMENT_KEYS or rest == "replica"
@@ -95,23 +102,30 @@ def _is_place(key: str) -> bool:
 
 
 def _contents(found: Sequence[Known], keys: Iterable[str]) -> list[DifferingRow]:
-    """Return the sources whose content differs, by the digest of their download, unless one of `keys` explains it."""
+    """Return sources with different content, by download digest, unless `keys` explains it."""
     differences = []
     parts = [
-        {part: digest for part, digest in known.subject.parts.items() if part.partition(".")[0] in ("model", "data")}
+        {
+            part: digest
+            for part, digest in known.subject.parts.items()
+            if part.partition(".")[0] in ("model", "data")
+        }
         for known in found
     ]
     trained = [len(known.subject.config.get("data", {}).get("train", ())) for known in found]
     for difference in _differing(parts, str):
         section, _, index = difference.name.partition(".")
-        places = {f"{source_key(int(index), number)}." if section == "data" else f"{section}." for number in trained}
+        places = {
+            f"{source_key(int(index), number)}." if section == "data" else f"{section}."
+            for number in trained
+        }
         if not any(key.startswith(tuple(places)) for key in keys):
             differences.append(DifferingRow(f"{difference.name} (content)", difference.values))
     return differences
 
 
 def _software(known: Known) -> dict[str, str]:
-    """Return the versions that the training ran with, or else those of the last sealed stage before it."""
+    """Return the versions that training ran with, or the last sealed stage's before it."""
     order = ("train", "shard", "tokenize", "model")
     manifest = next((known.manifests[part] for part in order if part in known.manifests), None)
     versions = manifest.versions if manifest else {}
@@ -141,12 +155,18 @@ def _data(known: Known) -> dict[str, str]:
         "held-out supervised tokens": held_out.supervised_tokens,
     }
     padding = {"padding": units.percent(index.padding_fraction)} if index.blocks else {}
-    return {name: units.count(number) for name, number in numbers.items() if number is not None} | padding
+    return {
+        name: units.count(number) for name, number in numbers.items() if number is not None
+    } | padding
 
 
 def _by_source(known: Known) -> dict[str, str]:
     scores = known.evaluation.eval.by_source
-    return {one.source: units.real(one.tuned.loss, "", 4) for one in scores if one.tuned.loss is not None}
+    return {
+        one.source: units.real(one.tuned.loss, "", 4)
+        for one in scores
+        if one.tuned.loss is not None
+    }
 
 
 def _plan(known: Known) -> dict[str, str]:
@@ -177,8 +197,10 @@ def _plan(known: Known) -> dict[str, str]:
     return {name: show(value) for name, (value, show) in shown.items() if value is not None}
 
 
-def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) -> list[DifferingRow]:
-    """Return the keys whose values differ, in order of first appearance; an empty table counts as unknown.
+def _differing(
+    tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]
+) -> list[DifferingRow]:
+    """Return the keys with different values, in order of appearance; an empty table is unknown.
 
     The values are compared, not their displayed texts.
     """
@@ -189,7 +211,10 @@ def _differing(tables: Sequence[Mapping[str, Any]], show: Callable[[Any], str]) 
         values = [canonical_json(table[key]) if key in table else None for table in known]
         if len(set(values)) > 1:
             texts = (show(table[key]) if key in table else NONE for table in tables)
-            cells = (text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..." for text in texts)
+            cells = (
+                text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 4]} ..."
+                for text in texts
+            )
             found.append(DifferingRow(key, tuple(cells)))
     return found
 
@@ -208,4 +233,8 @@ def _value_text(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return value
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else canonical_json(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float) and float(f"{value:g}") == value
+        else canonical_json(value)
+    )

@@ -39,9 +39,11 @@ from pipeline_lib.report.curves import GIB_OF_MB, Curves, curves_of
 from pipeline_lib.report.facts import Results
 from pipeline_lib.report.outcomes import outcomes
 
-# The figures of a comparison: the distance of each experiment from the best, and all curves on common axes.
+# The figures of a comparison: the distance of each experiment from the best, and all curves on
+# common axes.
 
-# Legible on white and on black, and distinct. Experiments beyond these repeat the colours with dashed lines.
+# Legible on white and on black, and distinct. Experiments beyond these repeat the colours with
+# dashed lines.
 COLOURS = (BLUE, AMBER, GREEN, RED, "#8b6bc2", "#2f9fae", "#c763a0", "#8f9a35", "#9a6b4b", GREY)
 ALL_POINTS = 10_000  # per figure, over all experiments
 MAX_POINTS = 2000  # per experiment
@@ -62,7 +64,7 @@ class LineStyle:
 
 @dataclass(frozen=True)
 class Course:
-    """The curves of one experiment's training, with the supervised tokens and the seconds up to each point."""
+    """One experiment's training curves, with supervised tokens and seconds up to each point."""
 
     name: str
     style: LineStyle
@@ -76,7 +78,10 @@ def line_styles(comparison: Comparison) -> list[LineStyle]:
     """Return the style of each experiment, in their order; the best get the most distinct ones."""
     turns = {place: turn for turn, place in enumerate(comparison.order)}
     places = range(len(comparison.found))
-    return [LineStyle(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS)) for place in places]
+    return [
+        LineStyle(COLOURS[turns[place] % len(COLOURS)], turns[place] >= len(COLOURS))
+        for place in places
+    ]
 
 
 def figures_of(comparison: Comparison) -> dict[str, Chart]:
@@ -84,31 +89,46 @@ def figures_of(comparison: Comparison) -> dict[str, Chart]:
     styles = line_styles(comparison)
     courses = [course_of(comparison, place, styles[place]) for place in comparison.order]
     found = [course for course in courses if course is not None]
-    longest_s = max((float(np.nanmax(course.seconds, initial=0.0)) for course in found), default=0.0)
+    longest_s = max(
+        (float(np.nanmax(course.seconds, initial=0.0)) for course in found), default=0.0
+    )
     # the largest unit that the longest training takes at least two of
     units_s = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     unit, size_s = next((each for each in units_s if longest_s >= 2 * each[1]), units_s[-1])
     drawn = {
         "figure-versus": versus_figure(comparison, styles),
-        "figure-loss": loss_figure(found, "optimizer step", lambda course: course.curves.step, "0,0", 340),
+        "figure-loss": loss_figure(
+            found, "optimizer step", lambda course: course.curves.step, "0,0", 340
+        ),
         "figure-held-out": held_out_figure(found),
-        "figure-loss-tokens": loss_figure(found, "supervised tokens", lambda course: course.tokens, "0.[00]a", 240),
+        "figure-loss-tokens": loss_figure(
+            found, "supervised tokens", lambda course: course.tokens, "0.[00]a", 240
+        ),
         "figure-loss-time": loss_figure(
             found, f"{unit} of training", lambda course: course.seconds / size_s, "0,0.[00]", 240
         ),
         "figure-lr": _curves(found, "learning rate", lambda course: course.curves.lr, "0.00e+0"),
-        "figure-throughput": _curves(found, "tokens/s, all ranks", lambda course: course.curves.tokens_per_s, "0,0"),
-        "figure-gradient": _curves(found, "gradient norm (L2)", lambda course: course.curves.grad_norm, "0.00"),
+        "figure-throughput": _curves(
+            found, "tokens/s, all ranks", lambda course: course.curves.tokens_per_s, "0,0"
+        ),
+        "figure-gradient": _curves(
+            found, "gradient norm (L2)", lambda course: course.curves.grad_norm, "0.00"
+        ),
         "figure-memory": _curves(
-            found, "peak memory, GiB", lambda course: course.curves.peak_memory_mb * GIB_OF_MB, "0,0.0[0]"
+            found,
+            "peak memory, GiB",
+            lambda course: course.curves.peak_memory_mb * GIB_OF_MB,
+            "0,0.0[0]",
         ),
     }
-    drawn |= {swept_id(key): swept_figure(comparison, key, styles) for key in swept_keys(comparison)}
+    drawn |= {
+        swept_id(key): swept_figure(comparison, key, styles) for key in swept_keys(comparison)
+    }
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
 
 def swept_keys(comparison: Comparison) -> list[str]:
-    """Return the keys with a figure of their own: the learning rate first, and no more than MAX_SWEPT."""
+    """Return the keys that get a figure: the learning rate first, and at most MAX_SWEPT."""
     return sorted(comparison.swept, key=lambda key: key != RATE)[:MAX_SWEPT]
 
 
@@ -118,26 +138,35 @@ def swept_id(key: str) -> str:
 
 
 def swept_figure(comparison: Comparison, key: str, styles: Sequence[LineStyle]) -> Chart | None:
-    """Draw the held-out loss against the values of a key: dots for finished experiments, triangles for stopped ones.
+    """Draw the held-out loss against a key's values: dots if finished, triangles if stopped.
 
-    A stopped one has the loss of its last rung. The axis of the values is logarithmic for the learning rate, and for
-    any other key whose values span a decade.
+    A stopped one has the loss of its last rung. The axis of the values is logarithmic for the
+    learning rate, and for any other key whose values span a decade.
     """
     finished, stopped = [], []
     for place, value in enumerate(comparison.swept[key]):
         numbers = comparison.measured[place]
         if value is not None and numbers.loss is not None:
-            finished.append(Point(value, numbers.loss, comparison.names[place], "finished", styles[place].colour))
+            finished.append(
+                Point(
+                    value, numbers.loss, comparison.names[place], "finished", styles[place].colour
+                )
+            )
         elif value is not None and numbers.rung_loss is not None:
             told = f"stopped after step {numbers.stopped_at}"
-            stopped.append(Point(value, numbers.rung_loss, comparison.names[place], told, styles[place].colour))
+            stopped.append(
+                Point(value, numbers.rung_loss, comparison.names[place], told, styles[place].colour)
+            )
     values = {point.value for point in (*finished, *stopped)}
     if len(values) < MIN_SWEPT:
         return None
     spans_decades = min(values) > 0 and (key == RATE or max(values) >= DECADE * min(values))
     x_scale = "log" if spans_decades else "linear"
     is_only = len(comparison.swept) == 1  # else another key changes along the line
-    linear, log = (_swept_plot(key, finished, stopped, is_only, (x_scale, y_scale)) for y_scale in ("linear", "log"))
+    linear, log = (
+        _swept_plot(key, finished, stopped, is_only, (x_scale, y_scale))
+        for y_scale in ("linear", "log")
+    )
     return Chart(linear, log_plot=log)
 
 
@@ -153,18 +182,38 @@ class Point:
 
 
 def _swept_plot(
-    key: str, finished: Sequence[Point], stopped: Sequence[Point], is_only: bool, scales: tuple[str, str]
+    key: str,
+    finished: Sequence[Point],
+    stopped: Sequence[Point],
+    is_only: bool,
+    scales: tuple[str, str],
 ) -> Any:
     x_scale, y_scale = scales
-    plot = empty_plot(280, key, "held-out loss (nats/token)", x_axis_type=x_scale, y_axis_type=y_scale)
+    plot = empty_plot(
+        280, key, "held-out loss (nats/token)", x_axis_type=x_scale, y_axis_type=y_scale
+    )
     if is_only:
         along = sorted(finished, key=lambda point: point.value)
-        plot.line([point.value for point in along], [point.loss for point in along], color=GREY, line_width=1)
-    tips = (("", "@name"), (key, "@value{0.[00000000]}"), ("held-out loss", "@loss{0.0000}"), ("", "@told"))
+        plot.line(
+            [point.value for point in along],
+            [point.loss for point in along],
+            color=GREY,
+            line_width=1,
+        )
+    tips = (
+        ("", "@name"),
+        (key, "@value{0.[00000000]}"),
+        ("held-out loss", "@loss{0.0000}"),
+        ("", "@told"),
+    )
     for points, marker, alpha in ((finished, "circle", 1.0), (stopped, "triangle", 0.0)):
-        columns = {field.name: [getattr(point, field.name) for point in points] for field in fields(Point)}
+        columns = {
+            field.name: [getattr(point, field.name) for point in points] for field in fields(Point)
+        }
         look = {"color": "colour", "fill_alpha": alpha, "line_width": 2, "size": 11}
-        drawn = plot.scatter("value", "loss", marker=marker, source=ColumnDataSource(columns), **look)
+        drawn = plot.scatter(
+            "value", "loss", marker=marker, source=ColumnDataSource(columns), **look
+        )
         add_hover(plot, drawn, tips)
     return plot
 
@@ -187,7 +236,7 @@ def course_of(comparison: Comparison, place: int, style: LineStyle) -> Course | 
 
 
 def seconds_of(rows: Sequence[Step]) -> Values:
-    """Return the seconds of training up to each step, over all attempts; NaN where they are not known."""
+    """Return the seconds of training up to each step, over all attempts; NaN if unknown."""
     before_s, last_s, attempt, found = 0.0, 0.0, None, []
     for row in rows:
         if row.attempt != attempt:
@@ -200,21 +249,35 @@ def seconds_of(rows: Sequence[Step]) -> Values:
 def versus_figure(comparison: Comparison, styles: Sequence[LineStyle]) -> Chart | None:
     """Draw how far the loss of each experiment is above that of the best (0), with its interval."""
     ranking = comparison.ranking
-    places = [place for place in comparison.order if place in ranking.versus and ranking.versus[place].low is not None]
+    places = [
+        place
+        for place in comparison.order
+        if place in ranking.versus and ranking.versus[place].low is not None
+    ]
     if not places or ranking.best is None:
         return None
     places = [ranking.best, *places]
     names = short_names([comparison.names[place] for place in places])
     versus = [ranking.versus[place] for place in places]
-    low, middle, high = ([getattr(one, end) or 0.0 for one in versus] for end in ("low", "difference", "high"))
+    low, middle, high = (
+        [getattr(one, end) or 0.0 for one in versus] for end in ("low", "difference", "high")
+    )
     plot = empty_bars(names, "above the best (nats per supervised token)", 1.0)
     reach = max(high) - min(low)
     if not reach:  # all the same
         return None
     plot.x_range.start, plot.x_range.end = min(0.0, *low) - 0.06 * reach, max(high) + 0.06 * reach
-    columns = {"name": names, "low": low, "middle": middle, "high": high, "is": [one.meaning for one in versus]}
+    columns = {
+        "name": names,
+        "low": low,
+        "middle": middle,
+        "high": high,
+        "is": [one.meaning for one in versus],
+    }
     source = ColumnDataSource({**columns, "colour": [styles[place].colour for place in places]})
-    plot.add_layout(Span(location=0, dimension="height", line_color=TEXT, line_dash="dashed", line_width=1))
+    plot.add_layout(
+        Span(location=0, dimension="height", line_color=TEXT, line_dash="dashed", line_width=1)
+    )
     plot.segment("low", "name", "high", "name", color="colour", line_width=3, source=source)
     points = plot.scatter("middle", "name", color="colour", size=10, source=source)
     digits = "{0.0000}"
@@ -231,7 +294,7 @@ def versus_figure(comparison: Comparison, styles: Sequence[LineStyle]) -> Chart 
 def loss_figure(
     courses: Sequence[Course], x_label: str, x_of: Callable[[Course], Any], digits: str, height: int
 ) -> Chart | None:
-    """Draw the smoothed training losses against the values of `x_of`; `digits` is their numeral.js format."""
+    """Draw smoothed training losses against `x_of`; `digits` is its values' numeral.js format."""
     with_loss = (course for course in courses if np.isfinite(course.curves.loss_smooth).any())
     known = [course for course in with_loss if np.nanmax(x_of(course), initial=0.0) > 0]
     if not known:
@@ -270,11 +333,20 @@ def held_out_figure(courses: Sequence[Course]) -> Chart | None:
     return Chart(plot)
 
 
-def _curves(courses: Sequence[Course], label: str, y_of: Callable[[Course], Any], digits: str) -> Chart | None:
+def _curves(
+    courses: Sequence[Course], label: str, y_of: Callable[[Course], Any], digits: str
+) -> Chart | None:
     known = [course for course in courses if np.isfinite(y_of(course)).any()]
     if not known:
         return None
-    plot = _lines(known, ("optimizer step", "0,0"), (label, digits), lambda course: course.curves.step, y_of, 220)
+    plot = _lines(
+        known,
+        ("optimizer step", "0,0"),
+        (label, digits),
+        lambda course: course.curves.step,
+        y_of,
+        220,
+    )
     plot.y_range.start = 0
     return Chart(plot)
 
@@ -289,11 +361,14 @@ def _lines(
     has_points: bool = False,
     **options: Any,
 ) -> Any:
-    """Draw one line for each course; `x` and `y` are a label and a numeral.js format, where e+ means scientific."""
+    """Draw a line per course; `x` and `y` are label and numeral.js format (e+ is scientific)."""
     plot = empty_plot(height, x[0], y[0], **options)
     lines = []
     for course in courses:
-        values = {"x": np.asarray(x_of(course), np.float32), "y": np.asarray(y_of(course), np.float32)}
+        values = {
+            "x": np.asarray(x_of(course), np.float32),
+            "y": np.asarray(y_of(course), np.float32),
+        }
         source = ColumnDataSource(values)
         dash = "dashed" if course.style.is_dashed else "solid"
         options_of_line = {"color": course.style.colour, "source": source, "name": course.name}
@@ -362,11 +437,15 @@ def render(comparison: Comparison) -> str:
         "order": comparison.order,
         "is_across": len(names) > MAX_COLUMNS,
         "results": result_rows(comparison),
-        "cost_columns": list(dict.fromkeys(name for one in comparison.measured for name in cost_cells(one))),
+        "cost_columns": list(
+            dict.fromkeys(name for one in comparison.measured for name in cost_cells(one))
+        ),
         "footnotes": footnotes(comparison),
         "stopped": any(known.stop is not None for known in comparison.found),
         "swept": [(swept_id(key), key) for key in swept_keys(comparison)],
-        "sections": {name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS},
+        "sections": {
+            name: (title, getattr(comparison.differences, name)) for name, title in SECTIONS
+        },
         "same": [] if comparison.is_identical and len(names) == 2 else comparison.same_texts,
         "generations": answers[:MAX_PROMPTS],
         "more_generations": max(0, len(answers) - MAX_PROMPTS),
@@ -387,15 +466,21 @@ def cards(comparison: Comparison) -> list[Card]:
     numbers, names = comparison.measured, comparison.names
     found = _loss_cards(comparison)
     keys = [row.name for row in comparison.differences.changing]
-    found.append(Card("Keys that differ", str(len(keys)), "", listed(keys) or "none that changes the result"))
-    trained = [known if known.is_trained else Results() for known in comparison.found]  # others do not compete
+    found.append(
+        Card("Keys that differ", str(len(keys)), "", listed(keys) or "none that changes the result")
+    )
+    # others do not compete
+    trained = [known if known.is_trained else Results() for known in comparison.found]
     if fastest := _whose([known.tokens_per_s for known in trained], max, names):
         found.append(Card("Fastest", units.compact(fastest[0]), "tokens/s", fastest[1]))
     if leanest := _whose([known.peak_memory_bytes for known in trained], min, names):
         digits, _, unit = units.gib(leanest[0]).partition(" ")
         found.append(Card("Least memory of a rank", digits, unit, leanest[1]))
-    trainings = [known.subject.parts.get("train") for known in comparison.found]  # count a shared training once
-    of_training = {training: one.device_hours for training, one in zip(trainings, numbers, strict=True)}
+    # count a shared training once
+    trainings = [known.subject.parts.get("train") for known in comparison.found]
+    of_training = {
+        training: one.device_hours for training, one in zip(trainings, numbers, strict=True)
+    }
     hours = [spent for spent in of_training.values() if spent is not None]
     kinds = {one.device for one in numbers}
     if hours and len(kinds) == 1:
@@ -403,7 +488,12 @@ def cards(comparison: Comparison) -> list[Card]:
         beside = f"{least} each" if least == most else f"{least} to {most} each"
         beside += f", of {len(hours)} of them" if len(hours) < len(of_training) else ""
         found.append(
-            Card("Training of all", units.small(sum(hours)), f"{kinds.pop().removeprefix('CPU ')}-hours", beside)
+            Card(
+                "Training of all",
+                units.small(sum(hours)),
+                f"{kinds.pop().removeprefix('CPU ')}-hours",
+                beside,
+            )
         )
     return found
 
@@ -416,7 +506,11 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
     of_part = f", of {among(comparison)}" if len(ranking.ranked) < len(ranking.versus) else ""
     title, loss = lowest(comparison), units.real(ranking.loss, "", 4)
     found = [Card(title[0].upper() + title[1:], loss, "nats/token", f"{whose}{of_part}")]
-    others = [one for place, one in comparison.ranking.versus.items() if place != best and one.low is not None]
+    others = [
+        one
+        for place, one in comparison.ranking.versus.items()
+        if place != best and one.low is not None
+    ]
     if others:
         nearest = min(others, key=lambda one: one.difference or 0.0)
         ends = f"{units.real(nearest.low, '', 4)} to {units.real(nearest.high, '', 4)}"
@@ -426,7 +520,12 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
         elif nearest.is_worse:
             meaning = "more than chance"
         found.append(
-            Card("Ahead of the next", units.real(nearest.difference, "", 4), "nats/token", f"{ends}: {meaning}")
+            Card(
+                "Ahead of the next",
+                units.real(nearest.difference, "", 4),
+                "nats/token",
+                f"{ends}: {meaning}",
+            )
         )
     return found
 
@@ -469,15 +568,17 @@ def result_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def generations(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the prompts that any experiment answered, with the answers by experiment, None where there is none.
+    """Return the prompts that any experiment answered, with the answers by experiment, or None.
 
-    The base model's answer is included if it is the same in all experiments. Prompts with the fewest missing answers
-    come first.
+    The base model's answer is included if it is the same in all experiments. Prompts with the
+    fewest missing answers come first.
     """
     prompts: dict[tuple[str, str | None], list[Any]] = {}
     for place, known in enumerate(comparison.found):
         for item in known.generations:
-            slots = prompts.setdefault((item.prompt, item.reference), [None] * len(comparison.found))
+            slots = prompts.setdefault(
+                (item.prompt, item.reference), [None] * len(comparison.found)
+            )
             slots[place] = slots[place] or item
     found = []
     for (prompt, reference), slots in prompts.items():

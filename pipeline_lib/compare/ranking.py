@@ -1,10 +1,11 @@
 """Ranking: which experiment is best, and which of the others are worse by more than chance.
 
-The held-out documents are a sample. Two models that were scored on the same documents are compared document by
-document, which cancels the difficulty of each document; where no document is shared, the noise of both samples
-counts. The best is selected for its loss, so the intervals are widened to hold for all pairs at once (Bonferroni):
-among experiments that are equally good, 5 % of comparisons find any difference at all. A loss is per token, so only
-experiments with the same tokenizer are compared.
+The held-out documents are a sample. Two models that were scored on the same documents are compared
+document by document, which cancels the difficulty of each document; where no document is shared,
+the noise of both samples counts. The best is selected for its loss, so the intervals are widened to
+hold for all pairs at once (Bonferroni): among experiments that are equally good, 5 % of comparisons
+find any difference at all. A loss is per token, so only experiments with the same tokenizer are
+compared.
 """
 
 from collections import Counter
@@ -25,8 +26,8 @@ DocumentKey = tuple[str, int]  # its hash, and the number of equal documents bef
 class Versus:
     """The excess of an experiment's loss over that of the best, in nats per supervised token.
 
-    `documents` is the number of documents that both were scored on. `kind` is the method of the comparison; for
-    UNKNOWN, `why` is the reason why there is no interval.
+    `documents` is the number of documents that both were scored on. `kind` is the method of the
+    comparison; for UNKNOWN, `why` is the reason why there is no interval.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class Versus:
 
     @property
     def is_better(self) -> bool:
-        """Whether the loss on shared documents is below that of the best, which is best on its own documents."""
+        """Whether the loss on shared documents is below that of the best on its own documents."""
         return self.high is not None and self.high < 0
 
     @property
@@ -56,18 +57,25 @@ class Versus:
         """The result in a few words."""
         if self.kind == BEST:
             return BEST
-        known = {"worse": self.is_worse, "within noise": self.is_noise, "better where shared": self.is_better}
+        known = {
+            "worse": self.is_worse,
+            "within noise": self.is_noise,
+            "better where shared": self.is_better,
+        }
         return next((word for word, holds in known.items() if holds), "unknown")
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The best of the evaluated experiments, how each compares with it, and the number of pairs the intervals hold for.
+    """The best evaluated experiment, how each compares with it, and the number of compared pairs.
 
-    Experiments are identified by their place in the list. `shared` is the number of documents that all experiments with
-    losses by document were scored on, 0 if these are too few. `loss` is the lowest among `ranked`: each loss on the
-    experiment's own documents, or, if `is_part`, on the shared documents only. There is no best without an evaluated
-    experiment, or where no two can be compared.
+    The intervals hold for that number of pairs.
+
+    Experiments are identified by their place in the list. `shared` is the number of documents that
+    all experiments with losses by document were scored on, 0 if these are too few. `loss` is the
+    lowest among `ranked`: each loss on the experiment's own documents, or, if `is_part`, on the
+    shared documents only. There is no best without an evaluated experiment, or where no two can be
+    compared.
     """
 
     best: int | None
@@ -112,7 +120,10 @@ def rank(found: Sequence[Known], names: Sequence[str]) -> Ranking:
             versus[place] = Versus(UNKNOWN, why=why[place])
         elif place not in tables or best not in tables:
             without = names[place if place not in tables else best]
-            reason = f"the evaluation of {without} has no losses by document (scores.jsonl); run evaluate again"
+            reason = (
+                f"the evaluation of {without} has no losses by document (scores.jsonl); run "
+                "evaluate again"
+            )
             versus[place] = Versus(UNKNOWN, difference=losses[place] - losses[best], why=reason)
         else:
             versus[place] = compare(tables[place], tables[best], pairs, common)
@@ -125,7 +136,7 @@ def compare(
     pairs: int = 1,
     common: Sequence[DocumentKey] = (),
 ) -> Versus:
-    """Return how far `one` is above `best` on the `common` documents, or else on those that the two share.
+    """Return how far `one` is above `best` on the `common` documents, or else on their shared ones.
 
     The interval is widened so that `pairs` intervals hold together.
     """
@@ -133,20 +144,24 @@ def compare(
     if len(shared) >= MIN_DOCUMENTS:
         kind, difference = PAIRED, _losses(best, shared).gain_over(_losses(one, shared))
     else:
-        kind, difference = UNPAIRED, _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
+        kind = UNPAIRED
+        difference = _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)
     if not difference.has_enough:
         return Versus(UNKNOWN, len(shared), why=TOO_FEW)
     return Versus(kind, len(shared), difference.value, *difference.interval(pairs))
 
 
 def _alike(hashes: Mapping[int, str | None]) -> list[int]:
-    """Return the places whose hash is the most common one (of several, the first) or is not known."""
+    """Return the places whose hash is the most common (of several, the first) or unknown."""
     known = Counter(one for one in hashes.values() if one is not None).most_common(1)
     return [place for place, one in hashes.items() if one is None or one == known[0][0]]
 
 
 def _table(scores: Sequence[DocumentScore]) -> dict[DocumentKey, DocumentScore]:
-    """Return the scores by document, without documents of 0 tokens; equal documents are numbered, since each counts."""
+    """Return the scores by document, numbering equal ones; documents of 0 tokens are left out.
+
+    Equal documents are numbered because each counts.
+    """
     seen: Counter[str] = Counter()
     found = {}
     for score in scores:
@@ -157,9 +172,13 @@ def _table(scores: Sequence[DocumentScore]) -> dict[DocumentKey, DocumentScore]:
 
 
 def _shared(tables: Sequence[Mapping[DocumentKey, DocumentScore]]) -> list[DocumentKey]:
-    """Return the documents of all `tables` with equal token counts, in the order of the first table."""
+    """Return the documents with equal token counts in all `tables`, in the first table's order."""
     first, *others = tables
-    return [key for key in first if all(key in other and other[key].tokens == first[key].tokens for other in others)]
+    return [
+        key
+        for key in first
+        if all(key in other and other[key].tokens == first[key].tokens for other in others)
+    ]
 
 
 def _losses(table: Mapping[DocumentKey, DocumentScore], documents: Sequence[DocumentKey]) -> Losses:

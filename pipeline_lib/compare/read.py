@@ -17,9 +17,24 @@ from pipeline_lib.core.lenient import Lenient
 from pipeline_lib.core.run_folder import EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say
-from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, describe_file, read_manifest
+from pipeline_lib.core.store import (
+    MANIFEST_NAME,
+    Manifest,
+    Ref,
+    Store,
+    describe_file,
+    read_manifest,
+)
 from pipeline_lib.records.plan import PlanDocument
-from pipeline_lib.records.results import DocumentScore, Evaluation, Generation, Index, Ledger, Step, Training
+from pipeline_lib.records.results import (
+    DocumentScore,
+    Evaluation,
+    Generation,
+    Index,
+    Ledger,
+    Step,
+    Training,
+)
 from pipeline_lib.report.facts import Results, read_one, read_rows
 from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import LAST_PART, json_object, unreadable
@@ -32,7 +47,7 @@ MAX_COMPARED = 20
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a rung of a sweep stopped a training: its held-out loss after `step`, None if it had none, and the reason."""
+    """Why a sweep's rung stopped a training: held-out loss after `step` (or None) and reason."""
 
     step: int
     loss: float | None
@@ -66,14 +81,20 @@ class Subject:
 
     @staticmethod
     def of(experiment: Experiment, dag: Dag) -> "Subject":
-        """Return the subject of an experiment of `dag`. Raise IntegrityError or Unreadable as `stop_of`."""
+        """Return the subject of an experiment of `dag`.
+
+        Raise IntegrityError or Unreadable as `stop_of`.
+        """
         parts = {part: spec.digest for part, spec in experiment.specs.items()}
         config = experiment.config.model_dump(mode="json")
         return Subject(dag.store, experiment.name, config, parts, stop_of(dag, experiment))
 
     @staticmethod
     def chosen(one: SelectedExperiment, selector: Selector) -> "Subject":
-        """Return the subject of an experiment that was named. Raise IntegrityError or Unreadable if it is not read."""
+        """Return the subject of an experiment that was named.
+
+        Raise IntegrityError or Unreadable if it is not read.
+        """
         if one.dag is not None:
             return Subject.of(one.of(one.dag), one.dag)
         if not one.frozen.parts:
@@ -93,7 +114,7 @@ class Subject:
 
 
 def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> list[Subject]:
-    """Return the experiments that `texts` name, in their order, each once; raise ConfigError if not 2 to 20.
+    """Return the experiments that `texts` name, in order, once; raise ConfigError if not 2 to 20.
 
     `say` is told of each name that stands for an older config than its newest.
     """
@@ -114,23 +135,34 @@ def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> lis
                 else ""
             )
             problem = f"name at least two different ones{alike}"
-        number = "1 experiment was named" if len(found) == 1 else f"{len(found)} experiments were named"
+        number = (
+            "1 experiment was named" if len(found) == 1 else f"{len(found)} experiments were named"
+        )
         raise ConfigError("compare", [f"{number}; {problem}"])
     return list(found.values())
 
 
-# Reading of one experiment. Sealed files are checked against their manifest before they are used; damaged files are
-# noted in `notes` and left out. Of an unfinished training, the metrics written so far are read, without broken lines.
+# Reading of one experiment. Sealed files are checked against their manifest before they are used;
+# damaged files are noted in `notes` and left out. Of an unfinished training, the metrics written so
+# far are read, without broken lines.
 
 Read = TypeVar("Read", bound=Lenient)
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
 # Parts whose name differs from that of their stage.
-_STAGES = {"model": "download", "generation": "download", "data": "download", "baseline": "evaluate"}
+_STAGES = {
+    "model": "download",
+    "generation": "download",
+    "data": "download",
+    "baseline": "evaluate",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known(Results):
-    """Everything known about an experiment; missing and damaged parts are empty, and `notes` name the damaged ones."""
+    """Everything known about an experiment; missing parts are empty, `notes` name damaged ones.
+
+    Damaged parts are empty too.
+    """
 
     subject: Subject
     notes: list[str] = field(default_factory=list)
@@ -152,7 +184,7 @@ class Known(Results):
 
     @property
     def stop(self) -> Stop | None:
-        """Why its sweep stopped it; None if it did not, or if the training was finished all the same."""
+        """Why its sweep stopped it; None if it did not, or if the training was finished anyway."""
         return None if self.is_trained else self.subject.stop
 
     @property
@@ -189,12 +221,18 @@ class Known(Results):
 
     def _hashes(self, part: str, suffix: str) -> dict[str, str]:
         files = self.manifests[part].files if part in self.manifests else {}
-        return {name: entry.sha256 for name, entry in sorted(files.items()) if name.endswith(suffix)}
+        return {
+            name: entry.sha256 for name, entry in sorted(files.items()) if name.endswith(suffix)
+        }
 
     @property
     def data(self) -> str | None:
         """A key of the data that the documents were drawn from: the digests of its downloads."""
-        digests = [digest for part, digest in sorted(self.subject.parts.items()) if part.startswith("data.")]
+        digests = [
+            digest
+            for part, digest in sorted(self.subject.parts.items())
+            if part.startswith("data.")
+        ]
         return " ".join(digests) or None
 
 
@@ -214,7 +252,9 @@ def read_known(subject: Subject) -> Known:
         ledger=reader.one(Ledger, "tokenize", "ledger.json"),
         train_index=reader.one(Index, "shard", "train/index.json"),
         validation_index=reader.one(Index, "shard", "validation/index.json"),
-        plan=reader.one(PlanDocument, "train" if "train" in reader.manifests else "plan", PLAN_NAME),
+        plan=reader.one(
+            PlanDocument, "train" if "train" in reader.manifests else "plan", PLAN_NAME
+        ),
         training=reader.one(Training, "train", SUMMARY_NAME),
         steps=steps,
         record=record,
@@ -252,10 +292,13 @@ class _ExperimentReader:
             if manifest.digest == folder.name:
                 self.manifests[part] = manifest
             else:
-                self.note(f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
+                self.note(
+                    f"{folder}: sealed as {manifest.stage} {manifest.digest}; delete it and run "
+                    "snakemake again"
+                )
 
     def parsed(self, part: str, name: str, read: Callable[[Path], Any]) -> Any:
-        """Return the parsed sealed file; None if it does not exist or differs from what was sealed."""
+        """Return the parsed sealed file; None if it is missing or differs from what was sealed."""
         manifest = self.manifests.get(part)
         entry = manifest.files.get(name) if manifest else None
         if entry is None:
@@ -264,7 +307,10 @@ class _ExperimentReader:
         try:
             if describe_file(path) == entry:
                 return read(path)
-            self.note(f"{path}: content differs from what was sealed; delete {path.parent} and run snakemake again")
+            self.note(
+                f"{path}: content differs from what was sealed; delete {path.parent} and run "
+                "snakemake again"
+            )
         except _UNREADABLE as error:
             text = str(error) if str(path) in str(error) else f"{path}: cannot be read ({error})"
             self.note(f"{text}; not shown")
@@ -293,14 +339,17 @@ class _ExperimentReader:
             return steps, RunRecord()
 
     def _live_steps(self, path: Path) -> list[Step]:
-        """Return the steps that count: steps repeated by a later attempt replace the earlier ones."""
+        """Return the steps that count: steps repeated by a later attempt replace earlier ones."""
         steps: list[Step] = []
         broken = []
-        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last may be incomplete
+        # the last may be incomplete
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, start=1):
             try:
                 content = json.loads(line)
-                step = Step.model_validate({key: value for key, value in content.items() if value is not None})
+                step = Step.model_validate(
+                    {key: value for key, value in content.items() if value is not None}
+                )
             except (ValueError, RecursionError, AttributeError):
                 broken += [number] if line.strip() else []
                 continue
@@ -308,6 +357,10 @@ class _ExperimentReader:
                 steps.pop()
             steps.append(step)
         if broken:
-            which = f"line {broken[0]} is" if len(broken) == 1 else f"{len(broken)} lines, the first {broken[0]}, are"
+            which = (
+                f"line {broken[0]} is"
+                if len(broken) == 1
+                else f"{len(broken)} lines, the first {broken[0]}, are"
+            )
             self.note(f"{path}: {which} damaged and left out")
         return steps

@@ -1,4 +1,4 @@
-"""Sameness: whether two runs are identical to the last bit, and if not, at which step they diverge."""
+"""Sameness: whether two runs are identical to the last bit, and if not, where they diverge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,26 @@ from pipeline_lib.compare.read import Known
 from pipeline_lib.core import units
 
 # The computed values of a step; its duration is not compared.
-_COMPUTED = ("step", "loss", "lr", "grad_norm", "validation_loss", "verdict", "epoch", "tokens", "supervised_tokens")
+_COMPUTED = (
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "validation_loss",
+    "verdict",
+    "epoch",
+    "tokens",
+    "supervised_tokens",
+)
 
 
 @dataclass(frozen=True)
 class Sameness:
     """What two runs have in common: the `steps` of each, and the first step that differs, if any.
 
-    `first` and `second` are their places. `is_one_run` is true if both experiments use the same training. `models`
-    tells whether the exported weights have the same hashes; None if one of them is missing.
+    `first` and `second` are their places. `is_one_run` is true if both experiments use the same
+    training. `models` tells whether the exported weights have the same hashes; None if one of them
+    is missing.
     """
 
     first: int
@@ -34,13 +45,19 @@ class Sameness:
 def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
     """Compare the experiments `first` and `second` of `found` bit by bit."""
     one, other = found[first], found[second]
-    models = one.model_hashes == other.model_hashes if one.model_hashes and other.model_hashes else None
+    models = (
+        one.model_hashes == other.model_hashes if one.model_hashes and other.model_hashes else None
+    )
     is_one_run = (
         one.subject.store.root.resolve() == other.subject.store.root.resolve()
         and one.subject.parts.get("train") == other.subject.parts.get("train") is not None
     )
     pairs = zip(one.steps, other.steps, strict=False)
-    differing = (pair for pair in pairs if any(getattr(pair[0], key) != getattr(pair[1], key) for key in _COMPUTED))
+    differing = (
+        pair
+        for pair in pairs
+        if any(getattr(pair[0], key) != getattr(pair[1], key) for key in _COMPUTED)
+    )
     parts_at = next((min(left.step, right.step) for left, right in differing), None)
     return Sameness(first, second, is_one_run, (len(one.steps), len(other.steps)), parts_at, models)
 
@@ -61,9 +78,17 @@ def describe_sameness(same: Sameness, names: Sequence[str]) -> str:
         shorter, longer = (one, other) if left < right else (other, one)
         until = f"up to step {min(left, right):,}, where {shorter} ends; {longer} continues"
         return f"{pair} are the same to the last bit {until}."
-    curves = f"{units.count(left, 'steps')} with the same loss, learning rate and gradient norm to the last bit"
+    curves = (
+        f"{units.count(left, 'steps')} with the same loss, learning rate and gradient norm "
+        "to "
+        "the last bit"
+    )
     if same.models is None:
-        return f"{pair} have the same curves so far: {curves}; at least one of the models does not exist yet."
+        return (
+            f"{pair} have the same curves so far: {curves}; at least one of the models does "
+            "not "
+            "exist yet."
+        )
     if same.models:
         return f"{pair} are identical: {curves}, and the same model files."
     return f"{pair} have the same curves, {curves}, but their model files differ."

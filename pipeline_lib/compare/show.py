@@ -1,4 +1,4 @@
-"""The comparison for a terminal, at most as wide as it: the verdict, the numbers, and the differences."""
+"""The comparison, at most as wide as the terminal: the verdict, numbers, and differences."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -46,20 +46,33 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
     if same:
         parts += [Text(""), *map(Text, same)]
     if comparison.notes:
-        parts += [Text(""), Text("Damaged or unreadable, and not used", "bold red"), *map(Text, comparison.notes)]
+        parts += [
+            Text(""),
+            Text("Damaged or unreadable, and not used", "bold red"),
+            *map(Text, comparison.notes),
+        ]
     return Group(*parts)
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """Return notes on what the intervals mean, and what they are based on where that is not the same documents."""
+    """Return notes on what intervals mean, and on their basis if documents are not the same."""
     ranking, names = comparison.ranking, comparison.names
     with_interval = [place for place, one in ranking.versus.items() if one.low is not None]
     found = []
     if with_interval:
-        together = f" They hold together for all {ranking.pairs} pairs (Bonferroni)." if ranking.pairs > 1 else ""
-        documents = f", by document on the {ranking.shared:,} that all were scored on" if ranking.shared else ""
+        together = (
+            f" They hold together for all {ranking.pairs} pairs (Bonferroni)."
+            if ranking.pairs > 1
+            else ""
+        )
+        documents = (
+            f", by document on the {ranking.shared:,} that all were scored on"
+            if ranking.shared
+            else ""
+        )
         found.append(
-            f"Intervals are of 95%{documents}. They cover the choice of held-out documents, not the choice "
+            f"Intervals are of 95%{documents}. They cover the choice of held-out documents, not "
+            "the choice "
             f"of the seed.{together}"
         )
     names_by_note: dict[str, list[str]] = {}
@@ -67,7 +80,9 @@ def footnotes(comparison: Comparison) -> list[str]:
         if one.kind == UNKNOWN:
             note = f"whether the difference is noise is unknown: {one.why}"
         elif one.low is not None and not ranking.shared:
-            shared = f"{one.documents:,} held-out documents" if one.documents else "no held-out document"
+            shared = (
+                f"{one.documents:,} held-out documents" if one.documents else "no held-out document"
+            )
             how = "compared by document" if one.kind == PAIRED else "compared by the means alone"
             note = f"{how}; the best shares {shared}"
         else:
@@ -78,7 +93,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def loss_cells(numbers: ExperimentNumbers, versus: Versus | None) -> tuple[str, str, str]:
-    """Return the held-out loss with its standard error, its excess over the best, and what that means."""
+    """Return the held-out loss, its standard error, its excess over the best, and the meaning."""
     loss = UNKNOWN_CELL if numbers.loss is None else units.real(numbers.loss, "", 4)
     if numbers.standard_error is not None:
         loss += f" \u00b1 {numbers.standard_error:.4f}"
@@ -121,18 +136,29 @@ def _losses(comparison: Comparison) -> Table:
 def _costs(comparison: Comparison) -> Table:
     """Return a table of the costs, without columns that are empty or 0 in every row."""
     rows = [cost_cells(comparison.measured[place]) for place in comparison.order]
-    cells = {name: [row.get(name, UNKNOWN_CELL) for row in rows] for name in dict.fromkeys(chain(*rows))}
+    cells = {
+        name: [row.get(name, UNKNOWN_CELL) for row in rows] for name in dict.fromkeys(chain(*rows))
+    }
     cells = {name: column for name, column in cells.items() if set(column) - {UNKNOWN_CELL, "0"}}
     table = plain_table("experiment", cells)
     for index, place in enumerate(comparison.order):
-        table.add_row(Text(comparison.names[place]), *(Text(column[index]) for column in cells.values()))
+        table.add_row(
+            Text(comparison.names[place]), *(Text(column[index]) for column in cells.values())
+        )
     return table
 
 
-def _differences(rows: Sequence[DifferingRow], comparison: Comparison, width: int) -> RenderableType:
-    """Return a table with one column or row per experiment if it fits, else a line per value with its experiments."""
+def _differences(
+    rows: Sequence[DifferingRow], comparison: Comparison, width: int
+) -> RenderableType:
+    """Return a table with a column or row per experiment if it fits, else a line per value.
+
+    Such a line names the experiments with that value.
+    """
     names = [comparison.names[place] for place in comparison.order]
-    lines = [(shown(row.name), *(shown(row.values[place]) for place in comparison.order)) for row in rows]
+    lines = [
+        (shown(row.name), *(shown(row.values[place]) for place in comparison.order)) for row in rows
+    ]
     upright = [("", *names), *lines]
     across = list(zip(*upright, strict=True))
     for cells in (upright, across) if len(names) <= len(rows) + 2 else (across, upright):
@@ -146,5 +172,8 @@ def _differences(rows: Sequence[DifferingRow], comparison: Comparison, width: in
         by_value: dict[str, list[str]] = {}
         for value, name in zip(values, names, strict=True):
             by_value.setdefault(value, []).append(name)
-        texts += [f"{key}:", *(f"  {value}: {', '.join(those)}" for value, those in by_value.items())]
+        texts += [
+            f"{key}:",
+            *(f"  {value}: {', '.join(those)}" for value, those in by_value.items()),
+        ]
     return Group(*map(Text, texts))

@@ -1,4 +1,4 @@
-"""The verdict in a sentence or two: which experiment is best, by how much, and whether the difference may be noise."""
+"""The verdict in a sentence or two: the best experiment, its lead, and whether that is noise."""
 
 from collections.abc import Sequence
 
@@ -16,19 +16,30 @@ def verdict(comparison: Comparison) -> str:
     if comparison.is_identical:
         if len(names) == 2:
             return comparison.same_texts[0]
-        return f"All {len(names)} are identical: the same curves to the last bit, and the same model files."
+        return (
+            f"All {len(names)} are identical: the same curves to the last bit, and the same "
+            "model files."
+        )
     known = list(zip(names, comparison.found, strict=True))
     states = {name: one.state for name, one in known if one.loss is None and one.stop is None}
-    reasons = [f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()]
+    reasons = [
+        f"{name} ({'damaged' if state == 'done' else state})" for name, state in states.items()
+    ]
     stopped = [name for name, one in known if one.loss is None and one.stop is not None]
     versus = {place: one for place, one in comparison.ranking.versus.items() if place != best}
     if best is None:
         text = _of_none(comparison) if versus else "There are no results to compare yet."
     elif not versus and stopped:
         loss = units.real(comparison.ranking.loss, UNIT, 4)
-        text = f"{names[best]} won its sweep, which stopped {listed(stopped)}: its held-out loss is {loss}."
+        text = (
+            f"{names[best]} won its sweep, which stopped {listed(stopped)}: its held-out loss "
+            f"is {loss}."
+        )
     elif not versus:
-        text = f"Only {names[best]} has a held-out loss, {units.real(comparison.ranking.loss, UNIT, 4)}."
+        text = (
+            f"Only {names[best]} has a held-out loss, "
+            f"{units.real(comparison.ranking.loss, UNIT, 4)}."
+        )
     elif len(versus) == 1:
         text = _of_two(comparison, *next(iter(versus.items())))
     else:
@@ -48,7 +59,11 @@ def basis(versus: Versus) -> str:
     """Return the documents that the interval is based on, as the end of a sentence."""
     if versus.kind == PAIRED:
         return f", on the same {versus.documents:,} held-out documents"
-    shared = f"only {versus.documents:,} held-out documents are" if versus.documents else "no held-out document is"
+    shared = (
+        f"only {versus.documents:,} held-out documents are"
+        if versus.documents
+        else "no held-out document is"
+    )
     return f"; {shared} shared, so the difference of the documents counts as noise"
 
 
@@ -60,7 +75,10 @@ def among(comparison: Comparison) -> str:
 
 
 def lowest(comparison: Comparison) -> str:
-    """Return the criterion of the best: lowest held-out loss, or lowest loss on the documents shared by all."""
+    """Return the criterion of the best: lowest held-out loss, or lowest on shared documents.
+
+    Shared documents are those that all experiments have.
+    """
     ranking = comparison.ranking
     if not ranking.is_part:
         return "lowest held-out loss"
@@ -79,7 +97,10 @@ def listed(names: Sequence[str]) -> str:
 
 def _of_none(comparison: Comparison) -> str:
     places = list(comparison.ranking.versus)
-    losses = [f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}" for place in places]
+    losses = [
+        f"{comparison.names[place]} {units.real(comparison.found[place].loss, '', 4)}"
+        for place in places
+    ]
     why = next(one.why for one in comparison.ranking.versus.values())
     return f"No two of them can be compared: {why}. Held-out losses, in {UNIT}: {listed(losses)}."
 
@@ -93,10 +114,15 @@ def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
         return f"{text}; whether the difference is noise is unknown: {versus.why}."
     if not versus.difference:
         return f"No difference: {best} and {other} have the same held-out loss{basis(versus)}."
-    gap = f"{units.real(versus.difference, UNIT, 4)} lower, 95% interval {_ends(versus)}{basis(versus)}"
+    gap = (
+        f"{units.real(versus.difference, UNIT, 4)} lower, 95% interval "
+        f"{_ends(versus)}{basis(versus)}"
+    )
     if versus.is_worse:
         return f"{best} is better than {other} by more than chance: its held-out loss is {gap}."
-    return f"The difference between {best} and {other} is noise: the held-out loss of {best} is {gap}."
+    return (
+        f"The difference between {best} and {other} is noise: the held-out loss of {best} is {gap}."
+    )
 
 
 def _ends(versus: Versus) -> str:
@@ -110,17 +136,24 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
     noise = [names[place] for place, one in versus.items() if one.is_noise]
     unknown = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]
     if worse and len(worse) == len(ranking.ranked) - 1:
-        nearest = min((one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0)
+        nearest = min(
+            (one for one in versus.values() if one.is_worse), key=lambda one: one.difference or 0.0
+        )
         text = (
-            f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next is "
-            f"{units.real(nearest.difference, UNIT, 4)} above it, 95% interval {_ends(nearest)}{basis(nearest)}."
+            f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next "
+            "is "
+            f"{units.real(nearest.difference, UNIT, 4)} above it, 95% interval "
+            f"{_ends(nearest)}{basis(nearest)}."
         )
     else:
         text = f"{best} has the {lowest(comparison)} of {among(comparison)}, {loss}"
         text += f", but its lead over {listed(noise)} is within noise." if noise else "."
         text += f" It is better than {listed(worse)} by more than chance." if worse else ""
     if better := [names[place] for place, one in versus.items() if one.is_better]:
-        text += f" On the documents that they share, {listed(better)} {'is' if len(better) == 1 else 'are'} better."
+        text += (
+            f" On the documents that they share, {listed(better)} "
+            f"{'is' if len(better) == 1 else 'are'} better."
+        )
     if unknown:
         why = next(one.why for one in versus.values() if one.why)
         text += f" Whether it is better than {listed(unknown)} is unknown: {why}."

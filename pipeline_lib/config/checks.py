@@ -12,7 +12,8 @@ from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 from pipeline_lib.core import units
 
-# Problems between keys that are each legal. Each problem names the key to change and the values it may have.
+# Problems between keys that are each legal. Each problem names the key to change and the values it
+# may have.
 
 Problem = tuple[Keys, str]
 
@@ -33,7 +34,13 @@ _DEFAULT = Train()
 
 def cross_check(config: Config) -> list[Problem]:
     """Return every problem, with the key to change."""
-    own = (*_data(config), *_batch(config), *_cluster(config), *_merge(config), *_ineffective(config))
+    own = (
+        *_data(config),
+        *_batch(config),
+        *_cluster(config),
+        *_merge(config),
+        *_ineffective(config),
+    )
     return [*own, *train_problems(config.train, config.cluster)]
 
 
@@ -58,30 +65,61 @@ def _data(config: Config) -> Iterator[Problem]:
         yield ("tokenize", "max_tokens"), f"{text}; lower it or raise shard.block_tokens"
     for key in ("train", "validation"):
         for index, source in enumerate(getattr(config.data, key)):
-            if isinstance(source, HubData) and source.files and (source.subset, source.split) != (None, "train"):
-                text = "cannot be combined with `subset` or `split`: it chooses files by name; remove one of them"
+            if (
+                isinstance(source, HubData)
+                and source.files
+                and (source.subset, source.split) != (None, "train")
+            ):
+                text = (
+                    "cannot be combined with `subset` or `split`: it chooses files by name; "
+                    "remove one of them"
+                )
                 yield ("data", key, index, "files"), text
     yield from _held_out(config)
     if config.tokenize.thinking == "mask" and config.tokenize.prompt_thinking == "on":
-        text = "'on' does not work with tokenize.thinking: mask, where the model would only learn not to think"
-        yield ("tokenize", "prompt_thinking"), f"{text}; set it to off, or tokenize.thinking to keep or strip"
+        text = (
+            "'on' does not work with tokenize.thinking: mask, where the model would only learn "
+            "not to think"
+        )
+        yield (
+            ("tokenize", "prompt_thinking"),
+            f"{text}; set it to off, or tokenize.thinking to keep or strip",
+        )
 
 
 def _held_out(config: Config) -> Iterator[Problem]:
     """Yield what contradicts what is held out, and what needs held-out data if there is none."""
     data, train = config.data, config.train
-    if data.validation and data.validation_fraction and "validation_fraction" in data.model_fields_set:
-        text = "cannot be combined with data.validation, whose sources are held out as a whole; remove one of them"
+    if (
+        data.validation
+        and data.validation_fraction
+        and "validation_fraction" in data.model_fields_set
+    ):
+        text = (
+            "cannot be combined with data.validation, whose sources are held out as a whole; "
+            "remove one of them"
+        )
         yield ("data", "validation_fraction"), text
     for index, source in enumerate(data.validation):
         if source.weight != 1:
-            text = "has no effect here: it is for training, and held-out samples count once each; remove it"
+            text = (
+                "has no effect here: it is for training, and held-out samples count once each; "
+                "remove it"
+            )
             yield ("data", "validation", index, "weight"), text
     if data.held_out_sources:
         return
-    for key in ("validate_every_steps", "early_stop_validations", "keep_best", "sample_every_steps"):
+    for key in (
+        "validate_every_steps",
+        "early_stop_validations",
+        "keep_best",
+        "sample_every_steps",
+    ):
         if getattr(train, key) != getattr(_DEFAULT, key):
-            text = "needs held-out data, and data.validation_fraction is 0: raise it, give data.validation instead"
+            text = (
+                "needs held-out data, and data.validation_fraction is 0: raise it, give "
+                "data.validation instead"
+            )
             yield ("train", key), f"{text}, or remove this key"
 
 
@@ -104,7 +142,10 @@ def _batch(config: Config) -> Iterator[Problem]:
     elif (batch // block) % at_once and not _a_count_fits_the_batch(config, batch // block):
         micro = config.train.micro_batch_blocks
         groups = units.count(at_once // micro, "ranks" if parts == 1 else "groups of ranks")
-        text = f"it has {units.count(batch // block, 'blocks')} of {block} tokens, and that is no multiple of {groups}"
+        text = (
+            f"it has {units.count(batch // block, 'blocks')} of {block} tokens, and that is no "
+            f"multiple of {groups}"
+        )
         text += f" x {units.count(micro, 'blocks')}"
         yield key, f"{text}; try {math.ceil(batch / block / at_once) * at_once * block}"
     tile = parts * _tile(config.train)
@@ -121,7 +162,7 @@ def _tile(train: Train) -> int:
 
 
 def _a_count_fits_the_batch(config: Config, blocks: int) -> bool:
-    """Return whether ranks may share the blocks of a batch so that none is idle; the plan knows the model's heads."""
+    """Return whether ranks may share a batch's blocks so that none idles; the plan knows heads."""
     train, ranks = config.train, config.cluster.ranks
     if train.context_ranks != AUTO or not has_few_blocks(train, ranks, blocks):
         return False
@@ -130,57 +171,104 @@ def _a_count_fits_the_batch(config: Config, blocks: int) -> bool:
 
 
 def has_few_blocks(train: Train, ranks: int, blocks: int) -> bool:
-    """Return whether a batch has fewer blocks than so many ranks process at a time if none of them share a block."""
+    """Return whether a batch has fewer blocks than that many ranks process without sharing."""
     return blocks < ranks * train.micro_batch_blocks
 
 
 def more_than_one(train: Train, ranks: int, block_tokens: int) -> Iterator[int]:
-    """Yield the numbers of ranks, 2 or more, that may share each block as far as the config tells."""
-    return (count for count in range(2, ranks + 1) if ranks % count == 0 and allows_count(train, block_tokens, count))
+    """Yield the numbers of ranks, 2 or more, that may share each block, by the config alone."""
+    return (
+        count
+        for count in range(2, ranks + 1)
+        if ranks % count == 0 and allows_count(train, block_tokens, count)
+    )
 
 
 def allows_count(train: Train, block_tokens: int, count: int) -> bool:
     """Return whether `train` and the length of a block allow `count` ranks to share each block."""
     if count == 1:
         return True
-    return not train.uses_deepspeed and not train.depends_on_ranks and block_tokens % (count * _tile(train)) == 0
+    return (
+        not train.uses_deepspeed
+        and not train.depends_on_ranks
+        and block_tokens % (count * _tile(train)) == 0
+    )
 
 
 def _cluster(config: Config) -> Iterator[Problem]:
     """Yield what the plan needs to know about the machines and cannot guess."""
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.internode_gbit_s is None and cluster.measured is None:
-        text = f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth between nodes"
-        how = "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m pipeline_lib doctor"
+        text = (
+            f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth "
+            "between nodes"
+        )
+        how = (
+            "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m "
+            "pipeline_lib doctor"
+        )
         how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
-    if config.train.strategy == AUTO and cluster.gpus_per_node and cluster.gpu is None and cluster.measured is None:
+    if (
+        config.train.strategy == AUTO
+        and cluster.gpus_per_node
+        and cluster.gpu is None
+        and cluster.measured is None
+    ):
         text = "missing, but train.strategy: auto needs to know the GPU's memory and speed"
-        yield ("cluster", "gpu"), f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured"
+        yield (
+            ("cluster", "gpu"),
+            f"{text}; name the GPU as `h200` or `a100 80gb`, or set cluster.measured",
+        )
 
 
 def _merge(config: Config) -> Iterator[Problem]:
     train = config.train
-    if config.merge.base == "original" and (train.method != "lora" or train.lora.base == "unquantized"):
-        text = "original has no effect, because train.lora.base is not nf4: the base is merged as it is; remove it"
+    if config.merge.base == "original" and (
+        train.method != "lora" or train.lora.base == "unquantized"
+    ):
+        text = (
+            "original has no effect, because train.lora.base is not nf4: the base is merged as "
+            "it is; remove it"
+        )
         yield ("merge", "base"), text
 
 
 def _ineffective(config: Config) -> Iterator[Problem]:
     """Yield the keys that cannot do anything beside the other keys of the file."""
     model, train = config.model, config.train
-    is_given = isinstance(model, TinyModel) and model.vocab_tokens != TinyModel.model_fields["vocab_tokens"].default
+    is_given = (
+        isinstance(model, TinyModel)
+        and model.vocab_tokens != TinyModel.model_fields["vocab_tokens"].default
+    )
     if isinstance(model, TinyModel) and model.tokenizer is not None and is_given:
-        yield ("model", "vocab_tokens"), "has no effect with model.tokenizer, which has a vocabulary; remove it"
+        yield (
+            ("model", "vocab_tokens"),
+            "has no effect with model.tokenizer, which has a vocabulary; remove it",
+        )
     if train.reshard is True and train.strategy not in (AUTO, "fsdp", "hsdp"):
-        yield ("train", RENAMED["reshard"]), f"has no effect with train.strategy: {train.strategy}; remove it"
-    can_keep = train.recompute in (AUTO, "full") and train.precision != "fp32"  # `_strategy` tells the rest
-    if train.kept_attention_layers != AUTO and can_keep and config.tokenize.max_tokens < LEAST_KEPT_TOKENS:
+        yield (
+            ("train", RENAMED["reshard"]),
+            f"has no effect with train.strategy: {train.strategy}; remove it",
+        )
+    # `_strategy` tells the rest
+    can_keep = train.recompute in (AUTO, "full") and train.precision != "fp32"
+    if (
+        train.kept_attention_layers != AUTO
+        and can_keep
+        and config.tokenize.max_tokens < LEAST_KEPT_TOKENS
+    ):
         text = f"has no effect, because documents have up to {config.tokenize.max_tokens:,} tokens"
-        text += f" (tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; remove it"
+        text += (
+            f" (tokenize.max_tokens), and it is for documents from {LEAST_KEPT_TOKENS:,} on; "
+            "remove it"
+        )
         yield ("train", "kept_attention_layers"), text
     if train.lr_schedule == "constant" and train.min_lr_fraction != _DEFAULT.min_lr_fraction:
-        yield ("train", "min_lr_fraction"), "has no effect, because train.lr_schedule is 'constant'; remove it"
+        yield (
+            ("train", "min_lr_fraction"),
+            "has no effect, because train.lr_schedule is 'constant'; remove it",
+        )
     if train.guards.max_skips >= train.guards.window_steps:
         text = f"{train.guards.max_skips} steps cannot be exceeded within train.guards.window_steps"
         text += f" ({train.guards.window_steps}), so the guards would skip steps for ever; lower it"
@@ -189,19 +277,30 @@ def _ineffective(config: Config) -> Iterator[Problem]:
 
 def _method(train: Train) -> Iterator[Problem]:
     if train.method == "full" and train.lora != Lora():
-        yield ("train", "lora"), "has values, but train.method is 'full'; set train.method: lora or remove them"
+        yield (
+            ("train", "lora"),
+            "has values, but train.method is 'full'; set train.method: lora or remove them",
+        )
     if train.method == "lora" and train.freeze:
-        text = "has no effect with train.method: lora, which freezes every weight of the model; remove it"
+        text = (
+            "has no effect with train.method: lora, which freezes every weight of the model; "
+            "remove it"
+        )
         yield ("train", "freeze"), f"{text}, or choose train.lora.targets"
     if train.method == "lora" and train.lora.dora and train.strategy == "zero3":
-        yield ("train", "lora", "dora"), f"does not work with train.strategy: zero3; {_use(_OTHERS)}"
+        yield (
+            ("train", "lora", "dora"),
+            f"does not work with train.strategy: zero3; {_use(_OTHERS)}",
+        )
     if train.method == "lora" and train.lora.of_experts:
         yield from _adapted_experts(train)
     if train.method == "lora" and train.lora.base == "nf4":
         yield from _quantized(train)
 
 
-TORCH_CASTS_INTEGERS = "needs torch 2.13 or later: an earlier one casts the 4-bit codes; set train.strategy: ddp"
+TORCH_CASTS_INTEGERS = (
+    "needs torch 2.13 or later: an earlier one casts the 4-bit codes; set train.strategy: ddp"
+)
 
 
 @cache
@@ -215,7 +314,7 @@ def shards_integers() -> bool:
 
 
 def _adapted_experts(train: Train) -> Iterator[Problem]:
-    """Yield what does not work with adapters of experts: peft has neither dropout nor DoRA for them."""
+    """Yield what does not work with experts' adapters: peft has no dropout and no DoRA there."""
     lora = train.lora
     text = f"does not work with adapters of experts ({lora.of_experts[0]} in train.lora.targets)"
     if lora.dropout:
@@ -224,7 +323,10 @@ def _adapted_experts(train: Train) -> Iterator[Problem]:
         yield ("train", "lora", "dora"), f"{text}; remove one of them"
     if lora.rank % GROUPED_TILE:
         rank = math.ceil(lora.rank / GROUPED_TILE) * GROUPED_TILE
-        yield ("train", "lora", "rank"), f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}"
+        yield (
+            ("train", "lora", "rank"),
+            f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}",
+        )
     if train.strategy == "zero3":
         yield ("train", "strategy"), f"zero3 {text}; {_use(_OTHERS)}"
 
@@ -233,7 +335,11 @@ def _quantized(train: Train) -> Iterator[Problem]:
     """Yield what does not work with a base in 4 bits."""
     key = ("train", "lora", "base")
     if train.uses_deepspeed:
-        yield key, f"nf4 does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+        yield (
+            key,
+            f"nf4 does not work with train.strategy: {train.strategy}; "
+            f"{_use(('ddp', 'fsdp', 'hsdp'))}",
+        )
     if train.strategy in ("fsdp", "hsdp") and not shards_integers():
         yield key, f"nf4 with train.strategy: {train.strategy} {TORCH_CASTS_INTEGERS}"
     if train.lora.dora:
@@ -261,12 +367,18 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if strategy == "hsdp" or (strategy == AUTO and train.shard_ranks is not None):
         yield from _replicas(train, cluster)
     elif train.shard_ranks is not None:
-        yield ("train", "shard_ranks"), f"works only with train.strategy: hsdp, but that is {strategy}; remove it"
+        yield (
+            ("train", "shard_ranks"),
+            f"works only with train.strategy: hsdp, but that is {strategy}; remove it",
+        )
     yield from _left_to_auto(train)
     if train.ranks_per_block > 1:
         yield from _context(train, cluster)
     if train.unit_layers != _DEFAULT.unit_layers and strategy not in (AUTO, "fsdp", "hsdp"):
-        yield ("train", "unit_layers"), f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
+        yield (
+            ("train", "unit_layers"),
+            f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}",
+        )
     if train.offload not in OFFLOADS[strategy]:
         text = f"{train.offload} does not work with train.strategy: {strategy}"
         yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
@@ -297,14 +409,24 @@ def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
     key, count = ("train", "context_ranks"), train.ranks_per_block
     if cluster.ranks % count:
         legal = tuple(size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0)
-        yield key, f"{count} does not divide {units.count(cluster.ranks, 'ranks')}; it may be {_any_of(legal)}"
+        yield (
+            key,
+            f"{count} does not divide {units.count(cluster.ranks, 'ranks')}; it may be "
+            f"{_any_of(legal)}",
+        )
     if train.uses_deepspeed:
-        yield key, f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+        yield (
+            key,
+            f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}",
+        )
     if train.local_sgd_steps > 1:
         text = "does not work with train.local_sgd_steps, with which each rank makes updates alone"
         yield key, f"{text}; remove one of them"
     if train.gradient_compression == "powersgd":
-        text = "does not work with train.gradient_compression: powersgd, whose result depends on which rank has a block"
+        text = (
+            "does not work with train.gradient_compression: powersgd, whose result depends on "
+            "which rank has a block"
+        )
         yield key, f"{text}; remove one of them"
 
 
@@ -312,16 +434,23 @@ def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:
     """Yield why activations cannot be kept on the host."""
     key = ("train", "offload_activations")
     if cluster.device == "cpu":
-        yield key, "has no effect without GPUs, whose memory it saves; remove it, or set cluster.gpus_per_node"
+        yield (
+            key,
+            "has no effect without GPUs, whose memory it saves; remove it, or set "
+            "cluster.gpus_per_node",
+        )
     if train.recompute not in (AUTO, "full"):
         text = f"works only with train.{RENAMED['recompute']}: full, but that is {train.recompute}"
         yield key, f"{text}; set that, or remove one of them"
     if train.uses_deepspeed:
-        yield key, f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}"
+        yield (
+            key,
+            f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}",
+        )
 
 
 def _left_to_auto(train: Train) -> Iterator[Problem]:
-    """Yield a problem for each key that only a few strategies have: `auto` does not choose among them."""
+    """Yield a problem for each key that few strategies have: `auto` does not choose among them."""
     of_few = {
         "unit_layers": ("fsdp", "hsdp"),
         "deepspeed_json": ("zero1", "zero2", "zero3"),
@@ -329,7 +458,10 @@ def _left_to_auto(train: Train) -> Iterator[Problem]:
     }
     for key, strategies in of_few.items():
         if train.strategy == AUTO and getattr(train, key) != getattr(_DEFAULT, key):
-            text = f"does not work with train.strategy: auto; name the strategy ({_any_of(strategies)})"
+            text = (
+                "does not work with train.strategy: auto; name the strategy "
+                f"({_any_of(strategies)})"
+            )
             yield ("train", key), f"{text} or remove it"
 
 
@@ -352,13 +484,22 @@ def _exchange(train: Train) -> Iterator[Problem]:
     is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
     is_power_sgd = train.gradient_compression == "powersgd"
     if is_power_sgd and train.strategy != "ddp":
-        text = f"powersgd does not work with train.strategy: {train.strategy}; {_use(('ddp',))}, or this key bf16"
+        text = (
+            f"powersgd does not work with train.strategy: {train.strategy}; {_use(('ddp',))}, "
+            "or this key bf16"
+        )
         yield ("train", "gradient_compression"), text
     if k > 1 and train.strategy not in (AUTO, "ddp"):
-        yield ("train", "local_sgd_steps"), f"does not work with train.strategy: {train.strategy}; {_use(('ddp',))}"
+        yield (
+            ("train", "local_sgd_steps"),
+            f"does not work with train.strategy: {train.strategy}; {_use(('ddp',))}",
+        )
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
         if is_used and train.precision == "fp16":
-            yield ("train", key), "does not work with train.precision: fp16; that may be bf16 or fp32"
+            yield (
+                ("train", key),
+                "does not work with train.precision: fp16; that may be bf16 or fp32",
+            )
     if train.powersgd_rank != _DEFAULT.powersgd_rank and not is_power_sgd:
         yield (
             ("train", "powersgd_rank"),
@@ -367,7 +508,8 @@ def _exchange(train: Train) -> Iterator[Problem]:
     if is_compressed and k > 1:
         text = f"has no effect with train.local_sgd_steps: {k}, because ranks exchange no gradients"
         yield ("train", "gradient_compression"), f"{text}; remove one of them"
-    # Other saves wait for the next averaging, which for the save of an epoch may be in the one after it.
+    # Other saves wait for the next averaging, which for the save of an epoch may be in the one
+    # after it.
     saves = train.save_every_steps if isinstance(train.save_every_steps, int) else 0
     intervals = (
         (("train", "save_every_steps"), saves, ""),
@@ -394,10 +536,14 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 
 def warmup_problem(train: Train, steps: int) -> str | None:
-    """Return what is wrong with a warm-up that is as long as the `steps` of the run; None if it is shorter."""
+    """Return what is wrong with a warm-up as long as the run's `steps`; None if it is shorter."""
     if (train.warmup_steps or 0) < steps:
         return None
-    text = f"{train.warmup_steps} of the {units.count(steps, 'steps')} of the run, so the learning rate never falls"
+    text = (
+        f"{train.warmup_steps} of the {units.count(steps, 'steps')} of the run, so the "
+        "learning "
+        "rate never falls"
+    )
     return f"{text}; {max(1, steps // 10)} would be a tenth of them"
 
 
@@ -407,10 +553,16 @@ def _schedule(train: Train) -> Iterator[Problem]:
     if train.max_steps is not None and (problem := warmup_problem(train, train.max_steps)):
         yield ("train", "warmup_steps"), problem
     if train.warmup_steps is not None and train.warmup_fraction != _DEFAULT.warmup_fraction:
-        yield ("train", "warmup_steps"), "cannot be combined with train.warmup_fraction; remove one of them"
+        yield (
+            ("train", "warmup_steps"),
+            "cannot be combined with train.warmup_fraction; remove one of them",
+        )
     if train.lr_schedule != "wsd":
         if train.decay_fraction != _DEFAULT.decay_fraction:
-            yield ("train", "decay_fraction"), "has no effect, because train.lr_schedule is not 'wsd'; remove it"
+            yield (
+                ("train", "decay_fraction"),
+                "has no effect, because train.lr_schedule is not 'wsd'; remove it",
+            )
         return
     warmup = train.warmup_fraction if train.warmup_steps is None else 0.0
     if warmup + train.decay_fraction > 1.0:
@@ -420,12 +572,16 @@ def _schedule(train: Train) -> Iterator[Problem]:
 
 def _validation(train: Train) -> Iterator[Problem]:
     if train.validate_every_steps is None:
-        for key, is_used in (("early_stop_validations", train.early_stop_validations), ("keep_best", train.keep_best)):
+        for key, is_used in (
+            ("early_stop_validations", train.early_stop_validations),
+            ("keep_best", train.keep_best),
+        ):
             if is_used:
                 yield ("train", key), "needs validations; set train.validate_every_steps"
 
 
-# Warnings about values that are legal but unusual, with the usual values, and about keys without effect.
+# Warnings about values that are legal but unusual, with the usual values, and about keys without
+# effect.
 
 
 def warnings_of(configs: Sequence[Config]) -> list[str]:
@@ -442,8 +598,11 @@ def _warnings(config: Config) -> Iterator[str]:
 
 
 def _idle(config: Config) -> Iterator[str]:
-    """Yield keys that do nothing, or save nothing, on these machines or without trackers and prompts."""
-    cluster, train, tracking, evaluate = config.cluster, config.train, config.tracking, config.evaluate
+    """Yield keys that do or save nothing on these machines, or without trackers and prompts."""
+    cluster = config.cluster
+    train = config.train
+    tracking = config.tracking
+    evaluate = config.evaluate
     without_gpus = "has no effect without GPUs (cluster.gpus_per_node: 0)"
     on_one_rank = "saves nothing on one rank, which exchanges nothing"
     on_cpus, is_alone = cluster.device == "cpu", cluster.ranks == 1
@@ -451,14 +610,32 @@ def _idle(config: Config) -> Iterator[str]:
         ("cluster.gpu", on_cpus and cluster.gpu is not None, without_gpus),
         ("cluster.gpu_hour_price", on_cpus and cluster.gpu_hour_price is not None, without_gpus),
         ("train.attention", on_cpus and train.attention != AUTO, without_gpus),
-        ("train.deterministic", on_cpus and train.deterministic, f"{without_gpus}: sums on CPUs are always the same"),
-        ("cluster.cpu_ranks", not on_cpus and "cpu_ranks" in cluster.model_fields_set, "has no effect with GPUs"),
-        ("train.gradient_compression", is_alone and train.gradient_compression != "none", on_one_rank),
+        (
+            "train.deterministic",
+            on_cpus and train.deterministic,
+            f"{without_gpus}: sums on CPUs are always the same",
+        ),
+        (
+            "cluster.cpu_ranks",
+            not on_cpus and "cpu_ranks" in cluster.model_fields_set,
+            "has no effect with GPUs",
+        ),
+        (
+            "train.gradient_compression",
+            is_alone and train.gradient_compression != "none",
+            on_one_rank,
+        ),
         ("train.local_sgd_steps", is_alone and train.local_sgd_steps > 1, on_one_rank),
-        ("tracking.project", not tracking.to and tracking != Tracking(), "has no effect without tracking.to"),
+        (
+            "tracking.project",
+            not tracking.to and tracking != Tracking(),
+            "has no effect without tracking.to",
+        ),
         (
             "evaluate.max_new_tokens",
-            not evaluate.prompts and not evaluate.generations and evaluate.max_new_tokens != Evaluate().max_new_tokens,
+            not evaluate.prompts
+            and not evaluate.generations
+            and evaluate.max_new_tokens != Evaluate().max_new_tokens,
             "has no effect without evaluate.prompts and evaluate.generations",
         ),
         (
@@ -468,8 +645,10 @@ def _idle(config: Config) -> Iterator[str]:
         ),
         (
             "evaluate.generations",
-            not config.data.held_out_sources and evaluate.generations not in (0, Evaluate().generations),
-            "has no effect, because nothing is held out to take prompts from (data.validation_fraction: 0)",
+            not config.data.held_out_sources
+            and evaluate.generations not in (0, Evaluate().generations),
+            "has no effect, because nothing is held out to take prompts from "
+            "(data.validation_fraction: 0)",
         ),
     ]
     for key, is_idle, why in table:
@@ -489,11 +668,23 @@ def _unusual(config: Config) -> Iterator[str]:
             (f"data.train[{index}].weight", one.weight, 1e-4, 100, weights)
             for index, one in enumerate(config.data.train)
         ),
-        ("data.validation_fraction", config.data.validation_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
+        (
+            "data.validation_fraction",
+            config.data.validation_fraction,
+            0,
+            0.5,
+            "0.01 to 0.1 is usual",
+        ),
         ("train.lr", train.lr, 1e-9, 0.05, rates),
         ("train.epochs", train.epochs, 0, 100, "1 to 5 are usual"),
         ("train.adam_eps", train.adam_eps, 1e-12, 1e-4, "1e-8 is usual"),
-        ("train.global_batch_tokens", train.global_batch_tokens, 0, 100_000_000, "16,384 to 4,194,304 is usual"),
+        (
+            "train.global_batch_tokens",
+            train.global_batch_tokens,
+            0,
+            100_000_000,
+            "16,384 to 4,194,304 is usual",
+        ),
         ("train.warmup_fraction", train.warmup_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
         ("train.weight_decay", train.weight_decay, 0, 1, "0 to 0.1 is usual"),
         ("train.router_aux_loss", train.router_aux_loss, 0, 1, "0.001 is usual"),

@@ -10,7 +10,15 @@ from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_co
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
 from pipeline_lib.config.rope import ROPE, settings_with_rope
-from pipeline_lib.config.schema import VALIDATION_SOURCES, Cluster, Config, FileData, HubRepository, Rows, Weighted
+from pipeline_lib.config.schema import (
+    VALIDATION_SOURCES,
+    Cluster,
+    Config,
+    FileData,
+    HubRepository,
+    Rows,
+    Weighted,
+)
 from pipeline_lib.config.section import Section, read_settings, settings_of
 from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import CHOSEN_KEYS, DEALING, PLACEMENT_KEYS, Train, read_train
@@ -20,9 +28,9 @@ from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions
 
-# Compilation is a pure function of the config, with hub repositories pinned to commits, and of the content hashes of
-# the local files it names. The versions below are bumped by hand when a stage's code begins to compute something else
-# from the same settings.
+# Compilation is a pure function of the config, with hub repositories pinned to commits, and of the
+# content hashes of the local files it names. The versions below are bumped by hand when a stage's
+# code begins to compute something else from the same settings.
 
 Found = TypeVar("Found")
 Refuse = Callable[[Config], None]
@@ -45,11 +53,13 @@ PRODUCTS = ("report", "merge")
 
 # Keys of a source that give its location. Specs have the hash of the content there instead.
 WHERE_KEYS = frozenset({"path", "tokenizer"})
-# Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are used.
+# Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are
+# used.
 ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
 USE_KEYS = frozenset(Weighted.model_fields)
-# Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it is cut, but not
-# what it holds. They are not hashed; `plan/preflight.py` judges results that are sealed already.
+# Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
+# is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
+# sealed already.
 UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "shards"})
 # Stages whose specs may have something in `where`: `unhashed_settings`.
 UNHASHED_STAGES = ("download", "tokenize", "shard")
@@ -58,7 +68,7 @@ SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 @dataclass(frozen=True)
 class Experiment:
-    """A config and its specs, keyed by their part in it (`model`, `data.0`, `tokenize`, ..., `report`)."""
+    """A config and its specs, keyed by part (`model`, `data.0`, `tokenize`, ..., `report`)."""
 
     config: Config
     specs: Mapping[str, Spec]
@@ -78,7 +88,9 @@ def compile_config(config: Config, content: Content) -> Experiment:
     specs: dict[str, Spec] = {}
     unhashed = unhashed_settings(config)
 
-    def add(part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = ()) -> None:
+    def add(
+        part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = ()
+    ) -> None:
         inputs = {name: specs[name].ref for name in reads}
         specs[part] = Spec(stage, VERSIONS[stage], settings, inputs, unhashed.get(part, {}))
 
@@ -86,7 +98,9 @@ def compile_config(config: Config, content: Content) -> Experiment:
         add(part, "download", {"kind": kind, **_keyed_source(source, hashes)})
 
     add_download("model", "model", config.model, content.model)
-    generation: tuple[str, ...] = ()  # only of a local model; published with the result, without effect on the training
+    generation: tuple[
+        str, ...
+    ] = ()  # only of a local model; published with the result, without effect on the training
     if content.generation:
         add_download("generation", "generation", config.model, content.generation)
         generation = ("generation",)
@@ -98,13 +112,29 @@ def compile_config(config: Config, content: Content) -> Experiment:
     add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
     specs["train"] = training_of(specs["plan"])
     add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
-    # The documents of which source were held out is in the tokenize stage's arrays, and of interest for several only.
+    # The documents of which source were held out is in the tokenize stage's arrays, and of interest
+    # for several only.
     by_source = ("tokenize",) if len(config.data.held_out_sources) > 1 else ()
-    # The base's evaluation depends on no training: experiments with the same model, data and settings share it.
-    add(BASELINE, "evaluate", _evaluate_settings(config), ("model", *generation, "tokenize", "shard"))
+    # The base's evaluation depends on no training: experiments with the same model, data and
+    # settings share it.
+    add(
+        BASELINE,
+        "evaluate",
+        _evaluate_settings(config),
+        ("model", *generation, "tokenize", "shard"),
+    )
     reads = ("model", *generation, "merge", "shard", BASELINE, *by_source)
     add("evaluate", "evaluate", _evaluate_settings(config), reads)
-    report_reads = ("model", *data_parts, "tokenize", "shard", "train", "merge", BASELINE, "evaluate")
+    report_reads = (
+        "model",
+        *data_parts,
+        "tokenize",
+        "shard",
+        "train",
+        "merge",
+        BASELINE,
+        "evaluate",
+    )
     add("report", "report", {"experiment": config.experiment}, report_reads)
     return Experiment(config, specs)
 
@@ -115,10 +145,11 @@ def is_of_base(spec: Spec) -> bool:
 
 
 def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
-    """Return the settings of the plan stage; `held` lists the keys that `strategy: auto` must leave as they are."""
+    """Return the plan stage's settings; `held` lists keys that `strategy: auto` must not change."""
     train = settings_of(config.train)
     if content.deepspeed_json is not None:
-        train["deepspeed_json"] = content.deepspeed_json  # in place of its path: queued jobs keep it when it is edited
+        # in place of its path: queued jobs keep it when it is edited
+        train["deepspeed_json"] = content.deepspeed_json
     settings: dict[str, Any] = {
         "experiment": config.experiment,
         "cluster": settings_of(config.cluster, exclude=frozenset({"measured"})),
@@ -137,12 +168,20 @@ def training_of(plan: Spec) -> Spec:
 
     Where ranks approximate by themselves, their number and the blocks of their micro-batches do.
     """
-    settings = {key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS}
+    settings = {
+        key: value for key, value in plan.settings["train"].items() if key not in PLACEMENT_KEYS
+    }
     settings |= {key: value for key, value in plan.settings.items() if key == ROPE}
-    train, cluster = read_settings(Train, plan.settings["train"]), read_settings(Cluster, plan.settings["cluster"])
+    train = read_settings(Train, plan.settings["train"])
+    cluster = read_settings(Cluster, plan.settings["cluster"])
     if train.depends_on_ranks:
         settings[DEALING] = {"ranks": cluster.ranks, "micro_batch_blocks": train.micro_batch_blocks}
-    return Spec("train", version_of_training(train), settings, {name: plan.inputs[name] for name in ("model", "shard")})
+    return Spec(
+        "train",
+        version_of_training(train),
+        settings,
+        {name: plan.inputs[name] for name in ("model", "shard")},
+    )
 
 
 def version_of_training(train: Train) -> int:
@@ -153,22 +192,31 @@ def version_of_training(train: Train) -> int:
 
 
 def refuse_other_version(spec: Spec) -> None:
-    """Raise ConfigError for a spec that another version of the code made: this one computes something else for it."""
-    ours = version_of_training(read_train(spec.settings)) if spec.stage == "train" else VERSIONS[spec.stage]
+    """Raise ConfigError for another code version's spec: this code computes something else."""
+    ours = (
+        version_of_training(read_train(spec.settings))
+        if spec.stage == "train"
+        else VERSIONS[spec.stage]
+    )
     if spec.version != ours:
         problem = (
-            f"is of version {spec.version} of the stage, and this code computes version {ours}; run snakemake again"
+            f"is of version {spec.version} of the stage, and this code computes version "
+            f"{ours}; run snakemake again"
         )
         raise ConfigError(f"the spec {spec.digest} of {spec.stage}", [problem])
 
 
 def held_keys(train: Train) -> list[str]:
     """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
-    return [key for key in CHOSEN_KEYS if key in train.model_fields_set and getattr(train, key) != "auto"]
+    return [
+        key
+        for key in CHOSEN_KEYS
+        if key in train.model_fields_set and getattr(train, key) != "auto"
+    ]
 
 
 def run_digest(train: Spec) -> str:
-    """Return the name of a training run's working directory, which does not depend on `until_step`."""
+    """Return the name of a training run's working directory, whatever its `until_step`."""
     settings = {key: value for key, value in train.settings.items() if key != "until_step"}
     return replace(train, settings=settings).digest
 
@@ -184,7 +232,11 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
         return found[0]
     if name in names:
         return found[names.index(name)]
-    problem = f"a sweep of {len(found)} experiments" if name is None else f"no experiment is called {name!r}"
+    problem = (
+        f"a sweep of {len(found)} experiments"
+        if name is None
+        else f"no experiment is called {name!r}"
+    )
     if name is not None and (nearest := did_you_mean(name, names)):
         raise ConfigError(str(config_path), [f"{problem}{nearest}"])
     some = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
@@ -194,11 +246,14 @@ def open_experiment(config_path: Path, store: Store, name: str | None = None) ->
 def open_experiments(
     config_path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
 ) -> tuple[Experiment, ...]:
-    """Read, check and compile the config file at `config_path`. Raises ConfigError with every problem, or HubError.
+    """Read, check and compile the config file at `config_path`.
 
-    `refuse` may raise ConfigError for a config. It is called with the first checks, before files are hashed or a hub is
-    asked, and again for the compiled configs. In between, `learn` may look up what `refuse` needs to know of a config's
-    model. What the experiments of a sweep share is hashed and looked up once.
+    Raises ConfigError with every problem, or HubError.
+
+    `refuse` may raise ConfigError for a config. It is called with the first checks, before files
+    are hashed or a hub is asked, and again for the compiled configs. In between, `learn` may look
+    up what `refuse` needs to know of a config's model. What the experiments of a sweep share is
+    hashed and looked up once.
     """
     return open_sweep(config_path, store, refuse, learn)[1]
 
@@ -206,16 +261,19 @@ def open_experiments(
 def open_sweep(
     config_path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
-    """Compile as `open_experiments`; return the name in the file, the experiments, and any halving settings."""
+    """Compile as `open_experiments`; return the file's name, experiments, and any halving."""
     checks = (lambda config: read_content(config, Path(), None), refuse)
     loaded = load_sweep(config_path, checks=[partial(_problems_of, check) for check in checks])
     store.require_writable()
     configs = loaded.configs
     hashes = HashCache.load(store.remembered(HASHES_NAME), store.verified)
     revisions = Revisions.load(store.remembered(REVISIONS_NAME))
-    contents = of_each(configs, str(config_path), lambda config: read_content(config, config_path, hashes))
+    contents = of_each(
+        configs, str(config_path), lambda config: read_content(config, config_path, hashes)
+    )
     experiments = tuple(
-        compile_config(pinned(config, revisions), content) for config, content in zip(configs, contents, strict=True)
+        compile_config(pinned(config, revisions), content)
+        for config, content in zip(configs, contents, strict=True)
     )
     compiled = [experiment.config for experiment in experiments]
     for number, config in enumerate(compiled):
@@ -236,7 +294,9 @@ def _problems_of(check: Callable[[Config], object], config: Config) -> list[str]
     return []
 
 
-def of_each(configs: Sequence[Config], source: str, function: Callable[[Config], Found]) -> list[Found]:
+def of_each(
+    configs: Sequence[Config], source: str, function: Callable[[Config], Found]
+) -> list[Found]:
     """Return `function` of each config, in order.
 
     With several configs, raises one ConfigError for `source` that has the problems of all of them.
@@ -250,7 +310,9 @@ def of_each(configs: Sequence[Config], source: str, function: Callable[[Config],
             found.append(function(config))
         except ConfigError as error:
             is_known = error.source in (source, f"experiment {config.experiment!r}")
-            own = [problem if is_known else f"{error.source}: {problem}" for problem in error.problems]
+            own = [
+                problem if is_known else f"{error.source}: {problem}" for problem in error.problems
+            ]
         problems.append((config.experiment, own))
     if distinct := collapsed(problems):
         raise ConfigError(source, distinct)
@@ -264,11 +326,15 @@ def pinned(config: Config, revisions: Revisions) -> Config:
         if not isinstance(source, HubRepository):
             return source
         repository = Repository(source.source, kind, source.name)
-        return source.model_copy(update={"revision": revisions.commit_of(repository, source.revision)})
+        return source.model_copy(
+            update={"revision": revisions.commit_of(repository, source.revision)}
+        )
 
     lists = {"train": config.data.train, "validation": config.data.validation}
     pinned_lists = {
-        key: tuple(pin(source, "dataset") for source in sources) for key, sources in lists.items() if sources
+        key: tuple(pin(source, "dataset") for source in sources)
+        for key, sources in lists.items()
+        if sources
     }
     data = config.data.model_copy(update=pinned_lists)
     pinned_config = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
@@ -278,10 +344,14 @@ def pinned(config: Config, revisions: Revisions) -> Config:
 
 def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
     """Return a source's settings, with the hashes of its files in place of its paths."""
-    left_out = WHERE_KEYS | USE_KEYS | {ROPE} | (ROW_KEYS if isinstance(source, Rows) else frozenset())
+    left_out = (
+        WHERE_KEYS | USE_KEYS | {ROPE} | (ROW_KEYS if isinstance(source, Rows) else frozenset())
+    )
     if isinstance(source, FileData):
         left_out |= {"split"}  # says where the files are, as the path does
-    settings: dict[str, Any] = source.model_dump(mode="json", exclude_defaults=True, exclude=set(left_out))
+    settings: dict[str, Any] = source.model_dump(
+        mode="json", exclude_defaults=True, exclude=set(left_out)
+    )
     settings["source"] = source.source
     if hashes:
         settings["content"] = dict(sorted(hashes.items()))
@@ -291,12 +361,15 @@ def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
 def unhashed_settings(config: Config) -> dict[str, dict[str, Any]]:
     """Return what the specs of `config` have in `where`, by part.
 
-    It is not in their digests, so that another config may write other values to the same spec files: a frozen
-    experiment takes its own from its config.
+    It is not in their digests, so that another config may write other values to the same spec
+    files: a frozen experiment takes its own from its config.
     """
     of_model = _where(config.model)
     of_data = {f"data.{index}": _where(source) for index, source in enumerate(config.data.sources)}
-    of_stages = {name: _unhashed(section) for name, section in (("tokenize", config.tokenize), ("shard", config.shard))}
+    of_stages = {
+        name: _unhashed(section)
+        for name, section in (("tokenize", config.tokenize), ("shard", config.shard))
+    }
     return {"model": of_model, "generation": of_model, **of_data, **of_stages}
 
 
@@ -305,49 +378,64 @@ def _unhashed(section: Section) -> dict[str, Any]:
 
 
 def _where(source: Any) -> dict[str, str]:
-    """Return the locations of a source as absolute paths, since several clones may share a store."""
+    """Return a source's locations as absolute paths, since several clones may share a store."""
     found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
     where = {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
-    return where | {"split": source.split} if isinstance(source, FileData) and source.split else where
+    return (
+        where | {"split": source.split} if isinstance(source, FileData) and source.split else where
+    )
 
 
 def _tokenize_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of the section and, if any source sets how its rows are read, those of each source."""
+    """Return the section's settings and, if any source sets how rows are read, each source's."""
     row_keys = [
-        settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS) if isinstance(source, Rows) else {}
+        settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS)
+        if isinstance(source, Rows)
+        else {}
         for source in config.data.sources
     ]
-    settings = {**settings_of(config.tokenize, exclude=UNHASHED_KEYS), **_validation_sources(config)}
+    settings = {
+        **settings_of(config.tokenize, exclude=UNHASHED_KEYS),
+        **_validation_sources(config),
+    }
     return {**settings, "sources": row_keys} if any(row_keys) else settings
 
 
 def _shard_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of the section, the held-out fraction and, unless all are 1, the weights of the sources."""
+    """Return the section's settings, held-out fraction and sources' weights unless all are 1."""
     hashed = settings_of(config.shard, exclude=UNHASHED_KEYS)
-    settings = {**hashed, "validation_fraction": config.data.held_out_fraction, **_validation_sources(config)}
+    settings = {
+        **hashed,
+        "validation_fraction": config.data.held_out_fraction,
+        **_validation_sources(config),
+    }
     weights = [source.weight for source in config.data.train]
     return {**settings, "weights": weights} if set(weights) != {1.0} else settings
 
 
 def _validation_sources(config: Config) -> dict[str, int]:
-    """Return how many sources are held out: the last of the stage's inputs, or of the samples in it."""
+    """Return how many sources are held out: the last of the stage's inputs or its samples."""
     return {VALIDATION_SOURCES: len(config.data.validation)} if config.data.validation else {}
 
 
 def _evaluate_settings(config: Config) -> dict[str, Any]:
     """Return the settings of the section and, if it has prompts, the default system text and tools.
 
-    These begin the conversations that have none of their own. The variables of the chat template belong to all.
+    These begin the conversations that have none of their own. The variables of the chat template
+    belong to all.
     """
     settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
     asked_with = ("system", "tools", "chat_template_kwargs")
-    context = {key: value for key, value in settings_of(config.tokenize).items() if key in asked_with}
+    context = {
+        key: value for key, value in settings_of(config.tokenize).items() if key in asked_with
+    }
     return {**settings, "context": context} if config.evaluate.prompts and context else settings
 
 
-# A rehearsal: the training of an experiment to its first save, resumed to its second save, and merged.
-# `until_step` is not part of a run's digest, so both trainings work in the folder of the real run, which continues from
-# where they end: nothing is computed twice, and no stage of the experiment gets another digest.
+# A rehearsal: the training of an experiment to its first save, resumed to its second save, and
+# merged. `until_step` is not part of a run's digest, so both trainings work in the folder of the
+# real run, which continues from where they end: nothing is computed twice, and no stage of the
+# experiment gets another digest.
 
 
 @dataclass(frozen=True)
@@ -374,7 +462,7 @@ class Rehearsal:
         return int(self.second.settings["until_step"])
 
     def waits_for(self, digest: str) -> list[Ref]:
-        """Return what `digest` waits for without reading it: the second training resumes the first."""
+        """Return what `digest` awaits but does not read: the second training resumes the first."""
         return [self.first.ref] if digest == self.second.digest else []
 
     def title(self, digest: str) -> str | None:
@@ -390,10 +478,12 @@ class Rehearsal:
 def rehearsal_of(experiment: Experiment) -> Rehearsal | None:
     """Return the rehearsal of `experiment`; None if the experiment itself stops no later.
 
-    It has two steps. With local SGD it has twice the steps between two averagings, since a stop in between would change
-    the result.
+    It has two steps. With local SGD it has twice the steps between two averagings, since a stop in
+    between would change the result.
     """
-    train, merge, settings = experiment.specs["train"], experiment.specs["merge"], experiment.config.train
+    train = experiment.specs["train"]
+    merge = experiment.specs["merge"]
+    settings = experiment.config.train
     steps = (settings.local_sgd_steps, 2 * settings.local_sgd_steps)
     if settings.until_step is not None and settings.until_step <= steps[-1]:
         return None

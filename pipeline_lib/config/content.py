@@ -1,6 +1,7 @@
-"""Hash the local files and folders that a config names, so that specs depend on content and not on names.
+"""Hash local files and folders that a config names: specs depend on content and not on names.
 
-A hash is cached with the path, size, inode and times of its file, so that a large file is read once.
+A hash is cached with the path, size, inode and times of its file, so that a large file is read
+once.
 """
 
 import glob
@@ -18,21 +19,53 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline_lib.config.deepspeed_json import content_of
-from pipeline_lib.config.schema import Config, FileData, HubRepository, LocalModel, ModelSource, TinyModel
+from pipeline_lib.config.schema import (
+    Config,
+    FileData,
+    HubRepository,
+    LocalModel,
+    ModelSource,
+    TinyModel,
+)
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, write_json
-from pipeline_lib.core.store import HASHED_AT_ONCE, MANIFEST_NAME, NOTHING_VERIFIED, Manifest, VerifiedFiles
+from pipeline_lib.core.store import (
+    HASHED_AT_ONCE,
+    MANIFEST_NAME,
+    NOTHING_VERIFIED,
+    Manifest,
+    VerifiedFiles,
+)
 
-# Files used from a model folder: only data that affects the model's output. Code, pickles and notes are ignored.
+# Files used from a model folder: only data that affects the model's output. Code, pickles and notes
+# are ignored.
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz", ".parquet", ".arrow")
+DATA_SUFFIXES = (
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".json.gz",
+    ".jsonl.gz",
+    ".csv.gz",
+    ".parquet",
+    ".arrow",
+)
 MAIN_SPLIT = "train"
 MOST_FOLDERS = 20_000  # that one pattern searches
 HASHES_NAME = "hashes.json"  # of a HashCache
 GENERATION_NAME = "generation_config.json"
 # What serving a model of pictures, video and text needs beside; training does not read them.
-MEDIA_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_NAME)
+MEDIA_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    GENERATION_NAME,
+)
 TEMPLATES_FOLDER = "additional_chat_templates"  # of named templates, such as tool_use.jinja
 TEMPLATES_SUFFIX = ".jinja"
 
@@ -42,10 +75,12 @@ RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
 
 @dataclass
 class HashCache:
-    """A cache of the SHA-256 of files, stored as JSON at `path`, which only this user can write; without one, unsaved.
+    """A cache of files' SHA-256, stored as JSON at `path`, which only this user can write.
 
-    Another user's file could say that one file has the content of another. A file that is read is marked in `verified`,
-    so that no stage on this machine reads it again for its hash.
+    Without a path it is not saved.
+
+    Another user's file could say that one file has the content of another. A file that is read is
+    marked in `verified`, so that no stage on this machine reads it again for its hash.
     """
 
     path: Path | None
@@ -70,7 +105,11 @@ class HashCache:
         try:
             key, stamp = str(file.resolve()), _stamp(file)
             remembered = self.entries.get(key)
-            if isinstance(remembered, list) and len(remembered) == len(stamp) + 1 and remembered[:-1] == stamp:
+            if (
+                isinstance(remembered, list)
+                and len(remembered) == len(stamp) + 1
+                and remembered[:-1] == stamp
+            ):
                 return str(remembered[-1])
             digest = self.verified.sha256(file, beside=Path(key).parent)
         except OSError as error:
@@ -80,12 +119,18 @@ class HashCache:
         return digest
 
     def of_all(self, files: Sequence[Path]) -> list[str]:
-        """Return the SHA-256 of each of `files`, several at a time: hashlib releases the GIL. Raises as `sha256`."""
+        """Return the SHA-256 of each of `files`, several at a time: hashlib releases the GIL.
+
+        Raises as `sha256`.
+        """
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             return list(pool.map(self.sha256, files))
 
     def remember(self, file: Path, sha256: str) -> None:
-        """Remember that the hash of `file`, as its status is now, is `sha256`, if that is so. Raises OSError."""
+        """Remember that the hash of `file`, as its status is now, is `sha256`, if that is so.
+
+        Raises OSError.
+        """
         key, stamp = str(file.resolve()), _stamp(file)
         if self.verified.has_sha256(file, sha256, beside=Path(key).parent):
             self.entries[key] = [*stamp, sha256]
@@ -114,10 +159,11 @@ def _stamp(file: Path) -> list[int]:
 class Content:
     """Hashes by file name: of the model folder or tokenizer, and of each data source.
 
-    Content made from the running Python is identified by the Python version and platform. A hub repository has no
-    hashes: its commit identifies its content. `measured` is the content of the cluster.json that the config names, and
-    `deepspeed_json` that of its DeepSpeed config, as JSON.
-    `generation` has the hash of a local model's generation_config.json, which does not affect training.
+    Content made from the running Python is identified by the Python version and platform. A hub
+    repository has no hashes: its commit identifies its content. `measured` is the content of the
+    cluster.json that the config names, and `deepspeed_json` that of its DeepSpeed config, as JSON.
+    `generation` has the hash of a local model's generation_config.json, which does not affect
+    training.
     """
 
     model: dict[str, str]
@@ -154,7 +200,9 @@ def read_content(config: Config, config_path: Path, cache: HashCache | None) -> 
         try:
             deepspeed_json = content_of(config.train.deepspeed_json)
         except ConfigError as error:
-            problems += [f"train.deepspeed_json: {error.source}: {problem}" for problem in error.problems]
+            problems += [
+                f"train.deepspeed_json: {error.source}: {problem}" for problem in error.problems
+            ]
     if problems:
         raise ConfigError(str(config_path), problems)
     if cache is not None:
@@ -175,7 +223,9 @@ def _unreadable_noted(key: str, problems: list[str]) -> Iterator[None]:
 
 
 def measured_content(config: Config) -> dict[str, Any] | None:
-    """Return the content of the config's cluster.json; None if it names none. Raises ConfigError if it cannot be read.
+    """Return the content of the config's cluster.json; None if it names none.
+
+    Raises ConfigError if it cannot be read.
 
     The content can be written as JSON again, as a spec is. Its meaning is not checked.
     """
@@ -187,24 +237,28 @@ def measured_content(config: Config) -> dict[str, Any] | None:
         wrong = next(not_json(content), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         text = (
-            f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib calibrate CONFIG` writes it"
+            f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib "
+            "calibrate CONFIG` writes it"
         )
         raise ConfigError("the config", [text]) from error
     if wrong is not None:
-        text = f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib calibrate CONFIG`"
+        text = (
+            f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib "
+            "calibrate CONFIG`"
+        )
         raise ConfigError("the config", [text])
     return content
 
 
 def model_key(model: ModelSource) -> str:
-    """Return the config key that identifies the model; problems with the model are reported under it."""
+    """Return the config key that identifies the model, under which its problems are reported."""
     if isinstance(model, TinyModel):
         return "model.tokenizer"
     return "model.path" if isinstance(model, LocalModel) else "model.name"
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model folder that are used, sorted; their names have to be known, or their suffixes."""
+    """Return a model folder's files that are used, sorted: those with known names or suffixes."""
     found = [*folder.iterdir(), *_templates(folder)]
     return sorted(path for path in found if is_model_file(name_in(folder, path)) and path.is_file())
 
@@ -215,29 +269,40 @@ def name_in(folder: Path, file: Path) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Return the names of the files in `folder` that decide the tokens of a model, and its generation config."""
+    """Return the names of files in `folder` that decide a model's tokens, and generation config."""
     named = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     return named + [name_in(folder, path) for path in _templates(folder)]
 
 
 def _templates(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}") if path.is_file())
+    return sorted(
+        path for path in (folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}") if path.is_file()
+    )
 
 
 def data_files(pattern: str, split: str | None = None) -> list[Path]:
-    """Return the files that a path or glob matches, sorted; of a folder that `datasets` saved, the files of `split`.
+    """Return the files that a path or glob matches, sorted; of a `datasets` folder, `split`'s.
 
-    Raises DataError if such a folder is not whole or has no such split, or if there are no splits to choose from.
+    A `datasets` folder is one that this library saved.
+
+    Raises DataError if such a folder is not whole or has no such split, or if there are no splits
+    to choose from.
     """
     folder = Path(pattern)
     splits_path = folder / "dataset_dict.json"
     if folder.is_dir() and splits_path.is_file():
         splits = _saved(splits_path, "splits")
         if (split or MAIN_SPLIT) not in splits:
-            raise DataError(f"{pattern!r} has no split {split or MAIN_SPLIT!r}; give `split` one of {_listed(splits)}")
+            raise DataError(
+                f"{pattern!r} has no split {split or MAIN_SPLIT!r}; give `split` one of "
+                f"{_listed(splits)}"
+            )
         folder /= split or MAIN_SPLIT
     elif split is not None:
-        raise DataError(f"{pattern!r} is not a folder with several splits (`DatasetDict.save_to_disk`); remove `split`")
+        raise DataError(
+            f"{pattern!r} is not a folder with several splits (`DatasetDict.save_to_disk`); remove "
+            "`split`"
+        )
     if folder.is_dir() and (folder / "state.json").is_file():
         return _saved_files(folder)
     if folder.is_file():  # a file name may contain glob characters
@@ -247,7 +312,7 @@ def data_files(pattern: str, split: str | None = None) -> list[Path]:
 
 
 def _refuse_endless(pattern: str) -> None:
-    """Raise DataError for a pattern with `**` that leads through very many folders, such as those of a whole disk."""
+    """Raise DataError for a `**` pattern that leads through very many folders, as of a disk."""
     above, recursive, _ = pattern.partition("**")
     if not recursive:
         return
@@ -255,36 +320,51 @@ def _refuse_endless(pattern: str) -> None:
         walked = os.walk(root, followlinks=True)  # as `**` follows links
         if any(number == MOST_FOLDERS for number, _ in enumerate(walked)):
             raise DataError(
-                f"{pattern!r} leads through more than {MOST_FOLDERS:,} folders; write the folder that holds the files"
+                f"{pattern!r} leads through more than {MOST_FOLDERS:,} folders; write the folder "
+                "that holds the files"
             )
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a saved data set. There may be others beside them: caches, and leftovers of older saves."""
+    """Return the files of a saved data set.
+
+    There may be others beside them: caches, and leftovers of older saves.
+    """
     state = folder / "state.json"
     if _saved(state, "_indices_data_files"):
         raise DataError(
-            f"{str(state)!r}: an old version of `datasets` saved a selection of the rows beside them "
-            "(_indices_data_files), which is not read; load it there, and save dataset.flatten_indices()"
+            f"{str(state)!r}: an old version of `datasets` saved a selection of the rows beside "
+            "them "
+            "(_indices_data_files), which is not read; load it there, and save "
+            "dataset.flatten_indices()"
         )
     files = [folder / name for name in _saved(state, "_data_files")]
     if not files:
         raise DataError(f"{str(folder)!r} is a data set without rows; save it again with some")
     if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{str(state)!r} lists {_listed(missing)}, which is not there; save or copy the data set again")
+        raise DataError(
+            f"{str(state)!r} lists {_listed(missing)}, which is not there; save or copy the data "
+            "set again"
+        )
     return files
 
 
 def _saved(path: Path, key: str) -> list[str]:
-    """Return the names that a file of `datasets` lists under `key`. Raises DataError if they are no names of files."""
+    """Return the names that a file of `datasets` lists under `key`.
+
+    Raises DataError if they are no names of files.
+    """
     try:
         entries = dict(read_json(path)).get(key) or []
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise DataError(f"{str(path)!r} does not read ({error}); save or copy the data set again") from error
+        raise DataError(
+            f"{str(path)!r} does not read ({error}); save or copy the data set again"
+        ) from error
     if strange := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise DataError(
-            f"{str(path)!r} lists {strange[0]!r:.100}, which is not a file name in that folder; save it again"
+            f"{str(path)!r} lists {strange[0]!r:.100}, which is not a file name in that folder; "
+            "save it again"
         )
     return names
 
@@ -298,7 +378,11 @@ def is_model_file(name: str) -> bool:
     folder, _, last = name.rpartition("/")
     if folder:
         return folder == TEMPLATES_FOLDER and last.endswith(TEMPLATES_SUFFIX)
-    return name.endswith(WEIGHTS_SUFFIXES) or name in ("config.json", *TOKENIZER_FILES, *MEDIA_FILES)
+    return name.endswith(WEIGHTS_SUFFIXES) or name in (
+        "config.json",
+        *TOKENIZER_FILES,
+        *MEDIA_FILES,
+    )
 
 
 def missing_model_files(names: Iterable[str]) -> list[str]:
@@ -316,7 +400,7 @@ def is_data_file(name: str) -> bool:
 
 
 def not_json(value: Any, key: str = "") -> Iterator[str]:
-    """Yield a problem, with its key, for each value that JSON does not allow: NaN, infinity, a lone surrogate."""
+    """Yield a problem with its key for values that JSON forbids: NaN, infinity, lone surrogate."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{key}: {value} is no finite number"
     elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
@@ -330,7 +414,9 @@ def not_json(value: Any, key: str = "") -> Iterator[str]:
             yield from not_json(inner, f"{key}[{index}]")
 
 
-def _model_content(model: ModelSource, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
+def _model_content(
+    model: ModelSource, cache: HashCache | None, problems: list[str]
+) -> dict[str, str]:
     if isinstance(model, HubRepository):
         return {}
     if isinstance(model, TinyModel):
@@ -343,7 +429,9 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
         return _hashes({name: folder / name for name in tokenizer_files(folder)}, cache)
     folder = Path(model.path)
     if not folder.is_dir():
-        problems.append(f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()}){_hint(model.path)}")
+        problems.append(
+            f"model.path: {str(folder)!r} is not a folder here ({Path.cwd()}){_hint(model.path)}"
+        )
         return {}
     files = model_files(folder)
     if missing := missing_model_files(file.name for file in files):
@@ -356,23 +444,33 @@ def _model_content(model: ModelSource, cache: HashCache | None, problems: list[s
 
 
 def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Return how a model folder differs from the manifest in it, as after a damaged or unverified copy.
+    """Return how a model folder differs from its manifest, as after a damaged or unverified copy.
 
     A manifest that this pipeline did not write is ignored.
     """
     path = folder / MANIFEST_NAME
-    mend = f"get {str(folder)!r} again, or delete its {MANIFEST_NAME} if you changed the model yourself"
+    mend = (
+        f"get {str(folder)!r} again, or delete its {MANIFEST_NAME} if you changed the model "
+        "yourself"
+    )
     try:
         content = read_json(path)
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        return [f"model.path: {str(path)!r} cannot be read ({error}), so the model cannot be verified; {mend}"]
+        return [
+            f"model.path: {str(path)!r} cannot be read ({error}), so the model cannot be verified; "
+            f"{mend}"
+        ]
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError:
         is_ours = isinstance(content, dict) and {"stage", "digest", "files"} <= content.keys()
-        return [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"] if is_ours else []
+        return (
+            [f"model.path: {str(path)!r} is damaged, so the model cannot be verified; {mend}"]
+            if is_ours
+            else []
+        )
     sealed = {name: entry.sha256 for name, entry in manifest.files.items() if is_model_file(name)}
     return [
         f"model.path: {str(folder / name)!r} does not match {MANIFEST_NAME}; {mend}"
@@ -387,11 +485,16 @@ def _hint(path: str) -> str:
     if "$" in path:
         return "; variables are not replaced here: write the path out, or begin it with ~"
     if not path.isascii() and encoding != "utf-8":
-        return f"; by the locale, this process takes file names for {encoding}: `export PYTHONUTF8=1` makes it UTF-8"
+        return (
+            f"; by the locale, this process takes file names for {encoding}: `export "
+            "PYTHONUTF8=1` makes it UTF-8"
+        )
     return ""
 
 
-def _file_content(source: FileData, key: str, cache: HashCache | None, problems: list[str]) -> dict[str, str]:
+def _file_content(
+    source: FileData, key: str, cache: HashCache | None, problems: list[str]
+) -> dict[str, str]:
     try:
         files = data_files(source.path, source.split)
     except DataError as error:
@@ -399,11 +502,14 @@ def _file_content(source: FileData, key: str, cache: HashCache | None, problems:
         return {}
     if not files and Path(source.path).exists():
         problems.append(
-            f"{key}: {source.path!r} is neither a file nor a folder saved by `datasets`; name the files in "
+            f"{key}: {source.path!r} is neither a file nor a folder saved by `datasets`; name the "
+            "files in "
             "it, as in 'folder/*.jsonl'"
         )
     elif not files:
-        problems.append(f"{key}: no file matches {source.path!r} here ({Path.cwd()}){_hint(source.path)}")
+        problems.append(
+            f"{key}: no file matches {source.path!r} here ({Path.cwd()}){_hint(source.path)}"
+        )
     for file in files:
         if not is_data_file(file.name):
             problems.append(f"{key}: {str(file)!r} is none of {', '.join(DATA_SUFFIXES)}")

@@ -1,7 +1,7 @@
-"""Answer Snakemake's questions about experiments: what to make, from which inputs, under which title.
+"""Answer Snakemake's questions about experiments: what to make, from what, under which title.
 
-The main process compiles the YAML and freezes the result. Jobs that parse the Snakefile again, on cluster nodes, read
-the frozen result, so later edits of the YAML do not change submitted work.
+The main process compiles the YAML and freezes the result. Jobs that parse the Snakefile again, on
+cluster nodes, read the frozen result, so later edits of the YAML do not change submitted work.
 """
 
 import json
@@ -59,8 +59,8 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 class Dag:
     """The experiments of a config file in a store, as Snakemake sees them: one, or all of a sweep.
 
-    With `halving`, only the best trainings of a sweep run to their end. `name` is the name in the file, the prefix of
-    the experiments' names.
+    With `halving`, only the best trainings of a sweep run to their end. `name` is the name in the
+    file, the prefix of the experiments' names.
     """
 
     experiments: tuple[Experiment, ...]
@@ -76,22 +76,34 @@ class Dag:
         refuse: Refuse = lambda _: None,
         learn: Learn = lambda _: None,
     ) -> "Dag":
-        """Compile the one config file that Snakemake was given. Raises ConfigError, also those raised by `refuse`.
+        """Compile the one config file that Snakemake was given.
 
-        `refuse` and `learn` are those of `open_experiments`. Overrides on Snakemake's command line and a second config
-        file are refused.
+        Raises ConfigError, also those raised by `refuse`.
+
+        `refuse` and `learn` are those of `open_experiments`. Overrides on Snakemake's command line
+        and a second config file are refused.
         """
         if overrides:
             keys = ", ".join(sorted(overrides))
-            raise ConfigError("--config", [f"{keys}: not read; edit the YAML or give another with --configfile"])
+            raise ConfigError(
+                "--config", [f"{keys}: not read; edit the YAML or give another with --configfile"]
+            )
         if len(configfiles) > 1:
-            raise ConfigError("--configfile", [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"])
+            raise ConfigError(
+                "--configfile",
+                [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"],
+            )
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
         return Dag.open(path, store, refuse, learn)
 
     @staticmethod
-    def open(path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None) -> "Dag":
-        """Compile the config file at `path`; nothing is written into the store. Raises ConfigError, HubError."""
+    def open(
+        path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
+    ) -> "Dag":
+        """Compile the config file at `path`; nothing is written into the store.
+
+        Raises ConfigError, HubError.
+        """
         name, experiments, halving = open_sweep(path, store, refuse, learn)
         return Dag(experiments, store, halving, name)
 
@@ -102,37 +114,46 @@ class Dag:
 
     @cached_property
     def rehearsal(self) -> Rehearsal | None:
-        """The rehearsal of the first experiment, None if it stops too early for one; `all` does not include it."""
+        """The first experiment's rehearsal, None if it stops too early; `all` leaves it out."""
         return rehearsal_of(self.experiment)
 
     def freeze(self) -> Path:
         """Write what the jobs read, and return `frozen_path`: only where something is about to run.
 
-        That is each spec, and each experiment under the hash of its content. Pointers that mislead Snakemake are
-        removed, so that it makes again what is missing.
+        That is each spec, and each experiment under the hash of its content. Pointers that mislead
+        Snakemake are removed, so that it makes again what is missing.
         """
         self.store.write_specs(spec for spec, _ in self._placed.values())
         for rung, going in self.open_rungs():
-            self.store.write_specs(spec for training, spec in rung.trainings.items() if training in going)
+            self.store.write_specs(
+                spec for training, spec in rung.trainings.items() if training in going
+            )
         for pointer in self.dangling_pointers():
             pointer.unlink(missing_ok=True)
-        take_out_of_future((self.store.root / "experiments").glob("*.json"))  # the newest file is the latest request
+        # the newest file is the latest request
+        take_out_of_future((self.store.root / "experiments").glob("*.json"))
         for path, content in self._frozen.items():
             _write_or_touch(path, content)
         return self.frozen_path
 
     @property
     def frozen_path(self) -> Path:
-        """The value of `FROZEN_VARIABLE`: the file that `freeze` writes last, which for a sweep lists the others."""
+        """The value of `FROZEN_VARIABLE`: the file that `freeze` writes last.
+
+        For a sweep it lists the others.
+        """
         return list(self._frozen)[-1].resolve()
 
     def dangling_pointers(self) -> list[Path]:
-        """Return the pointers of these experiments that lead to nothing, as `Store.dangling_pointers`."""
+        """Return these experiments' pointers that lead to nothing, as `Store.dangling_pointers`."""
         return self.store.dangling_pointers(spec for spec, _ in self._placed.values())
 
     @cached_property
     def _frozen(self) -> dict[Path, dict[str, Any]]:
-        """The content of each file that `freeze` writes, the experiments' first: their names are its hashes."""
+        """The content of each file that `freeze` writes, experiments first: hashes are names.
+
+        A file's name is the hash of its content.
+        """
         frozen: dict[Path, dict[str, Any]] = {}
         for experiment in self.experiments:
             parts = {part: spec.digest for part, spec in experiment.specs.items()}
@@ -147,21 +168,28 @@ class Dag:
 
     @staticmethod
     def thaw(path: Path, store: Store) -> "Dag":
-        """Return the sweep or the single experiment that `freeze` wrote to `path`. Raises IntegrityError."""
+        """Return the sweep or the single experiment that `freeze` wrote to `path`.
+
+        Raises IntegrityError.
+        """
         try:
             frozen = read_json(path)
             if "experiments" not in frozen:
                 only = _thaw(frozen, store)
                 return Dag((only,), store, name=only.name)
-            first, *others = (path.parent.parent / "experiments" / name for name in frozen["experiments"])
+            first, *others = (
+                path.parent.parent / "experiments" / name for name in frozen["experiments"]
+            )
             halving = read_halving(frozen["halving"])[0] if "halving" in frozen else None
             experiments = tuple(_thaw(read_json(one), store) for one in (first, *others))
             return Dag(experiments, store, halving, frozen["name"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise IntegrityError(f"{path}: cannot read the frozen experiment ({error}); run snakemake anew") from error
+            raise IntegrityError(
+                f"{path}: cannot read the frozen experiment ({error}); run snakemake anew"
+            ) from error
 
     def config_of(self, digest: str) -> Config:
-        """Return the config of the experiment with the stage instance `digest`; of the first if several share it."""
+        """Return the config of the first experiment that has the stage instance `digest`."""
         return self._owners(digest)[0].config
 
     def pointer(self, part: str) -> str:
@@ -169,13 +197,15 @@ class Dag:
         return str(self.store.pointer(self.experiment.ref(part)))
 
     def pointers(self, stage: str, going: Collection[str] | None = None) -> list[str]:
-        """Return the distinct pointers of `stage`, of all experiments or only of those whose training is in `going`."""
-        meant = [one for one in self.experiments if going is None or one.ref("train").digest in going]
+        """Return the distinct pointers of `stage`, for all experiments or trainings in `going`."""
+        meant = [
+            one for one in self.experiments if going is None or one.ref("train").digest in going
+        ]
         specs = (spec for one in meant for spec in one.specs.values() if spec.stage == stage)
         return list(dict.fromkeys(str(self.store.pointer(spec.ref)) for spec in specs))
 
     def products(self, going: Collection[str] | None = None) -> list[str]:
-        """Return the pointers of everything that RESULTS links to, restricted to `going` as in `pointers`."""
+        """Return the pointers of all that RESULTS links to, limited to `going` as in `pointers`."""
         return [pointer for stage in PRODUCTS for pointer in self.pointers(stage, going)]
 
     @cached_property
@@ -185,7 +215,10 @@ class Dag:
         return rungs_of(self.halving, trainings) if self.halving else ()
 
     def rung(self, digest: str) -> tuple[Rung, Rung | None]:
-        """Return the rung `digest` and the rung before it. Raises IntegrityError if the sweep has no such rung."""
+        """Return the rung `digest` and the rung before it.
+
+        Raises IntegrityError if the sweep has no such rung.
+        """
         for before, rung in zip((None, *self.rungs), self.rungs, strict=False):
             if rung.digest == digest:
                 return rung, before
@@ -202,18 +235,24 @@ class Dag:
         return found
 
     def open_rungs(self) -> list[tuple[Rung, Collection[str]]]:
-        """Return the first rung and each rung that a decision opened, with the trainings that run to it.
+        """Return the first rung and each that a decision opened, with the trainings that run to it.
 
         Raises IntegrityError if a decision cannot be read.
         """
         following = zip(self.rungs[1:], self.decisions(), strict=False)
-        opened = [(rung, decision.survivors) for rung, (_, decision) in following if decision.next_step is not None]
+        opened = [
+            (rung, decision.survivors)
+            for rung, (_, decision) in following
+            if decision.next_step is not None
+        ]
         return [*((rung, rung.trainings) for rung in self.rungs[:1]), *opened]
 
     def next_to_rung(self, training: str) -> Spec | None:
-        """Return the spec that takes `training` to the next open rung it has not reached; None if there is none."""
+        """Return the spec that takes `training` to the next open rung; None if there is none."""
         ahead = (rung.trainings[training] for rung, going in self.open_rungs() if training in going)
-        return next((spec for spec in ahead if not reached_path(self.store, spec.digest).exists()), None)
+        return next(
+            (spec for spec in ahead if not reached_path(self.store, spec.digest).exists()), None
+        )
 
     def names_of(self, training: str) -> list[str]:
         """Return the names of the experiments that share the whole `training`."""
@@ -221,10 +260,13 @@ class Dag:
 
     def is_trained(self, digest: str) -> bool:
         """Return whether the training `digest`, a whole one or one to a rung, is done."""
-        return self.store.pointer(Ref("train", digest)).exists() or reached_path(self.store, digest).exists()
+        return (
+            self.store.pointer(Ref("train", digest)).exists()
+            or reached_path(self.store, digest).exists()
+        )
 
     def outputs(self) -> list[Path]:
-        """Return the paths of all outputs whose times Snakemake compares, whether they exist or not."""
+        """Return the paths of all outputs whose times Snakemake compares, existing or not."""
         pointers = [self.store.pointer(spec.ref) for spec, _ in self._placed.values()]
         reached = [reached_path(self.store, digest) for digest in self._to_rungs]
         return pointers + reached + [decision_path(self.store, rung.digest) for rung in self.rungs]
@@ -234,23 +276,25 @@ class Dag:
         return str(self.store.pointer(self._owners(digest)[0].ref("plan")))
 
     def pointers_read_by(self, digest: str, *, is_to_rung: bool = False) -> list[str]:
-        """Return the pointers of everything that the stage instance `digest` reads or has to wait for.
+        """Return the pointers of all that the stage instance `digest` reads or has to wait for.
 
-        A training to a rung waits only for its inputs, even if the rehearsal's second training has the same digest. The
-        evaluation of the base model waits for the plan as the training does, so that both are ready then, and that goes
-        first.
+        A training to a rung waits only for its inputs, even if the rehearsal's second training has
+        the same digest. The evaluation of the base model waits for the plan as the training does,
+        so that both are ready then, and that goes first.
         """
         refs = [ref for _, ref in sorted(self._spec(digest).inputs.items())]
         refs += self.rehearsal.waits_for(digest) if self.rehearsal and not is_to_rung else []
         spec = self._spec(digest)
-        if is_of_base(spec) and not self.store.pointer(spec.ref).exists():  # else a new plan would start it again
+        # else a new plan would start it again
+        if is_of_base(spec) and not self.store.pointer(spec.ref).exists():
             refs.append(self._owners(digest)[0].ref("plan"))
         return [str(self.store.pointer(ref)) for ref in refs]
 
     def unhashed_arguments(self, digest: str) -> list[str]:
-        """Return the arguments by which the rule of `digest` gives the stage what is in no digest: `--where JSON`.
+        """Return the arguments by which `digest`'s rule passes what no digest has: `--where JSON`.
 
-        The spec file has it too, but another config that shares the stage instance may rewrite that at any time.
+        The spec file has it too, but another config that shares the stage instance may rewrite that
+        at any time.
         """
         spec = self._spec(digest)
         return ["--where", json.dumps(dict(spec.where))] if spec.stage in UNHASHED_STAGES else []
@@ -263,7 +307,11 @@ class Dag:
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
         sources = count(len(config.data.sources), "sources")
         if is_of_base(spec):
-            judged = "base model on held-out answers" if config.data.held_out_sources else "answers of the base model"
+            judged = (
+                "base model on held-out answers"
+                if config.data.held_out_sources
+                else "answers of the base model"
+            )
         elif config.data.held_out_sources:
             judged = "base against tuned on held-out answers"
         else:
@@ -271,7 +319,8 @@ class Dag:
         details = {
             "download": ", ".join(parts),
             "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",
-            "shard": f"blocks of {config.shard.block_tokens} tokens in {count(config.shard.shards, 'files')}",
+            "shard": f"blocks of {config.shard.block_tokens} tokens in "
+            f"{count(config.shard.shards, 'files')}",
             "plan": where,
             "train": f"{config.train.method} fine-tuning by {config.train.strategy} on {where}",
             "merge": "model folder in Hugging Face format, checked against the trained model",
@@ -315,25 +364,33 @@ class Dag:
         return self._placed[self._to_rungs.get(digest, digest)][1]
 
     def _spec(self, digest: str) -> Spec:
-        """Return the spec with that digest. Raises IntegrityError if it is none of these experiments'.
+        """Return the spec with that digest.
+
+        Raises IntegrityError if it is none of these experiments'.
 
         Specs of other experiments are refused, because no plan of these experiments places them.
         """
         if digest in self._placed:
             return self._placed[digest][0]
         if whole := self._to_rungs.get(digest):
-            return next(one for rung in self.rungs if (one := rung.trainings[whole]).digest == digest)
-        raise IntegrityError(f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets")
+            return next(
+                one for rung in self.rungs if (one := rung.trainings[whole]).digest == digest
+            )
+        raise IntegrityError(
+            f"{digest}: no stage of experiment {self.experiment.name!r}; ask for its own targets"
+        )
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
     """Link RESULTS/NAME/{report.html,model} to finished results; return the links.
 
-    A link of ours that leads to nothing, or into another store, is removed. A file or folder that the user put there is
-    left alone.
+    A link of ours that leads to nothing, or into another store, is removed. A file or folder that
+    the user put there is left alone.
     """
     links = {}
-    for part, (name, inside) in zip(PRODUCTS, (("report.html", "report.html"), ("model", "")), strict=True):
+    for part, (name, inside) in zip(
+        PRODUCTS, (("report.html", "report.html"), ("model", "")), strict=True
+    ):
         link, ref = results / experiment.name / name, experiment.ref(part)
         if store.is_sealed(ref) and (link.is_symlink() or not link.exists()):
             replace_link(link, store.sealed(ref) / inside)
@@ -344,7 +401,7 @@ def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) 
 
 
 def _leads_astray(link: Path, part: str, store: Store) -> bool:
-    """Return whether `link` leads to a sealed directory of `part` that is missing or in another store."""
+    """Return whether `link` leads to a sealed `part` that is missing or in another store."""
     if not link.is_symlink():
         return False
     target = Path(os.path.normpath(link.parent.resolve() / link.readlink()))
@@ -360,7 +417,7 @@ def _hashed_path(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def _write_or_touch(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`, or stamp the file that has it: the newest file is the latest request."""
+    """Write `content` to `path`, or stamp the file with it: the newest is the latest request."""
     try:
         is_known = path.read_text(encoding="utf-8") == json_text(content)
     except (OSError, ValueError):
@@ -378,6 +435,9 @@ def _thaw(frozen: Mapping[str, Any], store: Store) -> Experiment:
     config = Config.model_validate_json(canonical_json(frozen["config"]))
     unhashed, specs = unhashed_settings(config), {}
     for part, digest in frozen["parts"].items():
-        # Another config may have written the spec since: the same digest, and other values beside it.
-        specs[part] = replace(store.read_spec(store.spec_path(digest)), where=unhashed.get(part, {}))
+        # Another config may have written the spec since: the same digest, and other values beside
+        # it.
+        specs[part] = replace(
+            store.read_spec(store.spec_path(digest)), where=unhashed.get(part, {})
+        )
     return Experiment(config, specs)

@@ -1,4 +1,4 @@
-"""Make docs/config.md and the editors' JSON schema from the config schema, so that neither can be out of date."""
+"""Make docs/config.md and the editors' JSON schema from the config schema: none is out of date."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -34,32 +34,54 @@ made in another order or by another kernel, and `by content` that the content of
 | computes again | another result | keys |
 |---|---|---|"""
 _HEADER = "| key | value | default | meaning |\n|---|---|---|---|"
-_TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "`true` or `false`",
+}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 Node = Mapping[str, Any]
 
 
 def config_json_schema() -> str:
-    """Return the JSON schema of a config file (draft 2020-12), for editors that complete and check YAML."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **ConfigFile.model_json_schema()}
+    """Return the JSON schema (draft 2020-12) of config files, for editors that check YAML.
+
+    They complete keys with it too.
+    """
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **ConfigFile.model_json_schema(),
+    }
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def config_page() -> str:
-    """Return docs/config.md: all keys in Markdown, one heading and table per section, in the order of the schema."""
+    """Return docs/config.md: all keys in Markdown, with a table per section in schema order.
+
+    Each section has a heading.
+    """
     schema = ConfigFile.model_json_schema()
     definitions = schema["$defs"]
     tables = []
-    for title, section in dict(_sections("", schema, definitions)).items():  # several models have the section `rope`
+    for title, section in dict(
+        _sections("", schema, definitions)
+    ).items():  # several models have the section `rope`
         rows = [
-            f"| `{key}` | {_value(node)} | {_default(node)} | " + node.get("description", "").replace("|", "\\|") + " |"
-            for key, node in sorted(section["properties"].items(), key=lambda item: item[0] != "source")
+            f"| `{key}` | {_value(node)} | {_default(node)} | "
+            + node.get("description", "").replace("|", "\\|")
+            + " |"
+            for key, node in sorted(
+                section["properties"].items(), key=lambda item: item[0] != "source"
+            )
             # A section that may be left out has a row too.
             if not _members(node, definitions) or "anyOf" in node or _is_optional_list(node)
         ]
         if rows:
-            tables.append("\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows]))
+            tables.append(
+                "\n".join([f"## {title}", "", section["description"], "", _HEADER, *rows])
+            )
     return "\n\n".join([_INTRODUCTION.strip(), *tables, _effects()]) + "\n"
 
 
@@ -68,7 +90,10 @@ def _effects() -> str:
     keys_of: dict[Effect, list[str]] = {}
     for key, effect in EFFECTS.items():
         keys_of.setdefault(effect, []).append(f"`{key}`")
-    rows = [f"| {effect.anew} | {effect.result} | {', '.join(keys)} |" for effect, keys in keys_of.items()]
+    rows = [
+        f"| {effect.anew} | {effect.result} | {', '.join(keys)} |"
+        for effect, keys in keys_of.items()
+    ]
     return "\n".join([_CHANGES, *rows])
 
 
@@ -84,11 +109,15 @@ def _sections(name: str, section: Node, definitions: Node) -> Iterator[tuple[str
             else:
                 sources = _value(member["properties"]["source"]).replace("`, `", "` or `")
                 yield f"`{path}` with source {sources}", member
-                yield from (inner for inner in _sections(path, member, definitions) if inner[1] is not member)
+                yield from (
+                    inner
+                    for inner in _sections(path, member, definitions)
+                    if inner[1] is not member
+                )
 
 
 def _is_optional_list(node: Node) -> bool:
-    """Return whether `node` is a list that may be left out; one of sections holds those of a list that may not."""
+    """Return whether `node` is an optional list; one of sections holds a required list's."""
     return node.get("type") == "array" and "default" in node
 
 
@@ -96,7 +125,9 @@ def _members(node: Node, definitions: Node) -> list[Node]:
     """Return the sections that `node` may hold; none if it is a plain value."""
     inner = node.get("items", node)
     choices = inner.get("oneOf") or inner.get("anyOf") or [inner]
-    return [definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice]
+    return [
+        definitions[choice["$ref"].rpartition("/")[2]] for choice in choices if "$ref" in choice
+    ]
 
 
 def _value(node: Node) -> str:
@@ -106,7 +137,9 @@ def _value(node: Node) -> str:
     if "oneOf" in node:
         return "sections"
     if "anyOf" in node:
-        return " or ".join(_value(choice) for choice in node["anyOf"] if choice.get("type") != "null")
+        return " or ".join(
+            _value(choice) for choice in node["anyOf"] if choice.get("type") != "null"
+        )
     if "const" in node:
         return f"`{node['const']}`"
     if "enum" in node:
@@ -121,7 +154,9 @@ def _value(node: Node) -> str:
     if node.get("minimum", node) == node.get("maximum"):
         return f"`{node['minimum']}`"
     limits = {sign: node[key] for key, sign in _BOUNDS.items() if key in node}
-    bounds = [f"{sign} {limit:{',' if isinstance(limit, int) else 'g'}}" for sign, limit in limits.items()]
+    bounds = [
+        f"{sign} {limit:{',' if isinstance(limit, int) else 'g'}}" for sign, limit in limits.items()
+    ]
     return " ".join([_TYPES[node["type"]], ", ".join(bounds)]).strip()
 
 

@@ -1,6 +1,7 @@
 """What each key of a config changes: the stages that compute anew, and whether the result differs.
 
-docs/config.md shows this table, and tests/config/test_compile.py compares it with the digests of compiled configs.
+docs/config.md shows this table, and tests/config/test_compile.py compares it with the digests of
+compiled configs.
 """
 
 import re
@@ -61,7 +62,12 @@ _SAME_BITS = {
 EFFECTS: dict[str, Effect] = {
     "experiment": Effect(("plan", "report"), Result.NO),
     **_of("model.", "tokenizer path", NOTHING, Result.CONTENT),
-    **_of("model.", "source vocab_tokens hidden_size layers heads seed name revision", DOWNLOAD, Result.YES),
+    **_of(
+        "model.",
+        "source vocab_tokens hidden_size layers heads seed name revision",
+        DOWNLOAD,
+        Result.YES,
+    ),
     "model.rope": Effect(TRAIN, Result.YES),
     **_of("data.train.", "source name revision subset files", DOWNLOAD, Result.YES),
     **_of("data.train(pydoc).", "max_rows", DOWNLOAD, Result.YES),
@@ -84,10 +90,22 @@ EFFECTS: dict[str, Effect] = {
     "cluster.measured": Effect(NOTHING, Result.CONTENT),
     **{in_file(key): Effect(PLAN, Result.ROUNDING) for key in sorted(PLACEMENT_KEYS - _SAME_BITS)},
     **{in_file(key): Effect(PLAN, Result.NO) for key in sorted(_SAME_BITS)},
-    **_of("train.", "method precision optimizer gradient_compression powersgd_rank", TRAIN, Result.YES),
+    **_of(
+        "train.", "method precision optimizer gradient_compression powersgd_rank", TRAIN, Result.YES
+    ),
     **_of("train.", "local_sgd_steps global_batch_tokens global_batch_samples", TRAIN, Result.YES),
-    **_of("train.", "epochs max_steps until_step lr lr_schedule warmup_fraction warmup_steps", TRAIN, Result.YES),
-    **_of("train.", "decay_fraction min_lr_fraction weight_decay beta1 beta2 adam_eps", TRAIN, Result.YES),
+    **_of(
+        "train.",
+        "epochs max_steps until_step lr lr_schedule warmup_fraction warmup_steps",
+        TRAIN,
+        Result.YES,
+    ),
+    **_of(
+        "train.",
+        "decay_fraction min_lr_fraction weight_decay beta1 beta2 adam_eps",
+        TRAIN,
+        Result.YES,
+    ),
     **_of("train.", "max_grad_norm freeze router_aux_loss validate_every_steps", TRAIN, Result.YES),
     **_of("train.", "early_stop_validations keep_best seed guards lora", TRAIN, Result.YES),
     "train.replica": Effect(TRAIN, Result.NO),
@@ -98,7 +116,7 @@ EFFECTS: dict[str, Effect] = {
 
 
 def effect_of(key: str) -> Effect | None:
-    """Return what `key` changes: `model(tiny).layers`, `train.lora.rank`; None if it belongs to no stage.
+    """Return what `key` changes: `model(tiny).layers`, `train.lora.rank`; None without a stage.
 
     A key in a section of its own has the effect of the section.
     """

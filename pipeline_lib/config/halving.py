@@ -1,8 +1,11 @@
-"""Successive halving: every training of a sweep runs to a rung, a step; the best go on to the next, the rest stop.
+"""Successive halving: a sweep's trainings run to a rung, a step; the best go on to the next.
 
-As in a rehearsal, the training to a rung is the whole training with `until_step`, in the folder of the whole run. A
-training that goes on continues from its checkpoint, so nothing is computed twice and the end result has the digest of
-an ordinary run. The result of a training at a rung, and each decision, is a small file of the store:
+The rest stop.
+
+As in a rehearsal, the training to a rung is the whole training with `until_step`, in the folder of
+the whole run. A training that goes on continues from its checkpoint, so nothing is computed twice
+and the end result has the digest of an ordinary run. The result of a training at a rung, and each
+decision, is a small file of the store:
 
     STORE/rungs/DIGEST.json      of the training to the rung: its step and held-out loss, or why it failed
     STORE/halving/DIGEST.json    of the rung: which trainings go on, which stop, and why
@@ -19,7 +22,13 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.train import EPOCH
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.core.files import canonical_json, read_json, sha256_text, unreadable_named, write_json
+from pipeline_lib.core.files import (
+    canonical_json,
+    read_json,
+    sha256_text,
+    unreadable_named,
+    write_json,
+)
 from pipeline_lib.core.store import DIGEST_CHARS, Spec, Store
 from pipeline_lib.core.text import did_you_mean
 
@@ -31,7 +40,7 @@ _EXAMPLE = "as in {first_step: 50, keep: 0.5}"
 
 @dataclass(frozen=True)
 class Halving:
-    """The settings of halving: the step of the first rung, and the fraction `keep` of trainings that goes on."""
+    """The settings of halving: the first rung's step, and the fraction `keep` that goes on."""
 
     first_step: int
     keep: float
@@ -41,7 +50,10 @@ class Halving:
         return max(1, math.ceil(round(count * self.keep, 9)))
 
     def steps(self, count: int) -> list[int]:
-        """Return the steps of the rungs until one of `count` is left; each is about `1 / keep` times the one before."""
+        """Return the rungs' steps until one of `count` is left, each `1 / keep` times the last.
+
+        The factor is approximate.
+        """
         found: list[int] = []
         while count > 1:
             found.append(self.first_step * round(self.keep ** -len(found)))
@@ -51,7 +63,10 @@ class Halving:
 
 @dataclass(frozen=True)
 class Rung:
-    """A step where trainings are compared. `trainings` are those up to it, by the digest of the whole training."""
+    """A step where trainings are compared.
+
+    `trainings` are those up to it, by the digest of the whole training.
+    """
 
     halving: Halving
     step: int
@@ -61,7 +76,9 @@ class Rung:
 
 @dataclass(frozen=True)
 class Reached:
-    """The result of a training at a rung: the held-out loss of its last validation, in nats per token, at `step`.
+    """A training's result at a rung: its last validation's loss, in nats per token, at `step`.
+
+    This is the held-out loss.
 
     `has_ended` is true if the training has no steps left. `failure` says why it has no loss.
     """
@@ -87,7 +104,10 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision at the rung at `step`, best training first. `next_step` is the next rung's; None without one."""
+    """The decision at the rung at `step`, best training first.
+
+    `next_step` is the next rung's; None without one.
+    """
 
     step: int
     next_step: int | None
@@ -100,7 +120,7 @@ class Decision:
 
 
 def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
-    """Return the settings of `sweep.halving` and its problems; None for the settings if there are problems."""
+    """Return the settings of `sweep.halving` and its problems; with problems, no settings."""
     if not isinstance(given, dict) or not given:
         return None, [f"{json.dumps(given)} is not keys with values, {_EXAMPLE}"]
     problems = []
@@ -113,38 +133,58 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
     elif isinstance(first, bool) or not isinstance(first, int) or first < 1:
         problems.append(f"first_step: {json.dumps(first)} is not a whole number of at least 1")
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= LARGEST_KEEP:
-        problems.append(f"keep: {json.dumps(keep)} is not a number above 0 and up to {LARGEST_KEEP}")
-    return (None, sorted(problems)) if problems else (Halving(int(given["first_step"]), float(keep)), [])
+        problems.append(
+            f"keep: {json.dumps(keep)} is not a number above 0 and up to {LARGEST_KEEP}"
+        )
+    return (
+        (None, sorted(problems))
+        if problems
+        else (Halving(int(given["first_step"]), float(keep)), [])
+    )
 
 
 def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
-    """Yield why an experiment cannot be compared or stopped at the rungs, each with the key to change."""
+    """Yield why an experiment cannot be compared or stopped at the rungs, with keys to change."""
     every, first = config.train.validate_every_steps, halving.first_step
     if not config.data.held_out_sources:
         text = "0 holds nothing out, but sweep.halving compares held-out losses"
         yield ("data", "validation_fraction"), f"{text}; raise it, or give data.validation instead"
     elif every is None:
         text = "missing, but sweep.halving compares held-out losses"
-        yield ("train", "validate_every_steps"), f"{text}; set it to {first} or a divisor of {first}"
+        yield (
+            ("train", "validate_every_steps"),
+            f"{text}; set it to {first} or a divisor of {first}",
+        )
     elif every == EPOCH:
         text = "epoch is no number of steps, and sweep.halving compares after first_step"
-        yield ("train", "validate_every_steps"), f"{text}; set it to {first} or a divisor of {first}"
+        yield (
+            ("train", "validate_every_steps"),
+            f"{text}; set it to {first} or a divisor of {first}",
+        )
     elif first % int(every):
         text = f"{every} does not divide sweep.halving.first_step ({first})"
         next_multiple = math.ceil(first / int(every)) * int(every)
-        yield ("train", "validate_every_steps"), f"{text}; set it to a divisor, or first_step to {next_multiple}"
+        yield (
+            ("train", "validate_every_steps"),
+            f"{text}; set it to a divisor, or first_step to {next_multiple}",
+        )
     if config.train.until_step is not None:
         yield (
             ("train", "until_step"),
-            "cannot be combined with sweep.halving, which decides where trainings stop; remove one of them",
+            "cannot be combined with sweep.halving, which decides where trainings stop; remove one "
+            "of them",
         )
     if config.train.local_sgd_steps > 1:
-        text = "cannot be combined with sweep.halving: stopping between two averagings changes the result"
+        text = (
+            "cannot be combined with sweep.halving: stopping between two averagings changes "
+            "the "
+            "result"
+        )
         yield ("train", "local_sgd_steps"), f"{text}; remove one of them"
 
 
 def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...]:
-    """Return the rungs of the whole `trainings`, by digest in the order of the file; equal rungs have equal digests."""
+    """Return the rungs of the whole `trainings`, by digest in file order; equal rungs share it."""
     return tuple(
         Rung(halving, step, digest, {key: until(step, whole) for key, whole in trainings.items()})
         for step, digest in rung_digests(halving, list(trainings))
@@ -152,7 +192,7 @@ def rungs_of(halving: Halving, trainings: Mapping[str, Spec]) -> tuple[Rung, ...
 
 
 def rung_digests(halving: Halving, trainings: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the step and the digest of each rung of the whole `trainings`, in the order of the file."""
+    """Return the step and digest of each rung of the whole `trainings`, in file order."""
     found = []
     for step in halving.steps(len(trainings)):
         keyed = {"halving": asdict(halving), "step": step, "trainings": trainings}
@@ -166,15 +206,20 @@ def until(step: int, whole: Spec) -> Spec:
 
 
 def decide(
-    rung: Rung, next_step: int | None, reached: Mapping[str, Reached], names: Mapping[str, list[str]]
+    rung: Rung,
+    next_step: int | None,
+    reached: Mapping[str, Reached],
+    names: Mapping[str, list[str]],
 ) -> Decision:
-    """Decide which trainings go on from `rung`: those with the lowest loss; on a tie, the earlier in the file.
+    """Decide which trainings go on from `rung`: those with least loss; on a tie, the earlier ones.
 
-    A training that failed, or has no finite loss, stops. If all others have ended, all of them go on: there is nothing
-    left to save. `reached` is in the order of the file, by the digest of the whole training; `names` are the
-    experiments that share it.
+    A training that failed, or has no finite loss, stops. If all others have ended, all of them go
+    on: there is nothing left to save. `reached` is in the order of the file, by the digest of the
+    whole training; `names` are the experiments that share it.
     """
-    losses = {training: math.inf if one.loss is None else one.loss for training, one in reached.items()}
+    losses = {
+        training: math.inf if one.loss is None else one.loss for training, one in reached.items()
+    }
     order = sorted(reached, key=losses.__getitem__)
     sound = [training for training in order if reached[training].loss is not None]
     are_over = all(reached[training].has_ended for training in sound)
@@ -187,7 +232,9 @@ def decide(
             why = "failed" if one.failure else "no finite loss"
         elif not goes_on and one.loss == reached[kept[-1]].loss:
             why += "; as good as the last of them, which stands earlier in the file"
-        competitors.append(Competitor(training, names[training], one.step, one.loss, one.failure, goes_on, why))
+        competitors.append(
+            Competitor(training, names[training], one.step, one.loss, one.failure, goes_on, why)
+        )
     is_last = len(kept) <= 1 or all(reached[training].has_ended for training in kept)
     return Decision(rung.step, None if is_last else next_step, competitors)
 
@@ -218,7 +265,8 @@ def read_reached(path: Path) -> Reached:
         return Reached(step, loss, content["has_ended"], content["failure"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
-            f"{path}: not the result of a training at a rung ({error!r}); delete it and run snakemake"
+            f"{path}: not the result of a training at a rung ({error!r}); delete it and run "
+            "snakemake"
         ) from error
 
 
@@ -228,12 +276,18 @@ def read_decision(path: Path) -> Decision:
         with unreadable_named(path):
             content = read_json(path)
         competitors = tuple(Competitor(**one) for one in content["competitors"])
-        wrong = [one for one in competitors if not _is_loss(one.loss) or not isinstance(one.goes_on, bool)]
+        wrong = [
+            one
+            for one in competitors
+            if not _is_loss(one.loss) or not isinstance(one.goes_on, bool)
+        ]
         if wrong or not any(one.goes_on for one in competitors):
             raise TypeError("nobody goes on, or a loss is no number")
         return Decision(int(content["step"]), content["next_step"], competitors)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path}: not the decision of a rung ({error!r}); delete it and run snakemake") from error
+        raise IntegrityError(
+            f"{path}: not the decision of a rung ({error!r}); delete it and run snakemake"
+        ) from error
 
 
 def last_decisions(decided: Iterable[tuple[Rung, Decision]]) -> dict[str, tuple[Rung, Competitor]]:
@@ -242,4 +296,6 @@ def last_decisions(decided: Iterable[tuple[Rung, Decision]]) -> dict[str, tuple[
 
 
 def _is_loss(loss: Any) -> bool:
-    return loss is None or (isinstance(loss, int | float) and not isinstance(loss, bool) and math.isfinite(loss))
+    return loss is None or (
+        isinstance(loss, int | float) and not isinstance(loss, bool) and math.isfinite(loss)
+    )

@@ -1,7 +1,7 @@
 """From the arguments of transformers' Trainer, LLaMA-Factory and DeepSpeed to keys of this project.
 
-The defaults are those of transformers 5 (TrainingArguments) and of LLaMA-Factory (its hparams), as of August 2026. One
-that differs from ours is written out, so that the imported config trains alike.
+The defaults are those of transformers 5 (TrainingArguments) and of LLaMA-Factory (its hparams), as
+of August 2026. One that differs from ours is written out, so that the imported config trains alike.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Origin:
     hub: str  # that a name without one means
 
     def default(self, value: Any) -> Any:
-        """Return the default `value` of the Trainer, or None where its arguments are not among the files."""
+        """Return the Trainer's default `value`, or None if no file here has its arguments."""
         return value if self.has_arguments else None
 
 
@@ -56,7 +56,9 @@ def _model(draft: Draft, origin: Origin) -> None:
     places = (Path(name).expanduser(), origin.folder / Path(name).expanduser())
     folder = next((place for place in places if place.is_dir()), None)
     if folder is not None or name.startswith(("/", "~", "./", "../")):
-        draft.taken("model_name_or_path", {"model": {"source": "local", "path": str(folder or places[0])}})
+        draft.taken(
+            "model_name_or_path", {"model": {"source": "local", "path": str(folder or places[0])}}
+        )
         draft.without("model_revision", "a folder has no revisions")
         return
     model = {"source": origin.hub, "name": name}
@@ -66,27 +68,37 @@ def _model(draft: Draft, origin: Origin) -> None:
         model["revision"] = revision
     draft.taken("model_name_or_path model_revision", {"model": model})
     other = "modelscope" if origin.hub == "huggingface" else "huggingface"
-    draft.comments["model"] = f"no such folder is here, so it is a hub's name; for the other hub write source: {other}"
+    draft.comments["model"] = (
+        f"no such folder is here, so it is a hub's name; for the other hub write source: {other}"
+    )
 
 
 def _tokens(draft: Draft) -> None:
     stage = draft.text("stage", "sft")
     if stage not in ("sft", "pt"):
-        text = "preference and reward training do not exist here, only sft (conversations) and pt (raw text)"
+        text = (
+            "preference and reward training do not exist here, only sft (conversations) and pt "
+            "(raw text)"
+        )
         draft.problems.append(f"stage: {stage}: {text}; take a file of one of these stages")
     draft.taken("stage", why="conversations or texts: the rows of the data decide")
     limit = draft.whole("cutoff_len", 2048) or 2048
     values: dict[str, Any] = {"tokenize.max_tokens": limit, "shard.block_tokens": limit}
     if stage == "pt" and draft.truth("packing", True):
         values["tokenize.over_long"] = "split"
-        why = "texts are joined and cut into pieces of this length there; here a longer text is cut into such pieces"
+        why = (
+            "texts are joined and cut into pieces of this length there; here a longer text is "
+            "cut into such pieces"
+        )
     elif _is_packed(draft):
         why = "with packing, longer samples are dropped there, and here too"
     else:
         values["tokenize.over_long"] = "truncate"
         why = (
-            "longer samples are truncated there, so over_long is truncate, not our default drop. There the question"
-            " may be shortened, too; here the end is lost, and a sample whose question alone fills it is dropped."
+            "longer samples are truncated there, so over_long is truncate, not our default drop. "
+            "There the question"
+            " may be shortened, too; here the end is lost, and a sample whose question alone fills "
+            "it is dropped."
             " More than tokenize.max_dropped_fraction (5%) cut or dropped stops the stage"
         )
     draft.changed("cutoff_len", values, why)
@@ -95,11 +107,16 @@ def _tokens(draft: Draft) -> None:
     else:
         draft.taken("mask_history", why="every answer of a conversation is trained on, as here")
     if draft.truth("train_on_prompt"):
-        draft.without("train_on_prompt", "questions are never trained on here, only the assistant's answers")
+        draft.without(
+            "train_on_prompt", "questions are never trained on here, only the assistant's answers"
+        )
     if system := draft.text("default_system"):
         draft.taken("default_system", {"tokenize.system": system})
     if draft.truth("streaming"):
-        draft.without("streaming", "data are tokenized once, before the training, and read from memory-mapped files")
+        draft.without(
+            "streaming",
+            "data are tokenized once, before the training, and read from memory-mapped files",
+        )
 
 
 def _is_packed(draft: Draft) -> bool:
@@ -107,17 +124,21 @@ def _is_packed(draft: Draft) -> bool:
     return draft.truth("packing", by_default) or draft.truth("neat_packing")
 
 
-_OPENS_THINKING = ("qwen3_5", "qwen3_6", "qwen3_8")  # templates whose default prompt opens a thinking block
+# templates whose default prompt opens a thinking block
+_OPENS_THINKING = ("qwen3_5", "qwen3_6", "qwen3_8")
 
 
 def _thinking(draft: Draft) -> None:
     template = draft.text("template")
     own = "the model's own chat template is used"
-    thinks = template is not None and template.startswith("qwen3") and not template.endswith("_nothink")
+    thinks = (
+        template is not None and template.startswith("qwen3") and not template.endswith("_nothink")
+    )
     if not thinks:
         if template and template.startswith("qwen3"):
             own += (
-                "; that of a hybrid Qwen3 writes an empty thinking block before an answer without thinking,"
+                "; that of a hybrid Qwen3 writes an empty thinking block before an answer without "
+                "thinking,"
                 f" which {template} leaves out; of an Instruct-2507 model both are the same"
             )
         draft.changed("template", None, own)
@@ -126,25 +147,50 @@ def _thinking(draft: Draft) -> None:
     draft.taken("template", why=own)
     given = [one.value for one in draft.given.get("enable_thinking", [])]
     if given == [None]:
-        draft.taken("enable_thinking", why="answers with thinking train it, others the mode without, as here")
-    elif draft.truth("enable_thinking", True) and template is not None and template.startswith(_OPENS_THINKING):
-        why = "the prompt of this template opens a thinking block; answers without thinking train the mode without"
+        draft.taken(
+            "enable_thinking",
+            why="answers with thinking train it, others the mode without, as here",
+        )
+    elif (
+        draft.truth("enable_thinking", True)
+        and template is not None
+        and template.startswith(_OPENS_THINKING)
+    ):
+        why = (
+            "the prompt of this template opens a thinking block; answers without thinking train "
+            "the mode without"
+        )
         draft.changed("enable_thinking", None, why)
     elif draft.truth("enable_thinking", True):
-        why = "with enable_thinking, true by default, an answer without thinking learns to write the empty block itself"
+        why = (
+            "with enable_thinking, true by default, an answer without thinking learns to write "
+            "the empty block itself"
+        )
         draft.taken("enable_thinking", {"tokenize.prompt_thinking": "on"}, why)
     else:
-        draft.taken("enable_thinking", {"tokenize.thinking": "strip"}, "thinking is removed from the answers")
+        draft.taken(
+            "enable_thinking",
+            {"tokenize.thinking": "strip"},
+            "thinking is removed from the answers",
+        )
 
 
 def _adapters(draft: Draft) -> None:
     kind = draft.text("finetuning_type", "lora")
     keys = "lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora loraplus_lr_ratio"
     if kind not in ("lora", "full", "freeze"):
-        draft.problems.append(f"finetuning_type: {kind} does not exist here; it may be lora, full or freeze")
+        draft.problems.append(
+            f"finetuning_type: {kind} does not exist here; it may be lora, full or freeze"
+        )
     if kind == "freeze":
-        why = "all weights would be trained: list those that stay as they are in train.freeze, by glob"
-        draft.without("finetuning_type freeze_trainable_layers freeze_trainable_modules freeze_extra_modules", why)
+        why = (
+            "all weights would be trained: list those that stay as they are in train.freeze, by "
+            "glob"
+        )
+        draft.without(
+            "finetuning_type freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
+            why,
+        )
     if kind != "lora":
         draft.taken("finetuning_type", {"train.method": "full"})
         draft.taken(keys, why="without effect there, too: no adapters are trained")
@@ -174,17 +220,25 @@ def _targets(draft: Draft) -> None:
     known = [name for name in names if name in LINEAR_NAMES]
     if unknown := [name for name in names if name not in LINEAR_NAMES]:
         may = f"they may be all, or {', '.join(LINEAR_NAMES)}"
-        draft.problems.append(f"lora_target: {', '.join(unknown)}: not linear modules of a Qwen3 layer; {may}")
+        draft.problems.append(
+            f"lora_target: {', '.join(unknown)}: not linear modules of a Qwen3 layer; {may}"
+        )
     draft.taken("lora_target", {"train.lora.targets": known})
 
 
-_BATCH = "per_device_train_batch_size gradient_accumulation_steps train_batch_size ray_num_workers packing neat_packing"
+_BATCH = (
+    "per_device_train_batch_size gradient_accumulation_steps train_batch_size "
+    "ray_num_workers "
+    "packing neat_packing"
+)
 
 
 def _batch(draft: Draft, origin: Origin) -> None:
-    """Convert the batch: samples of a micro-batch x accumulation x GPUs, or the total that DeepSpeed's JSON names."""
+    """Convert the batch: micro-batch x accumulation x GPUs, or the total in DeepSpeed's JSON."""
     micro = draft.whole("per_device_train_batch_size", origin.default(8))
-    accumulation = draft.whole("gradient_accumulation_steps", origin.default(1) or (1 if micro else None))
+    accumulation = draft.whole(
+        "gradient_accumulation_steps", origin.default(1) or (1 if micro else None)
+    )
     total, gpus = draft.whole("train_batch_size"), draft.whole("ray_num_workers")
     if any(number is not None and number < 1 for number in (micro, accumulation, total, gpus)):
         draft.problems.append("the batch: its numbers have to be at least 1")
@@ -195,11 +249,15 @@ def _batch(draft: Draft, origin: Origin) -> None:
         _batch_of_total(draft, total)
         return
     said = f"{micro} a GPU x {accumulation} accumulated x "
-    is_exact = draft.has("per_device_train_batch_size") and (draft.has("gradient_accumulation_steps") or total is None)
+    is_exact = draft.has("per_device_train_batch_size") and (
+        draft.has("gradient_accumulation_steps") or total is None
+    )
     if gpus is None and total is not None and is_exact:
         gpus, rest = divmod(total, micro * accumulation)
         if rest or not gpus:
-            text = f"train_batch_size {total} is not {micro} x {accumulation} x a whole number of GPUs"
+            text = (
+                f"train_batch_size {total} is not {micro} x {accumulation} x a whole number of GPUs"
+            )
             draft.problems.append(f"{text}; DeepSpeed refuses it, too")
             return
     known = gpus if gpus is not None and gpus <= MOST_GPUS else None
@@ -208,7 +266,8 @@ def _batch(draft: Draft, origin: Origin) -> None:
         said += f"{known} GPUs" if known > 1 else "1 GPU"
     else:
         said += (
-            "1 GPU, since the files do not say how many there are. With N, set cluster.gpus_per_node: N"
+            "1 GPU, since the files do not say how many there are. With N, set "
+            "cluster.gpus_per_node: N"
             f"{'' if total else ' and N times this batch'}"
         )
     values: dict[str, Any] = {"train.global_batch_samples": samples}
@@ -217,7 +276,10 @@ def _batch(draft: Draft, origin: Origin) -> None:
         values = {"train.global_batch_tokens": samples * block}
         said += f"; with packing, a sample there is a packed sequence of cutoff_len {block} tokens"
     else:
-        draft.taken("packing neat_packing", why="off there, so a batch counts samples; none sees another here")
+        draft.taken(
+            "packing neat_packing",
+            why="off there, so a batch counts samples; none sees another here",
+        )
     if not draft.values.get("cluster.gpus_per_node", 1):
         known, said = None, f"{micro} x {accumulation} accumulated, on the CPU"
     else:
@@ -229,7 +291,9 @@ def _batch_of_total(draft: Draft, total: int | None) -> None:
     """Convert the batch of a DeepSpeed JSON whose micro-batch is not given."""
     values = {"cluster.gpus_per_node": draft.values.get("cluster.gpus_per_node", 1)}
     if total is not None:
-        why = "samples of an optimizer step over all GPUs; no file says how many GPUs there are, so 1"
+        why = (
+            "samples of an optimizer step over all GPUs; no file says how many GPUs there are, so 1"
+        )
         draft.changed(_BATCH, {"train.global_batch_samples": total, **values}, why)
         return
     why = "the Trainer's arguments decide, and no file has them: give them as another FILE, or set"
@@ -246,13 +310,31 @@ def _length(draft: Draft, origin: Origin) -> None:
         draft.taken("max_steps", why="none: the epochs decide")
     end = draft.whole("total_num_steps")
     if end is not None and not origin.has_arguments:
-        draft.changed("total_num_steps", {"train.max_steps": end}, "the training ends where the schedule does")
-    draft.changed("total_num_steps", None, "the schedule ends with the training here, as it does under the Trainer")
+        draft.changed(
+            "total_num_steps", {"train.max_steps": end}, "the training ends where the schedule does"
+        )
+    draft.changed(
+        "total_num_steps",
+        None,
+        "the schedule ends with the training here, as it does under the Trainer",
+    )
     if draft.has("seed"):
-        draft.changed("seed", {"train.seed": draft.whole("seed")}, "another order than there: the generators differ")
+        draft.changed(
+            "seed",
+            {"train.seed": draft.whole("seed")},
+            "another order than there: the generators differ",
+        )
 
 
-_ADAMW = ("adamw", "adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit")
+_ADAMW = (
+    "adamw",
+    "adam",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw_apex_fused",
+    "paged_adamw_32bit",
+)
 _ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 
 
@@ -275,13 +357,17 @@ def _optimizer(draft: Draft, origin: Origin) -> None:
         draft.taken("optim", why="without effect there, too: the DeepSpeed JSON names an optimizer")
     name = (draft.text(key, "adamw_torch") or "").lower()
     if name in _ADAMW_8BIT and str(draft.value("zero_stage", 0)) in ("1", "2", "3"):
-        draft.changed(key, {"train.optimizer": "adamw"}, "8-bit moments do not exist under DeepSpeed here")
+        draft.changed(
+            key, {"train.optimizer": "adamw"}, "8-bit moments do not exist under DeepSpeed here"
+        )
     elif name in _ADAMW_8BIT:
         draft.taken(key, {"train.optimizer": "adamw_8bit"}, "needs the extra `optim8bit`")
     elif name in _ADAMW:
         draft.taken(key, {"train.optimizer": "adamw"})
     else:
-        draft.without(key, "the optimizers here are AdamW and AdamW with 8-bit moments; AdamW is taken")
+        draft.without(
+            key, "the optimizers here are AdamW and AdamW with 8-bit moments; AdamW is taken"
+        )
 
 
 _LINEAR = ("linear", "warmupdecaylr")
@@ -292,7 +378,10 @@ _COSINE = ("cosine", "cosine_with_min_lr", "warmupcosinelr")
 def _schedule(draft: Draft, origin: Origin) -> None:
     key = "deepspeed_scheduler" if draft.has("deepspeed_scheduler") else "lr_scheduler_type"
     if key != "lr_scheduler_type":
-        draft.taken("lr_scheduler_type", why="without effect there, too: the DeepSpeed JSON names a schedule")
+        draft.taken(
+            "lr_scheduler_type",
+            why="without effect there, too: the DeepSpeed JSON names a schedule",
+        )
     name = draft.text(key, origin.default("linear"))
     if name is None:
         return
@@ -302,10 +391,16 @@ def _schedule(draft: Draft, origin: Origin) -> None:
     known |= dict.fromkeys(_COSINE, "cosine")
     ours = known.get(kind)
     if ours is None and kind == "warmup_stable_decay":
-        why = "decays linearly here over the last train.decay_fraction of the steps; there over num_decay_steps"
+        why = (
+            "decays linearly here over the last train.decay_fraction of the steps; there over "
+            "num_decay_steps"
+        )
         draft.changed(f"{key} lr_scheduler_kwargs", {"train.lr_schedule": "wsd"}, why)
     elif ours is None:
-        why = "this schedule does not exist here; cosine, linear, constant and wsd do, and cosine is taken"
+        why = (
+            "this schedule does not exist here; cosine, linear, constant and wsd do, and cosine "
+            "is taken"
+        )
         draft.changed(key, {"train.lr_schedule": "cosine"}, why)
     else:
         draft.taken(key, {"train.lr_schedule": ours})
@@ -323,7 +418,9 @@ def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
     steps, ratio = draft.number("warmup_steps", 0), draft.number("warmup_ratio", 0)
     keys = "warmup_steps warmup_ratio"
     if not is_used:
-        draft.taken(keys, {"train.warmup_fraction": 0}, "the constant schedule has no warm-up there")
+        draft.taken(
+            keys, {"train.warmup_fraction": 0}, "the constant schedule has no warm-up there"
+        )
     elif steps is not None and steps >= 1:
         draft.taken("warmup_steps", {"train.warmup_steps": int(steps)})
         draft.taken("warmup_ratio", why="without effect there, too: warmup_steps decides")
@@ -360,16 +457,25 @@ def _precision(draft: Draft, origin: Origin) -> None:
             why = "the Trainer's arguments decide, and no file has them; bf16 is our default"
             draft.changed(keys, values, why)
         else:
-            draft.changed(keys, {"train.precision": "fp32"}, "neither bf16 nor fp16 is enabled, so it is fp32 there")
+            draft.changed(
+                keys,
+                {"train.precision": "fp32"},
+                "neither bf16 nor fp16 is enabled, so it is fp32 there",
+            )
     else:
-        why = "neither bf16 nor fp16 there: the arithmetic is in the type of the model's weights, bf16 for Qwen3"
+        why = (
+            "neither bf16 nor fp16 there: the arithmetic is in the type of the model's weights, "
+            "bf16 for Qwen3"
+        )
         draft.changed(keys, values, why)
 
 
 def _placement(draft: Draft) -> None:
     """Convert what decides where the model lies and how fast it is, not what is computed."""
     stage = draft.value("zero_stage")
-    optimizer, params = (draft.value(f"offload_{part}.device", "none") for part in ("optimizer", "param"))
+    optimizer, params = (
+        draft.value(f"offload_{part}.device", "none") for part in ("optimizer", "param")
+    )
     if stage is not None:
         _zero(draft, stage, optimizer not in (None, "none"), params not in (None, "none"))
     elif draft.value("fsdp"):
@@ -377,17 +483,36 @@ def _placement(draft: Draft) -> None:
         values = {"train.strategy": "fsdp"}
         if "offload" in words:
             values["train.offload"] = "optimizer+params"
-        why = "hybrid sharding needs several replicas: see hsdp and train.shard_ranks" if "hybrid" in words else ""
+        why = (
+            "hybrid sharding needs several replicas: see hsdp and train.shard_ranks"
+            if "hybrid" in words
+            else ""
+        )
         draft.changed("fsdp", values, why) if why else draft.taken("fsdp", values)
     else:
         draft.taken("fsdp", why="replicated on each GPU (ddp), as here by default")
     how = "auto takes what is fastest and fits the memory; the result does not depend on it"
-    keys = "gradient_checkpointing gradient_checkpointing_kwargs disable_gradient_checkpointing use_reentrant_gc"
-    draft.changed(f"{keys} activation_checkpointing", None, f"train.activation_checkpointing: {how}")
-    draft.changed("torch_compile torch_compile_mode torch_compile_backend", None, f"train.compile: {how}")
-    draft.changed("flash_attn attn_implementation", None, "train.attention: auto takes the fastest kernel there is")
+    keys = (
+        "gradient_checkpointing gradient_checkpointing_kwargs disable_gradient_checkpointing "
+        "use_reentrant_gc"
+    )
+    draft.changed(
+        f"{keys} activation_checkpointing", None, f"train.activation_checkpointing: {how}"
+    )
+    draft.changed(
+        "torch_compile torch_compile_mode torch_compile_backend", None, f"train.compile: {how}"
+    )
+    draft.changed(
+        "flash_attn attn_implementation",
+        None,
+        "train.attention: auto takes the fastest kernel there is",
+    )
     limit = Train.model_fields["timeout_s"].default
-    draft.changed("ddp_timeout", None, f"train.timeout_s stays {limit} s: data are tokenized before the ranks start")
+    draft.changed(
+        "ddp_timeout",
+        None,
+        f"train.timeout_s stays {limit} s: data are tokenized before the ranks start",
+    )
 
 
 def _zero(draft: Draft, stage: Any, has_optimizer: bool, has_params: bool) -> None:
@@ -411,7 +536,9 @@ def _saving(draft: Draft) -> None:
     if strategy == EPOCH:
         draft.taken("save_strategy save_steps", {"train.save_every_steps": EPOCH})
     elif strategy != "steps":
-        why = "here a training is saved as often as hardly costs time; the last step is always saved"
+        why = (
+            "here a training is saved as often as hardly costs time; the last step is always saved"
+        )
         draft.changed("save_strategy save_steps", None, why)
     elif steps is not None and steps >= 1:
         draft.taken("save_steps save_strategy", {"train.save_every_steps": int(steps)})
@@ -429,15 +556,23 @@ def _validation(draft: Draft) -> None:
     is_on = strategy == EPOCH or (strategy == "steps" and steps is not None and steps >= 1)
     if is_on and holds_nothing_out(draft):
         draft.changed(
-            keys, None, "neither val_size nor eval_dataset holds data out, so there is nothing to validate on"
+            keys,
+            None,
+            "neither val_size nor eval_dataset holds data out, so there is nothing to validate on",
         )
         return
     if is_on:
-        draft.taken(keys, {"train.validate_every_steps": EPOCH if strategy == EPOCH else int(steps or 1)})
+        draft.taken(
+            keys, {"train.validate_every_steps": EPOCH if strategy == EPOCH else int(steps or 1)}
+        )
     elif strategy in ("no", "false"):
         draft.taken(keys, why="the held-out loss is taken at the end only, as here by default")
     else:
-        why = "a number of steps or `epoch` here: set train.validate_every_steps; now only the end is validated"
+        why = (
+            "a number of steps or `epoch` here: set train.validate_every_steps; now only the "
+            "end "
+            "is validated"
+        )
         draft.changed(keys, None, why)
     if is_on and draft.truth("load_best_model_at_end"):
         draft.taken("load_best_model_at_end", {"train.keep_best": True})
@@ -466,4 +601,6 @@ def _tracking(draft: Draft) -> None:
     projects = [key for key in ("project", "swanlab_project") if draft.has(key)]
     if chosen and projects:
         draft.taken(" ".join(projects), {"tracking.project": draft.text(projects[-1])})
-    draft.without("project swanlab_project", "no tracker is fed, and nothing else needs the project's name")
+    draft.without(
+        "project swanlab_project", "no tracker is fed, and nothing else needs the project's name"
+    )

@@ -12,7 +12,8 @@ from pipeline_lib.config.import_draft import AccountPart, Draft, Given, Row, sho
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import did_you_mean
 
-CountRows = Callable[[Path, Collection[str]], int]  # of a data file, given the keys of rows that the config names
+# of a data file, given the keys of rows that the config names
+CountRows = Callable[[Path, Collection[str]], int]
 Source = dict[str, Any]  # an item of data.train
 
 INFO_NAME = "dataset_info.json"
@@ -24,7 +25,12 @@ _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "his
 _COMMON = {"system": "system", "tools": "tools"}
 _COLUMNS: dict[str, dict[str, str]] = {
     "alpaca": {**_ALPACA, **_COMMON},
-    "sharegpt": {"messages": "conversations", "role_tag": "from", "content_tag": "value", **_COMMON},
+    "sharegpt": {
+        "messages": "conversations",
+        "role_tag": "from",
+        "content_tag": "value",
+        **_COMMON,
+    },
     "messages": {"messages": "messages", "role_tag": "role", "content_tag": "content", **_COMMON},
     "text": {"prompt": "text"},
 }
@@ -36,7 +42,12 @@ _ROLES = {
     "system_tag": "system",
 }
 # Roles that our layouts know by these names.
-_KNOWN_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "function_call"}
+_KNOWN_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "function_call": "function_call",
+}
 _MEDIA = ("images", "videos", "audios")
 _COMPARED = ("chosen", "rejected", "kto_tag")
 
@@ -53,7 +64,9 @@ class Info:
 def is_dataset_info(document: dict[str, Any]) -> bool:
     """Return whether `document` has the form of a dataset_info.json."""
     entries = list(document.values())
-    return bool(entries) and all(isinstance(one, dict) and any(key in one for key in _PLACES) for one in entries)
+    return bool(entries) and all(
+        isinstance(one, dict) and any(key in one for key in _PLACES) for one in entries
+    )
 
 
 def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: CountRows) -> None:
@@ -67,17 +80,28 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
     where = draft.text("dataset_dir", "data")
     is_online = where == "ONLINE"
     if info is None and not is_online:
-        why = f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or write data.train"
+        why = (
+            f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or "
+            "write "
+            "data.train"
+        )
         draft.without("dataset eval_dataset dataset_dir", f"{why}; the config has no data yet")
         _held_out(draft, held_out, [], count_rows)
         return
     if is_online:
         info = None
     wanted = {"dataset": names, "eval_dataset": held_out}
-    unknown = [(key, name) for key in wanted for name in wanted[key] if info is not None and name not in info.entries]
+    unknown = [
+        (key, name)
+        for key in wanted
+        for name in wanted[key]
+        if info is not None and name not in info.entries
+    ]
     if info is not None and unknown:
         for key, name in unknown:
-            draft.problems.append(f"{key}: {name} is not in {info.file}{did_you_mean(name, info.entries)}")
+            draft.problems.append(
+                f"{key}: {name} is not in {info.file}{did_you_mean(name, info.entries)}"
+            )
         return
     every = {name: _source_of(draft, info, name, hub) for name in dict.fromkeys(names + held_out)}
     sources = [every[name] for name in names]
@@ -87,7 +111,9 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
     if info is not None and (others := [name for name in info.entries if name not in every]):
         given = tuple(Given(info.file, name, None) for name in others)
         text = f"{len(others)} other data sets of {info.file}"
-        draft.rows.append(Row(AccountPart.NONE, given, text, "", "used by neither `dataset` nor `eval_dataset`"))
+        draft.rows.append(
+            Row(AccountPart.NONE, given, text, "", "used by neither `dataset` nor `eval_dataset`")
+        )
     why = _mixing(draft, names)
     if why:
         draft.changed("dataset dataset_dir max_samples", {"data.train": sources}, why)
@@ -98,23 +124,32 @@ def _mixing(draft: Draft, names: list[str]) -> str:
     if len(names) < 2 or draft.value("mix_strategy", "concat") == "concat":
         draft.taken("mix_strategy", why="every sample once an epoch, as here")
         return ""
-    why = "every sample is used once an epoch here; set `weight` in data.train to mix the sets otherwise"
+    why = (
+        "every sample is used once an epoch here; set `weight` in data.train to mix the sets "
+        "otherwise"
+    )
     draft.without("mix_strategy interleave_probs", why)
     return why
 
 
 def holds_nothing_out(draft: Draft) -> bool:
     """Return whether the files name the data and hold none of it out."""
-    return draft.has("dataset") and not draft.number("val_size", 0) and not draft.has("eval_dataset")
+    return (
+        draft.has("dataset") and not draft.number("val_size", 0) and not draft.has("eval_dataset")
+    )
 
 
-def _held_out(draft: Draft, held_out: Sequence[str], sources: Sequence[Source], count_rows: CountRows) -> None:
-    """Convert how much of `sources` is held out; `held_out` are the names of data sets of their own for that."""
+def _held_out(
+    draft: Draft, held_out: Sequence[str], sources: Sequence[Source], count_rows: CountRows
+) -> None:
+    """Convert how much of `sources` is held out; `held_out` names data sets only for that."""
     size = draft.number("val_size", 0) or 0
     draft.taken("eval_on_each_dataset", why="the report shows the held-out loss of each source")
     if held_out:
         if size:
-            draft.problems.append("val_size and eval_dataset: both say what is held out; keep one of them")
+            draft.problems.append(
+                "val_size and eval_dataset: both say what is held out; keep one of them"
+            )
         return
     if 0 <= size < 1:
         draft.taken("val_size", {"data.validation_fraction": size})
@@ -123,21 +158,32 @@ def _held_out(draft: Draft, held_out: Sequence[str], sources: Sequence[Source], 
         rows = _rows_of_all(sources, count_rows)
     except (DataError, OSError) as error:
         why = (
-            f"a number of rows there, a share here. How many rows the data have is not known here ({error}), so that"
-            f" {DEFAULT_SHARE:.0%} is written, our default: set it to {shown(size)} divided by the number of rows"
+            "a number of rows there, a share here. How many rows the data have is not known here "
+            f"({error}), so that"
+            f" {DEFAULT_SHARE:.0%} is written, our default: set it to {shown(size)} divided by the "
+            "number of rows"
         )
         draft.changed("val_size", {"data.validation_fraction": DEFAULT_SHARE}, why)
         return
     if size >= rows:
-        draft.problems.append(f"val_size: {shown(size)} rows, and the data have {rows}; none would be left to train on")
+        draft.problems.append(
+            f"val_size: {shown(size)} rows, and the data have {rows}; none would be left to train "
+            "on"
+        )
         return
     share = float(f"{size / rows:.6g}")
-    why = f"a number of rows there, a share here: {shown(size)} of the {rows:,} rows that the files have now"
+    why = (
+        f"a number of rows there, a share here: {shown(size)} of the {rows:,} rows that the "
+        "files have now"
+    )
     draft.changed("val_size", {"data.validation_fraction": share}, why)
 
 
 def _rows_of_all(sources: Sequence[Source], count_rows: CountRows) -> int:
-    """Return the number of rows of `sources`. Raises DataError or OSError if they cannot be counted here."""
+    """Return the number of rows of `sources`.
+
+    Raises DataError or OSError if they cannot be counted here.
+    """
     if not sources:
         raise DataError("the data sets are not found")
     rows = 0
@@ -153,7 +199,7 @@ def _rows_of_all(sources: Sequence[Source], count_rows: CountRows) -> int:
 
 
 def _source_of(draft: Draft, info: Info | None, name: str, hub: str) -> Source:
-    """Return the source for the data set `name`: an entry of `info` or, without that, a name on `hub`."""
+    """Return the source of the data set `name`: an entry of `info`, or else a name on `hub`."""
     if info is None:
         return {"source": hub, "name": name, **_rows(draft, None)}
     return _source(draft, info, name, hub)
@@ -166,15 +212,19 @@ def _rows(draft: Draft, samples: int | None) -> dict[str, Any]:
 
 
 def _source(draft: Draft, info: Info, name: str, hub: str) -> Source:
-    """Return the item of `data.train` for the entry `name`, and account for the keys of the entry."""
+    """Return the item of `data.train` for the entry `name`, and account for the entry's keys."""
     entry: dict[str, Any] = info.entries[name]
     for key, value in entry.items():
         for inner, leaf in value.items() if isinstance(value, dict) else [("", value)]:
             full = f"{key}.{inner}" if inner else key
             draft.add(f"{name}.{full}", Given(info.file, f"{name}.{full}", leaf))
     columns = entry.get("columns")
-    if entry.get("ranking") or any(key in columns for key in _COMPARED if isinstance(columns, dict)):
-        draft.problems.append(f"{info.file}: {name}: preference data; take a data set of examples to follow")
+    if entry.get("ranking") or any(
+        key in columns for key in _COMPARED if isinstance(columns, dict)
+    ):
+        draft.problems.append(
+            f"{info.file}: {name}: preference data; take a data set of examples to follow"
+        )
     place = _place(draft, info, name, entry, hub)
     if place["source"] != "file":
         place.update(_part_of_hub(draft, name, entry))
@@ -186,26 +236,40 @@ def _source(draft: Draft, info: Info, name: str, hub: str) -> Source:
         why = "a random choice there; here the first rows, max_rows"
         draft.changed(f"{name}.num_samples", None, why)
     for kind in _MEDIA:
-        draft.without(f"{name}.columns.{kind}", "only text is supported: rows with pictures or sounds are refused")
+        draft.without(
+            f"{name}.columns.{kind}",
+            "only text is supported: rows with pictures or sounds are refused",
+        )
     draft.taken(f"{name}.ranking", why="examples to follow, as all data here")
     return {key: value for key, value in source.items() if value not in ({}, None)}
 
 
 def _place(draft: Draft, info: Info, name: str, entry: dict[str, Any], hub: str) -> dict[str, Any]:
-    """Return where the rows lie; there a hub comes before a script, that before the cloud, and last a file."""
+    """Return where the rows lie: on a hub, before a script, before the cloud, before a file."""
     keys = {"modelscope": "ms_hub_url", "huggingface": "hf_hub_url"}
-    chosen = hub if keys[hub] in entry else next((one for one, key in keys.items() if key in entry), None)
+    chosen = (
+        hub
+        if keys[hub] in entry
+        else next((one for one, key in keys.items() if key in entry), None)
+    )
     all_places = " ".join(f"{name}.{key}" for key in _PLACES)
     if chosen is not None:
         draft.taken(f"{name}.{keys[chosen]}", why=f"data.train, source: {chosen}")
-        draft.changed(all_places, None, f"the rows are taken from {chosen}; `source` may name the other hub")
+        draft.changed(
+            all_places, None, f"the rows are taken from {chosen}; `source` may name the other hub"
+        )
         return {"source": chosen, "name": entry[keys[chosen]]}
-    key = next(key for key in ("om_hub_url", "script_url", "cloud_file_name", "file_name") if key in entry)
+    key = next(
+        key for key in ("om_hub_url", "script_url", "cloud_file_name", "file_name") if key in entry
+    )
     path = info.folder / str(entry[key])
     if key == "file_name" and path.is_dir():
         found = [suffix for suffix in DATA_SUFFIXES if any(path.glob(f"*{suffix}"))]
         draft.taken(all_places, why="data.train, all files of the folder")
-        return {"source": "file", "path": f"{glob.escape(str(path))}/*{found[0] if found else '.json'}"}
+        return {
+            "source": "file",
+            "path": f"{glob.escape(str(path))}/*{found[0] if found else '.json'}",
+        }
     if key == "file_name" and path.name.endswith(DATA_SUFFIXES):
         draft.taken(all_places, why="data.train, source: file")
         return {"source": "file", "path": glob.escape(str(path))}
@@ -224,7 +288,11 @@ def _part_of_hub(draft: Draft, name: str, entry: dict[str, Any]) -> dict[str, An
     split = draft.text(f"{name}.split", "train") or "train"
     if cut := re.fullmatch(r"(\w+)\[.*\]", split):
         part["split"] = cut[1]
-        draft.changed(f"{name}.split", None, f"slices are not read: all of {cut[1]} is taken; max_rows takes the first")
+        draft.changed(
+            f"{name}.split",
+            None,
+            f"slices are not read: all of {cut[1]} is taken; max_rows takes the first",
+        )
     elif split != "train":
         part["split"] = split
     draft.taken(f"{name}.split", why="data.train, split")
@@ -235,11 +303,15 @@ def _part_of_hub(draft: Draft, name: str, entry: dict[str, Any]) -> dict[str, An
     return part
 
 
-def _layout(draft: Draft, name: str, entry: dict[str, Any]) -> tuple[str, dict[str, str], dict[str, str]]:
+def _layout(
+    draft: Draft, name: str, entry: dict[str, Any]
+) -> tuple[str, dict[str, str], dict[str, str]]:
     """Return `format`, `columns` and `roles` of an entry."""
     formatting = draft.text(f"{name}.formatting", "alpaca") or "alpaca"
     if formatting not in _FORMATS:
-        draft.problems.append(f"{name}.formatting: {shown(formatting)} is not one of {', '.join(_FORMATS)}")
+        draft.problems.append(
+            f"{name}.formatting: {shown(formatting)} is not one of {', '.join(_FORMATS)}"
+        )
     row_format = _FORMATS.get(formatting, "alpaca")
     if draft.value("stage") == "pt" and row_format == "alpaca":
         row_format = "text"

@@ -1,6 +1,7 @@
 """The keys of a DeepSpeed JSON, under the names that transformers' Trainer has for the same.
 
-transformers fills in whatever is "auto" by the same correspondence, and refuses a JSON that contradicts its arguments.
+transformers fills in whatever is "auto" by the same correspondence, and refuses a JSON that
+contradicts its arguments.
 """
 
 from typing import Any
@@ -43,11 +44,13 @@ def is_deepspeed(document: dict[str, Any]) -> bool:
     """Return whether `document` has the form of a DeepSpeed JSON."""
     objects = ("fp16", "bf16", _ZERO, "optimizer", "scheduler")
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    return any(isinstance(document.get(key), dict) for key in objects) or any(key in document for key in sizes)
+    return any(isinstance(document.get(key), dict) for key in objects) or any(
+        key in document for key in sizes
+    )
 
 
 def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str = "") -> None:
-    """Add the keys of the DeepSpeed JSON `document` to `draft`; `above` is put before their names."""
+    """Add the DeepSpeed JSON `document`'s keys to `draft`; `above` precedes their names."""
     scheduler, optimizer = document.get("scheduler"), document.get("optimizer")
     schedule = scheduler.get("params") if isinstance(scheduler, dict) else None
     is_rate_scheduled = isinstance(schedule, dict) and schedule.get("warmup_max_lr", AUTO) != AUTO
@@ -62,17 +65,28 @@ def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str 
         else:
             draft.add(_NAMES.get(name, name), given)
     if isinstance(optimizer, dict):
-        _add_defaults(draft, optimizer, _OPTIMIZER, file, f"{above}optimizer.params", is_rate_scheduled)
+        _add_defaults(
+            draft, optimizer, _OPTIMIZER, file, f"{above}optimizer.params", is_rate_scheduled
+        )
     if isinstance(scheduler, dict):
         _add_defaults(
-            draft, scheduler, _SCHEDULES.get(str(scheduler.get("type")), {}), file, f"{above}scheduler.params"
+            draft,
+            scheduler,
+            _SCHEDULES.get(str(scheduler.get("type")), {}),
+            file,
+            f"{above}scheduler.params",
         )
 
 
 def _add_defaults(
-    draft: Draft, section: dict[str, Any], defaults: dict[str, Any], file: str, above: str, skip_rate: bool = False
+    draft: Draft,
+    section: dict[str, Any],
+    defaults: dict[str, Any],
+    file: str,
+    above: str,
+    skip_rate: bool = False,
 ) -> None:
-    """Add the defaults that DeepSpeed takes for what its `optimizer` or `scheduler` does not say."""
+    """Add DeepSpeed's defaults for whatever its `optimizer` or `scheduler` does not say."""
     params = section.get("params")
     for key, value in defaults.items():
         if isinstance(params, dict) and key in params:
@@ -99,13 +113,18 @@ def _add_betas(draft: Draft, given: Given) -> None:
 
 
 def account_for_placement(draft: Draft) -> None:
-    """Account for what a user may put into a JSON of their own, and for what the Trainer would have filled in."""
+    """Account for what users may put into their own JSON, and what the Trainer would fill in."""
     speed = [key for key in draft.given if key not in REASONS and may_be_in_json(key)]
     if any(draft.has(key) for key in speed):
         why = f"{SPEED}; to keep them, put them into a JSON that train.deepspeed_json names"
         draft.without(" ".join(key for key in speed if draft.has(key)), why)
     filled = [key for key, found in draft.given.items() if any(one.value == AUTO for one in found)]
-    draft.taken(" ".join(key for key in filled if draft.has(key)), why="auto: what the Trainer's arguments say")
+    draft.taken(
+        " ".join(key for key in filled if draft.has(key)),
+        why="auto: what the Trainer's arguments say",
+    )
     missing = "auto: no file gives a value, so this config decides, or else the default"
     draft.changed(" ".join(key for key in filled if not draft.has(key)), None, missing)
-    draft.changed("optimizer_lr", None, "the schedule's warmup_max_lr decides, as it does in DeepSpeed")
+    draft.changed(
+        "optimizer_lr", None, "the schedule's warmup_max_lr decides, as it does in DeepSpeed"
+    )

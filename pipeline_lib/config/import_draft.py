@@ -1,8 +1,9 @@
-"""A config in the making, and the account of it: what became of each key of the files it is imported from.
+"""A config in the making, and its account: what became of each key of the imported files.
 
-Keys of several tools that mean the same are gathered under one name, that of transformers' TrainingArguments where it
-has one: `optimizer.params.lr` of a DeepSpeed JSON is `learning_rate`. So files that contradict each other are found,
-and a value is converted in one place, whatever file it stands in.
+Keys of several tools that mean the same are gathered under one name, that of transformers'
+TrainingArguments where it has one: `optimizer.params.lr` of a DeepSpeed JSON is `learning_rate`. So
+files that contradict each other are found, and a value is converted in one place, whatever file it
+stands in.
 """
 
 import json
@@ -26,7 +27,8 @@ from pipeline_lib.core.text import MASK, did_you_mean, shortened
 MOST = 1e15  # every number that can be meant is smaller
 COMMENT_CHARS = 100
 VALUE_CHARS = 60
-SECRETS = ("token", "api_key", "secret", "password", "webhook_url")  # keys that end so hold credentials
+# keys that end so hold credentials
+SECRETS = ("token", "api_key", "secret", "password", "webhook_url")
 
 Values = Mapping[str, Any]  # our keys, as `train.lr`, and their values
 
@@ -55,7 +57,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the account: keys of the files, or a default that applies `there`, and what became of them here."""
+    """A line of the account: keys, or a default that applies `there`, and their result here."""
 
     part: AccountPart
     keys: tuple[Given, ...]
@@ -76,11 +78,15 @@ class Draft:
     problems: list[str] = field(default_factory=list)
 
     def add(self, key: str, given: Given) -> None:
-        """Note that a file gives `key`, a common name. Contradicting values of several files are a problem."""
+        """Note that a file gives `key`, a common name.
+
+        Contradicting values of several files are a problem.
+        """
         others = [one for one in self.given.get(key, []) if _is_value(one.value)]
         if _is_value(given.value) and others and others[0].value != given.value:
             self.problems.append(
-                f"{given.file}: {given}: contradicts {others[0].file}: {others[0]}; correct one of the files"
+                f"{given.file}: {given}: contradicts {others[0].file}: {others[0]}; correct one of "
+                "the files"
             )
         self.given.setdefault(key, []).append(given)
 
@@ -95,7 +101,7 @@ class Draft:
         return next((one.value for one in self.given.get(key, []) if _is_value(one.value)), default)
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under `key`, also if it stands there as text, as `1e-4` does in some YAMLs."""
+        """Return the finite number under `key`, even as text, as `1e-4` is in some YAMLs."""
         value = self.value(key, default)
         if isinstance(value, str):
             with suppress(ValueError):
@@ -116,7 +122,10 @@ class Draft:
         return default
 
     def truth(self, key: str, default: bool = False) -> bool:
-        """Return the truth value under `key`; `yes` and `no` are words of YAML 1.1, which other tools read."""
+        """Return the truth value under `key`; `yes` and `no` count, as in YAML 1.1.
+
+        Other tools read that version.
+        """
         value = self.value(key, default)
         word = str(value).lower()
         if isinstance(value, bool) or word in ("true", "false", "yes", "no", "on", "off"):
@@ -162,7 +171,9 @@ class Draft:
         self._account(AccountPart.NONE, keys, {}, why)
 
     def default(self, key: str, values: Values, why: str) -> None:
-        """Write down `values`, which follow from the default of a `key` that no file gives, unless ours says the same.
+        """Write down `values` that follow from the default of a missing `key`, unless ours agree.
+
+        A key is missing if no file gives it.
 
         `why` says what differs here, if anything does.
         """
@@ -170,10 +181,12 @@ class Draft:
             return
         self._put(values, why or f"the default of {key} there", f"{key}, which no file gives")
         part = AccountPart.CHANGED if why else AccountPart.TAKEN
-        self.rows.append(Row(part, (), f"{key}, not given", _values_text(values), why or "the default there"))
+        self.rows.append(
+            Row(part, (), f"{key}, not given", _values_text(values), why or "the default there")
+        )
 
     def same(self, key: str, ours: str, there: float | int | None = None) -> None:
-        """Take the number under `key` over as `ours`; `there` is the default, None where there is none."""
+        """Take the number under `key` over as `ours`; `there` is the default, or None."""
         value = self.number(key, there)
         if value is not None:
             self.taken(key, {ours: value})
@@ -188,7 +201,9 @@ class Draft:
             return
         origin = ", ".join(dict.fromkeys(f"{one.file}: {one.name}" for one in found))
         self._put(values, why if part == AccountPart.CHANGED else "", origin)
-        self.rows.append(Row(part, tuple(found), ", ".join(map(str, found)), _values_text(values), why))
+        self.rows.append(
+            Row(part, tuple(found), ", ".join(map(str, found)), _values_text(values), why)
+        )
 
     def _put(self, values: Values, comment: str, origin: str) -> None:
         for number, (ours, value) in enumerate(values.items()):
@@ -198,7 +213,7 @@ class Draft:
                 self.comments[ours] = comment
 
     def account_for_the_rest(self, reasons: Mapping[str, str]) -> None:
-        """Account for the keys of which nothing was made, by `reasons` and by our table of other tools' keys."""
+        """Account for the unused keys, by `reasons` and by our table of other tools' keys."""
         done = {id(one) for row in self.rows for one in row.keys}
         rest = [one for found in self.given.values() for one in found if id(one) not in done]
         by_reason: dict[str, list[Given]] = {}
@@ -217,7 +232,9 @@ def _reason(one: Given, reasons: Mapping[str, str]) -> str:
     is_single = one.value == 1 and name.endswith(("parallel_size", "parallel_degree"))
     if one.value in (None, "", 0, [], {}) or is_single:  # 0 equals false
         return OFF
-    if reason := next((reasons[key] for key in (name, name.partition(".")[0]) if key in reasons), None):
+    if reason := next(
+        (reasons[key] for key in (name, name.partition(".")[0]) if key in reasons), None
+    ):
         return reason
     last = name.rpartition(".")[2]
     if last in NO_KEY:
@@ -235,7 +252,9 @@ def shown(value: Any) -> str:
     """Return `value` as people would write it, on one line, with secrets masked."""
     if isinstance(value, float):
         return f"{value:.12g}"
-    return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), VALUE_CHARS)
+    return shortened(
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), VALUE_CHARS
+    )
 
 
 def _values_text(values: Values) -> str:
@@ -250,7 +269,8 @@ def _value_text(value: Any) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else shown(value)
 
 
-# Our keys in the order of the schema, as `train.lr`, with their defaults; None for a key that is required.
+# Our keys in the order of the schema, as `train.lr`, with their defaults; None for a key that is
+# required.
 DEFAULTS = {key: None if field.is_required() else field.default for key, field in fields_of(Config)}
 LINEAR_NAMES: tuple[str, ...] = LinearName.__args__  # type: ignore[attr-defined]
 
@@ -259,11 +279,13 @@ LINEAR_NAMES: tuple[str, ...] = LinearName.__args__  # type: ignore[attr-defined
 
 
 def yaml_text(draft: Draft, head: str) -> str:
-    """Return the values of `draft` as a config file, in the order of the schema, with comments; `head` begins it."""
+    """Return `draft`'s values as a config file in schema order, with comments, after `head`."""
     root = CommentedMap()
     ordered = sorted(draft.values, key=list(DEFAULTS).index)
     for section in Config.model_fields:
-        inner = {ours.partition(".")[2]: ours for ours in ordered if ours.partition(".")[0] == section}
+        inner = {
+            ours.partition(".")[2]: ours for ours in ordered if ours.partition(".")[0] == section
+        }
         if section in draft.values:
             root[section] = _flow(draft.values[section])
         elif inner:
@@ -276,11 +298,17 @@ def yaml_text(draft: Draft, head: str) -> str:
     writer.width = 4096
     writer.indent(mapping=2, sequence=4, offset=2)
     writer.dump(root, text)
-    return "\n".join([*(f"# {line}" for line in _wrapped(head).splitlines()), *_without_a_key(draft), text.getvalue()])
+    return "\n".join(
+        [
+            *(f"# {line}" for line in _wrapped(head).splitlines()),
+            *_without_a_key(draft),
+            text.getvalue(),
+        ]
+    )
 
 
 def _fill(section: CommentedMap, name: str, inner: Mapping[str, str], draft: Draft) -> None:
-    """Put the keys of the section `name` into `section`; those with a dot in a section of their own."""
+    """Put the keys of section `name` into `section`; those with a dot get their own section."""
     for key, ours in inner.items():
         above, _, last = key.rpartition(".")
         place = section.setdefault(above, CommentedMap()) if above else section
@@ -291,7 +319,7 @@ def _fill(section: CommentedMap, name: str, inner: Mapping[str, str], draft: Dra
 
 
 def _flow(value: Any) -> Any:
-    """Return `value` for the YAML writer: a list of objects item by item, anything smaller on one line."""
+    """Return `value` for the YAML writer: object lists item by item, all else on one line."""
     if isinstance(value, dict):
         made = CommentedMap({key: _flow(item) for key, item in value.items()})
         made.fa.set_flow_style()
@@ -305,11 +333,16 @@ def _flow(value: Any) -> Any:
 
 
 def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, COMMENT_CHARS, break_long_words=False, break_on_hyphens=False))
+    return "\n".join(
+        textwrap.wrap(text, COMMENT_CHARS, break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def _without_a_key(draft: Draft) -> list[str]:
-    """Return comments for what is not written at a key: what changed without one, and what has no equivalent."""
+    """Return comments for what is not written at a key: changes, and what has no equivalent.
+
+    The changes are those without a comment of their own.
+    """
     lines = []
     changed = [row for row in draft.rows if row.part == AccountPart.CHANGED and not row.here]
     not_converted = [row for row in draft.rows if row.part == AccountPart.NONE and row.why != OFF]

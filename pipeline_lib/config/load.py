@@ -17,7 +17,17 @@ from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
 from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
 from pipeline_lib.config.section import Section, fields_of
 from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
-from pipeline_lib.config.sweep import HALVING, LIST, RANDOM, SWEEP, Variant, collapsed, line_of, put, read_sweep
+from pipeline_lib.config.sweep import (
+    HALVING,
+    LIST,
+    RANDOM,
+    SWEEP,
+    Variant,
+    collapsed,
+    line_of,
+    put,
+    read_sweep,
+)
 from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut, did_you_mean
@@ -35,7 +45,8 @@ def _hint(word: str, names: list[str]) -> str:
 
 # Loading: from a YAML file to checked `Config`s.
 
-Check = Callable[[Config], list[str]]  # finds further problems of a config; each begins with its key
+# finds further problems of a config; each begins with its key
+Check = Callable[[Config], list[str]]
 FLAG = "--what-if"
 
 WANTED = {
@@ -54,14 +65,18 @@ MEMBERS = {
     "bool": "true or false",
 }
 MEANT = {
-    NAME_PATTERN: "a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter or a digit",
+    NAME_PATTERN: "a name of up to 128 letters, digits, '.', '_', '-' and '=', the first a letter "
+    "or a digit",
     REPOSITORY_PATTERN: "owner/name, as in Qwen/Qwen3-8B",
 }
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """The experiments of a config file. `name` is the file's; `halving_line` begins problems with `halving`."""
+    """The experiments of a config file.
+
+    `name` is the file's; `halving_line` begins problems with `halving`.
+    """
 
     name: str
     configs: tuple[Config, ...]
@@ -70,24 +85,29 @@ class LoadedConfig:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Load and check the config file at `path`; of a sweep, return the first experiment. Raises as `load_configs`."""
+    """Load and check the config file at `path`; of a sweep, return the first experiment.
+
+    Raises as `load_configs`.
+    """
     return load_configs(path, overrides)[0]
 
 
 def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...]:
     """Load and check the experiments of the config file at `path`: one, or all of its sweep.
 
-    Each of `overrides` is a value `KEY=VALUE` of the flag FLAG: a dotted key, and a YAML value that replaces the file's
-    in every experiment. Raises ConfigError with every problem.
+    Each of `overrides` is a value `KEY=VALUE` of the flag FLAG: a dotted key, and a YAML value that
+    replaces the file's in every experiment. Raises ConfigError with every problem.
     """
     return load_sweep(path, overrides).configs
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> LoadedConfig:
+def load_sweep(
+    path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()
+) -> LoadedConfig:
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
-    Each of `checks` finds further problems of a config. A problem is left out if its key already has one.
-    Keys with an old name are taken, and named on stderr once.
+    Each of `checks` finds further problems of a config. A problem is left out if its key already
+    has one. Keys with an old name are taken, and named on stderr once.
     """
     document = strict_yaml.load(path)
     if document.value is None:
@@ -96,7 +116,9 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check
     sweep = read_sweep(document)
     problems += sweep.problems
     checked = [_checked(variant, sweep.halving, overrides, checks) for variant in sweep.variants]
-    problems += collapsed([(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)])
+    problems += collapsed(
+        [(variant.tag, own) for variant, (_, own) in zip(sweep.variants, checked, strict=True)]
+    )
     if problems:
         raise ConfigError(str(path), problems)
     configs = tuple(config for config, _ in checked if config is not None)
@@ -106,7 +128,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check
 
 
 def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[str]:
-    """Return the problems of the config `value`; each begins with the place that `places` has for its key."""
+    """Return the problems of the config `value`, each after the place of its key in `places`."""
     try:
         config = Config.model_validate_json(json.dumps(value))
     except ValidationError as error:
@@ -115,14 +137,19 @@ def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[st
 
 
 def _rename(document: YamlDocument, source: str) -> list[str]:
-    """Give keys with an old name their new one, in the section `train` and in a sweep; return the problems."""
+    """Give keys with old names their new ones, in `train` and in sweeps; return the problems."""
     root = document.value if isinstance(document.value, dict) else {}
     sweep: Any = root.get(SWEEP)
-    places: list[tuple[Keys, Any, str]] = [(("train",), root.get("train"), ""), ((SWEEP,), sweep, "train.")]
+    places: list[tuple[Keys, Any, str]] = [
+        (("train",), root.get("train"), ""),
+        ((SWEEP,), sweep, "train."),
+    ]
     if isinstance(sweep, dict):
         places.append(((SWEEP, RANDOM), sweep.get(RANDOM), "train."))
         if isinstance(sweep.get(LIST), list):
-            places += [((SWEEP, LIST, index), entry, "train.") for index, entry in enumerate(sweep[LIST])]
+            places += [
+                ((SWEEP, LIST, index), entry, "train.") for index, entry in enumerate(sweep[LIST])
+            ]
     problems = []
     for above, section, prefix in places:
         for old, new in ((prefix + old, prefix + new) for old, new in RENAMED.items()):
@@ -131,7 +158,8 @@ def _rename(document: YamlDocument, source: str) -> list[str]:
             line = f"line {document.lines[*above, old]}"
             if new in section:
                 problems.append(
-                    f"{line}: {dotted((*above, old))}: old name of {new}, which is given too; remove the old one"
+                    f"{line}: {dotted((*above, old))}: old name of {new}, which is given too; "
+                    "remove the old one"
                 )
                 del section[old]
                 continue
@@ -140,7 +168,9 @@ def _rename(document: YamlDocument, source: str) -> list[str]:
             items = [(new if key == old else key, value) for key, value in section.items()]
             section.clear()
             section.update(items)
-            for keys in [keys for keys in document.lines if keys[: len(above) + 1] == (*above, old)]:
+            for keys in [
+                keys for keys in document.lines if keys[: len(above) + 1] == (*above, old)
+            ]:
                 document.lines[*above, new, *keys[len(above) + 1 :]] = document.lines.pop(keys)
     return problems
 
@@ -153,7 +183,7 @@ def _warn_of_name(where: str, new: str, old: str) -> None:
 def _checked(
     variant: Variant, halving: Halving | None, overrides: Sequence[str], checks: Sequence[Check]
 ) -> tuple[Config | None, list[str]]:
-    """Return the config of one experiment and its problems; no config if it does not fit the schema."""
+    """Return one experiment's config and its problems; no config if it breaks the schema."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
     for override in overrides:
@@ -177,7 +207,9 @@ def _checked(
 
 
 def _config_of(value: Any) -> Config:
-    """Return the config. Where text is wanted, a bare number is taken as it was written: `experiment: 007`.
+    """Return the config.
+
+    Where text is wanted, a bare number is taken as it was written: `experiment: 007`.
 
     Raises ValidationError.
     """
@@ -225,11 +257,16 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
 def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
     problems, errors = [], error.errors()
     for detail in errors:
-        # Pydantic also reports the member of `word | list` or `word | number` that was not meant, and a list as too
-        # short if its items are wrong: another error describes the same problem better.
+        # Pydantic also reports the member of `word | list` or `word | number` that was not meant,
+        # and a list as too short if its items are wrong: another error describes the same problem
+        # better.
         beside = {_member(other) for other in errors if other["loc"][:-1] == detail["loc"][:-1]}
-        is_other_member = isinstance(detail["input"], str) != (_member(detail) == WORD) and WORD in beside
-        if (is_other_member and _member(detail)) or (detail["type"] == "too_short" and detail["input"]):
+        is_other_member = (
+            isinstance(detail["input"], str) != (_member(detail) == WORD) and WORD in beside
+        )
+        if (is_other_member and _member(detail)) or (
+            detail["type"] == "too_short" and detail["input"]
+        ):
             continue
         keys, names = _in_file(detail["loc"])
         if detail["type"].startswith("union_tag"):
@@ -240,19 +277,24 @@ def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
 
 
 def _member(detail: Any) -> str:
-    """Return which member of a union an error is about, in words; empty if it is about no member of one."""
+    """Return in words which member of a union an error is about; empty if about none."""
     last = str(next(iter(detail["loc"][-1:]), ""))
-    return next((words for name, words in MEMBERS.items() if last == name or last.startswith(f"{name}[")), "")
+    return next(
+        (words for name, words in MEMBERS.items() if last == name or last.startswith(f"{name}[")),
+        "",
+    )
 
 
 def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
-    """Return the problem with its key, and with the line or flag of that key or of the nearest one above it."""
-    place = next((places[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in places), None)
+    """Return the problem with its key, and the line or flag of that key or the nearest above."""
+    place = next(
+        (places[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in places), None
+    )
     return f"{place}: {dotted(keys)}: {text}" if place else f"{dotted(keys) or 'the file'}: {text}"
 
 
 def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> str:
-    """Return the problem in words; `others` are the kinds of value that may stand in place of a word."""
+    """Return the problem in words; `others` are the kinds of value allowed besides a word."""
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
@@ -267,7 +309,9 @@ def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> s
             return f"{_short(found)} is not one of {', '.join(words)}; {LAUNCHERS[found]}"
         return _not_one_of(found, [*words, *others])
     if kind in WANTED:
-        hint = "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
+        hint = (
+            "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
+        )
         return f"{_short(found)} is not {WANTED[kind]}{hint}"
     if kind == "string_pattern_mismatch":
         return f"{_short(found)} is not {MEANT[context['pattern']]}"
@@ -295,23 +339,32 @@ def _short(value: Any) -> str:
 def _in_file(loc: tuple[str | int, ...]) -> tuple[Keys, list[str]]:
     """Return the place of `loc` in the file, and the names that are valid beside its last key.
 
-    After the key of a union, pydantic adds the name of the member that it tried; the file has no such key.
+    After the key of a union, pydantic adds the name of the member that it tried; the file has no
+    such key.
     """
     keys: Keys = ()
     beside: list[type[Section]] = []
     here: list[type[Section]] = [ConfigFile]
     for part in loc:
         chosen = [
-            section for section in here if len(here) > 1 and part in get_args(section.model_fields["source"].annotation)
+            section
+            for section in here
+            if len(here) > 1 and part in get_args(section.model_fields["source"].annotation)
         ]
         if chosen:
             here = chosen
         elif here or isinstance(part, int):
             keys, beside = (*keys, part), here
             if not isinstance(part, int):
-                fields = [section.model_fields[part] for section in here if part in section.model_fields]
+                fields = [
+                    section.model_fields[part] for section in here if part in section.model_fields
+                ]
                 here = [section for field in fields for section in _sections_in(field.annotation)]
-    names = {field.validation_alias or name for section in beside for name, field in section.model_fields.items()}
+    names = {
+        field.validation_alias or name
+        for section in beside
+        for name, field in section.model_fields.items()
+    }
     return keys, sorted(map(str, names))
 
 

@@ -11,22 +11,29 @@ ROPE = "rope"  # the key of the specs of plan, train and evaluate, beside the ke
 
 
 class Rope(Section):
-    """Rotary position embeddings stretched to more positions than the model was trained on, as in its model card."""
+    """Rotary position embeddings stretched beyond the trained positions, as in a model card."""
 
-    type: Literal["yarn"] = Field(description="`yarn` (arXiv 2309.00071), `rope_type` in transformers")
+    type: Literal["yarn"] = Field(
+        description="`yarn` (arXiv 2309.00071), `rope_type` in transformers"
+    )
     factor: Annotated[FiniteFloat, Field(ge=1.0, le=1024.0)] = Field(
         description="the model takes this many times the original positions"
     )
     original_max_position_embeddings: Tokens | None = Field(
         None,
-        description="positions of the pretraining; default: `max_position_embeddings` of the model's config.json, and"
+        description="positions of the pretraining; default: `max_position_embeddings` of the "
+        "model's config.json, and"
         " 32,768 where that is 40,960, as Qwen3's model card says",
     )
 
 
 def settings_with_rope(settings: Mapping[str, Any], rope: Rope | None) -> dict[str, Any]:
     """Return the `settings` of a spec with `rope`, if it is set; a factor of 1 changes nothing."""
-    return dict(settings) if rope is None or rope.factor == 1.0 else {**settings, ROPE: settings_of(rope)}
+    return (
+        dict(settings)
+        if rope is None or rope.factor == 1.0
+        else {**settings, ROPE: settings_of(rope)}
+    )
 
 
 def rope_in(settings: Mapping[str, Any]) -> Rope | None:

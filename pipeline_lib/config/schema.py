@@ -1,4 +1,4 @@
-"""Every key that a config file may hold, with its type, default, unit and meaning; those of `train` are in train.py."""
+"""Every config key with its type, default, unit and meaning; those of `train` are in train.py."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -22,7 +22,9 @@ from pipeline_lib.core.text import did_you_mean
 #
 # The tokenize stage reads them as it reads those of a row, and takes what is let through here.
 
-_EXPECTED = 'expected {"name": ..., "parameters": ...} or {"type": "function", "function": {"name": ...}}'
+_EXPECTED = (
+    'expected {"name": ..., "parameters": ...} or {"type": "function", "function": {"name": ...}}'
+)
 
 
 def _as_json_text(value: Any) -> Any:
@@ -51,15 +53,17 @@ def _object(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-# Kept as JSON text: a spec is written with sorted keys, and the model is shown a tool's in the order they were given.
+# Kept as JSON text: a spec is written with sorted keys, and the model is shown a tool's in the
+# order they were given.
 Tool = Annotated[str, BeforeValidator(_as_json_text), WithJsonSchema({"type": "object"})]
 
 
-# The variables of a chat template (`tokenize.chat_template_kwargs`): what is set elsewhere is refused here. What the
-# template does not read is refused when it is loaded.
+# The variables of a chat template (`tokenize.chat_template_kwargs`): what is set elsewhere is
+# refused here. What the template does not read is refused when it is loaded.
 
 SET_ELSEWHERE = {
-    "enable_thinking": "it is on where an answer has thinking; see tokenize.thinking and tokenize.prompt_thinking",
+    "enable_thinking": "it is on where an answer has thinking; see tokenize.thinking and "
+    "tokenize.prompt_thinking",
     "messages": "the rows of data.train are the messages",
     "tools": "set tokenize.tools",
     "documents": "write their text into the messages",
@@ -68,11 +72,19 @@ SET_ELSEWHERE = {
 
 
 def _as_variable(value: Any) -> bool | int | str:
-    """Return `value`, which a chat template may take. Raises ValueError; its message may follow the value."""
+    """Return `value`, which a chat template may take.
+
+    Raises ValueError; its message may follow the value.
+    """
     if not isinstance(value, (bool, int, str)):
-        raise ValueError("is no value of a template variable: expected true, false, a whole number or text")
+        raise ValueError(
+            "is no value of a template variable: expected true, false, a whole number or text"
+        )
     if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
-        raise ValueError("is text, and templates do not take it for a truth value: write true or false without quotes")
+        raise ValueError(
+            "is text, and templates do not take it for a truth value: write true or false without "
+            "quotes"
+        )
     return value
 
 
@@ -97,7 +109,10 @@ Variable = Annotated[
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 StretchedBy = Annotated[
-    Rope | None, Field(description="YaRN, for blocks and answers longer than the model's positions; default: none")
+    Rope | None,
+    Field(
+        description="YaRN, for blocks and answers longer than the model's positions; default: none"
+    ),
 ]
 
 
@@ -107,13 +122,17 @@ class TinyModel(Section):
     source: Literal["tiny"] = Field(
         description="`tiny` (built here), `local` (a folder), `huggingface` or `modelscope`"
     )
-    tokenizer: LocalPath | None = Field(None, description="folder with a `tokenizer.json`; without it, one is trained")
+    tokenizer: LocalPath | None = Field(
+        None, description="folder with a `tokenizer.json`; without it, one is trained"
+    )
     vocab_tokens: Annotated[int, Field(ge=300, le=65536)] = Field(
         2048, description="vocabulary size of the tokenizer that is trained"
     )
     hidden_size: Annotated[int, Field(ge=1, le=65_536)] = Field(128, description="hidden size")
     layers: Annotated[int, Field(ge=1, le=1_000)] = Field(4, description="decoder layers")
-    heads: Annotated[int, Field(ge=1, le=1_024)] = Field(4, description="query heads; key-value heads are half as many")
+    heads: Annotated[int, Field(ge=1, le=1_024)] = Field(
+        4, description="query heads; key-value heads are half as many"
+    )
     seed: Seed = Field(0, description="seed of the random weights")
     rope: StretchedBy = None
 
@@ -128,18 +147,26 @@ class LocalModel(Section):
     """A model folder on this machine, in Hugging Face format with safetensors weights."""
 
     source: Literal["local"] = Field(description="`local`: a folder on this machine")
-    path: LocalPath = Field(description="the model folder; stages rerun if its content changes, not if it is renamed")
+    path: LocalPath = Field(
+        description="the model folder; stages rerun if its content changes, not if it is renamed"
+    )
     rope: StretchedBy = None
 
 
 class HubRepository(Section):
-    """A repository of a hub at one revision. Mirrors go by the clients' environment variables (`HF_ENDPOINT`, ...)."""
+    """A repository of a hub at one revision.
+
+    Mirrors go by the clients' environment variables (`HF_ENDPOINT`, ...).
+    """
 
     source: Literal["huggingface", "modelscope"] = Field(description="the hub")
-    name: Annotated[str, Field(pattern=REPOSITORY_PATTERN)] = Field(description="`owner/name` on the hub")
+    name: Annotated[str, Field(pattern=REPOSITORY_PATTERN)] = Field(
+        description="`owner/name` on the hub"
+    )
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="commit, tag or branch; default: the hub's main branch. A tag or branch is resolved to a commit"
+        description="commit, tag or branch; default: the hub's main branch. A tag or branch is "
+        "resolved to a commit"
         " once, and the store remembers it",
     )
 
@@ -171,24 +198,36 @@ class Weighted(Section):
     """Keys of every data source."""
 
     weight: Annotated[FiniteFloat, Field(gt=0.0, le=10_000.0)] = Field(
-        1.0, description="uses of each sample per epoch; with 0.5, each epoch uses half of the samples, in turns"
+        1.0,
+        description="uses of each sample per epoch; with 0.5, each epoch uses half of the samples, "
+        "in turns",
     )
 
 
 class Rows(Weighted):
     """How the rows of a source are read."""
 
-    format: RowFormat = Field("auto", description="layout; `auto` detects it from the first usable row of each file")
+    format: RowFormat = Field(
+        "auto", description="layout; `auto` detects it from the first usable row of each file"
+    )
     columns: dict[str, str] = Field(
-        {}, description="our name, then yours: `{output: answer}`; `{label: ignore}` skips the column `label`"
+        {},
+        description="our name, then yours: `{output: answer}`; `{label: ignore}` skips the column "
+        "`label`",
     )
     roles: dict[str, Role] = Field({}, description="your role name, then ours: `{bot: assistant}`")
-    max_rows: Positive | None = Field(None, description="use only this many rows, from the beginning")
+    max_rows: Positive | None = Field(
+        None, description="use only this many rows, from the beginning"
+    )
 
     @field_validator("columns")
     @classmethod
     def _known(cls, columns: dict[str, str]) -> dict[str, str]:
-        unknown = [(ours, theirs) for ours, theirs in columns.items() if ours not in COLUMN_NAMES and theirs != IGNORE]
+        unknown = [
+            (ours, theirs)
+            for ours, theirs in columns.items()
+            if ours not in COLUMN_NAMES and theirs != IGNORE
+        ]
         if unknown:
             raise ValueError("; ".join(_unknown_column(ours, theirs) for ours, theirs in unknown))
         return columns
@@ -208,9 +247,11 @@ def _unknown_column(ours: str, theirs: str) -> str:
 
 
 class PydocData(Weighted):
-    """Questions and answers made from the documentation of the running Python: no network, no files."""
+    """Questions and answers from the running Python's documentation: no network, no files."""
 
-    source: Literal["pydoc"] = Field(description="`pydoc` (made here), `file`, `huggingface` or `modelscope`")
+    source: Literal["pydoc"] = Field(
+        description="`pydoc` (made here), `file`, `huggingface` or `modelscope`"
+    )
     max_rows: Positive = Field(6000, description="maximum number of conversations")
 
 
@@ -219,19 +260,27 @@ class FileData(Rows):
 
     source: Literal["file"] = Field(description="`file`: files on this machine")
     path: LocalPath = Field(
-        description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a folder saved by"
-        " `datasets` (`save_to_disk`); stages rerun if the content or the names of the files change, not if they are"
+        description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a "
+        "folder saved by"
+        " `datasets` (`save_to_disk`); stages rerun if the content or the names of the files "
+        "change, not if they are"
         " moved"
     )
-    split: str | None = Field(None, description="split of a folder saved from a `DatasetDict`; default: `train`")
+    split: str | None = Field(
+        None, description="split of a folder saved from a `DatasetDict`; default: `train`"
+    )
 
 
 class HubData(HubRepository, Rows):
     """A data set from a hub. Choose its files by subset and split, or by name."""
 
-    subset: str | None = Field(None, description="configuration of the data set; default: its default configuration")
+    subset: str | None = Field(
+        None, description="configuration of the data set; default: its default configuration"
+    )
     split: str = Field("train", description="split of the data set")
-    files: tuple[str, ...] = Field((), description="globs of the files to read, instead of `subset` and `split`")
+    files: tuple[str, ...] = Field(
+        (), description="globs of the files to read, instead of `subset` and `split`"
+    )
 
 
 ModelSource = Annotated[TinyModel | LocalModel | HubModel, Field(discriminator="source")]
@@ -246,22 +295,27 @@ DataSource = Annotated[PydocData | FileData | HubData, Field(discriminator="sour
 class Data(Section):
     """The training data, and what is held out to judge the training by."""
 
-    train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(description="list of sources; all are used")
+    train: Annotated[tuple[DataSource, ...], Field(min_length=1)] = Field(
+        description="list of sources; all are used"
+    )
     validation: tuple[DataSource, ...] = Field(
         (),
-        description="list of sources, with the same keys as those of `train`, that are held out as a whole, instead of"
+        description="list of sources, with the same keys as those of `train`, that are held out as "
+        "a whole, instead of"
         " a fraction of `train`",
     )
     validation_fraction: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(
         0.05,
-        description="fraction of the conversations of `train` held out for evaluation; conversations with the same"
-        " first question and system message go to the same split. 0 holds nothing out; with `validation`, this key is"
+        description="fraction of the conversations of `train` held out for evaluation; "
+        "conversations with the same"
+        " first question and system message go to the same split. 0 holds nothing out; with "
+        "`validation`, this key is"
         " left out",
     )
 
     @property
     def sources(self) -> tuple[DataSource, ...]:
-        """All sources, as the stages number them: those to train on, then those that are held out."""
+        """All sources, as the stages number them: first those to train on, then held-out ones."""
         return (*self.train, *self.validation)
 
     @property
@@ -286,32 +340,38 @@ VALIDATION_SOURCES = "validation_sources"
 
 
 def source_key(number: int, trained: int) -> str:
-    """Return the key of the source `number`, as the stages count them, if the first `trained` are to be trained on."""
+    """Return the key of source `number`, as stages count, if the first `trained` are trained on."""
     return f"data.train[{number}]" if number < trained else f"data.validation[{number - trained}]"
 
 
 class Tokenize(Section):
     """How conversations become token sequences, and which tokens are trained on."""
 
-    max_tokens: Tokens = Field(1024, description="longest sample in tokens; for longer ones see `over_long`")
+    max_tokens: Tokens = Field(
+        1024, description="longest sample in tokens; for longer ones see `over_long`"
+    )
     over_long: Literal["drop", "truncate", "split", "error"] = Field(
         "drop",
-        description="what to do with a longer sample: `drop` it, `truncate` its end, `split` raw text into consecutive"
+        description="what to do with a longer sample: `drop` it, `truncate` its end, `split` raw "
+        "text into consecutive"
         " samples and cut a conversation after the last answer that fits, or stop with an `error`",
     )
     thinking: Literal["keep", "strip", "mask"] = Field(
         "keep",
-        description="thinking in the assistant's messages: `keep` trains on it, `strip` removes it, `mask` keeps it in"
+        description="thinking in the assistant's messages: `keep` trains on it, `strip` removes "
+        "it, `mask` keeps it in"
         " the context but does not train on it",
     )
     prompt_thinking: Literal["off", "on"] = Field(
         "off",
-        description="prompt of answers without thinking: `off` puts an empty thinking block into it, as"
+        description="prompt of answers without thinking: `off` puts an empty thinking block into "
+        "it, as"
         " `enable_thinking=False` does; with `on`, the model learns to write that block itself",
     )
     chat_template_kwargs: Annotated[dict[str, Variable], AfterValidator(_free_variables)] = Field(
         {},
-        description="variables that the model's chat template reads, `{reasoning_effort: low}`, for all rows; the"
+        description="variables that the model's chat template reads, `{reasoning_effort: low}`, "
+        "for all rows; the"
         " trained model has to be called with the same ones",
     )
     train_on: Literal["all_assistant", "last_assistant"] = Field(
@@ -320,17 +380,24 @@ class Tokenize(Section):
     system: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="system message for conversations without one"
     )
-    tools: tuple[Tool, ...] = Field((), description="tools, as JSON schemas, for conversations without any")
+    tools: tuple[Tool, ...] = Field(
+        (), description="tools, as JSON schemas, for conversations without any"
+    )
     duplicates: Literal["keep", "drop"] = Field(
-        "keep", description="whether to keep conversations equal to an earlier one; they are counted either way"
+        "keep",
+        description="whether to keep conversations equal to an earlier one; they are counted "
+        "either way",
     )
     near_duplicates: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="conversations with at least this similarity count as duplicates too (estimated Jaccard similarity"
+        description="conversations with at least this similarity count as duplicates too "
+        "(estimated Jaccard similarity"
         " of character 5-grams); needs the extra `dedup`",
     )
     max_dropped_fraction: Fraction = Field(
-        0.05, description="the stage fails if more than this fraction of a source's samples is dropped or cut"
+        0.05,
+        description="the stage fails if more than this fraction of a source's samples is dropped "
+        "or cut",
     )
     max_quarantined_fraction: Fraction = Field(
         0.0, description="the stage fails if more than this fraction of the rows is unusable"
@@ -340,63 +407,89 @@ class Tokenize(Section):
 class Shard(Section):
     """Packing of samples into blocks of constant length."""
 
-    block_tokens: Tokens = Field(1024, description="tokens of a packed block: the sequence length of the training")
+    block_tokens: Tokens = Field(
+        1024, description="tokens of a packed block: the sequence length of the training"
+    )
     shards: Annotated[int, Field(ge=1, le=100_000)] = Field(
         4, description="minimum number of files for the training blocks; no file is over 256 MiB"
     )
     seed: Seed = Field(0, description="seed of the validation split and of the packing")
 
 
-# In Gbit/s or GB/s: from below what a modem gives to above what any link does, so that no prediction overflows.
+# In Gbit/s or GB/s: from below what a modem gives to above what any link does, so that no
+# prediction overflows.
 Bandwidth = Annotated[FiniteFloat, Field(ge=0.001, le=100_000)]
 
 
 class Cluster(Section):
-    """Machines and launcher. Changing these keys reruns no finished stage, because they do not change what is computed.
+    """Machines and launcher.
 
-    The exception is the number of ranks with `train.local_sgd_steps` or `train.gradient_compression: powersgd`.
+    Changing these keys reruns no finished stage, because they do not change what is computed.
+
+    The exception is the number of ranks with `train.local_sgd_steps` or
+    `train.gradient_compression: powersgd`.
     """
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         1,
-        description="number of nodes, all of the same kind; training on more than one runs as a SLURM job, on the"
+        description="number of nodes, all of the same kind; training on more than one runs as a "
+        "SLURM job, on the"
         " `hosts` of the site file, or on machines that run `join`",
     )
-    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(0, description="one rank per GPU; 0 trains on the CPU")
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="one rank per GPU; 0 trains on the CPU"
+    )
     gpu: str | None = Field(
-        None, description="GPU model, such as `h200` or `a100 80gb`; the plan looks up its memory and speed"
+        None,
+        description="GPU model, such as `h200` or `a100 80gb`; the plan looks up its memory and "
+        "speed",
     )
     gpu_hour_price: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
-        None, description="price of one GPU for an hour, in any currency; the plan then says what the training costs"
+        None,
+        description="price of one GPU for an hour, in any currency; the plan then says what the "
+        "training costs",
     )
     internode_gbit_s: Bandwidth | None = Field(
         None,
-        description="bandwidth from one node to another in Gbit/s, as iperf3 measures it; required for more than one"
+        description="bandwidth from one node to another in Gbit/s, as iperf3 measures it; required "
+        "for more than one"
         " node unless `measured` is set",
     )
     intranode_gbyte_s: Bandwidth | None = Field(
-        None, description="bus bandwidth of a collective within a node, in GB/s; default: the usual value for `gpu`"
+        None,
+        description="bus bandwidth of a collective within a node, in GB/s; default: the usual "
+        "value for `gpu`",
     )
     measured: LocalPath | None = Field(
         None,
-        description="path of a cluster.json from `python -m pipeline_lib calibrate CONFIG`, whose rates the plan uses",
+        description="path of a cluster.json from `python -m pipeline_lib calibrate CONFIG`, whose "
+        "rates the plan uses",
     )
-    cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(2, description="ranks of a node without GPUs")
+    cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(
+        2, description="ranks of a node without GPUs"
+    )
     launcher: Literal["auto", "spawn", "srun"] = Field(
         "auto",
-        description="what starts the ranks: `srun` (one task per rank, within a SLURM job) or `spawn` (one process on"
-        " each node, which starts its ranks); `auto` is `srun` within a SLURM job, `spawn` elsewhere",
+        description="what starts the ranks: `srun` (one task per rank, within a SLURM job) or "
+        "`spawn` (one process on"
+        " each node, which starts its ranks); `auto` is `srun` within a SLURM job, `spawn` "
+        "elsewhere",
     )
-    cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="CPU threads of a rank")
+    cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, description="CPU threads of a rank"
+    )
     memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None,
-        description="host memory of a node in GB: the plan checks against it, and a SLURM job requests it; default:"
-        " for named GPUs the plan checks offloading against a typical size, else it checks nothing; a job requests what"
+        description="host memory of a node in GB: the plan checks against it, and a SLURM job "
+        "requests it; default:"
+        " for named GPUs the plan checks offloading against a typical size, else it checks "
+        "nothing; a job requests what"
         " the plan predicts",
     )
     runtime_minutes: Annotated[int, Field(ge=1, le=366 * 24 * 60)] | None = Field(
         None,
-        description="time limit of a training job on a cluster; shortly before it, the job saves and is queued again;"
+        description="time limit of a training job on a cluster; shortly before it, the job saves "
+        "and is queued again;"
         " default: what the plan predicts, with a margin",
     )
     max_requeues: Annotated[int, Field(ge=0, le=100_000)] = Field(
@@ -425,10 +518,15 @@ class Cluster(Section):
 
 
 class Tracking(Section):
-    """Experiment trackers that show a run while it trains. A tracker that fails never stops the training."""
+    """Experiment trackers that show a run while it trains.
+
+    A tracker that fails never stops the training.
+    """
 
     to: tuple[Literal["tensorboard", "swanlab", "wandb", "mlflow"], ...] = Field(
-        (), description="trackers to use; each needs the extra of its name, and keeps its files in the run's directory"
+        (),
+        description="trackers to use; each needs the extra of its name, and keeps its files in the "
+        "run's directory",
     )
     project: str = Field("qwen3-pipeline", description="name of the project in the trackers")
 
@@ -441,7 +539,8 @@ class Merge(Section):
     )
     base: Literal["dequantized", "original"] = Field(
         "dequantized",
-        description="after `lora.base: nf4`: add the adapters to the dequantized weights of the training, or to the"
+        description="after `lora.base: nf4`: add the adapters to the dequantized weights of the "
+        "training, or to the"
         " original ones; with `original` the result is not compared with the trained model",
     )
 
@@ -451,10 +550,13 @@ class Evaluate(Section):
 
     prompts: tuple[str, ...] = Field(
         (),
-        description="your own questions, answered beside the held-out prompts; they use `tokenize.system` and"
+        description="your own questions, answered beside the held-out prompts; they use "
+        "`tokenize.system` and"
         " `tokenize.tools`, and thinking is on only if all trained answers have thinking",
     )
-    generations: Annotated[int, Field(ge=0, le=100_000)] = Field(6, description="number of held-out prompts to answer")
+    generations: Annotated[int, Field(ge=0, le=100_000)] = Field(
+        6, description="number of held-out prompts to answer"
+    )
     max_new_tokens: Tokens = Field(96, description="maximum length of an answer in tokens")
 
 
@@ -479,8 +581,12 @@ class Config(Section):
 
     @property
     def asked(self) -> Evaluate:
-        """The section `evaluate` without the prompts that are drawn from held-out data if there is none."""
-        return self.evaluate if self.data.held_out_sources else self.evaluate.model_copy(update={"generations": 0})
+        """The section `evaluate`, without prompts drawn from held-out data if there is none."""
+        return (
+            self.evaluate
+            if self.data.held_out_sources
+            else self.evaluate.model_copy(update={"generations": 0})
+        )
 
 
 class ConfigFile(Config):
@@ -488,7 +594,9 @@ class ConfigFile(Config):
 
     sweep: dict[str, tuple[Any, ...] | dict[str, Any]] = Field(
         {},
-        description="several experiments from one file, named by what differs: lists of values for keys of the"
-        " sections, such as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; also `list`, `random` and `halving`:"
+        description="several experiments from one file, named by what differs: lists of values for "
+        "keys of the"
+        " sections, such as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`; also `list`, `random` "
+        "and `halving`:"
         " docs/sweeps.md",
     )

@@ -29,20 +29,24 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def fields_of(section: type[Section], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key of `section`, `train.lora.rank`, with its field, also those of its subsections.
+    """Yield every key of `section`, `train.lora.rank`, with its field, also in its subsections.
 
     Keys that hold one of several kinds of section, such as `model`, are not entered.
     """
     for name, field in section.model_fields.items():
         yield above + str(field.validation_alias or name), field
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        kinds = [
+            kind
+            for kind in (field.annotation, *get_args(field.annotation))
+            if isinstance(kind, type)
+        ]
         sections = [kind for kind in kinds if issubclass(kind, Section)]
         if len(sections) == 1:
             yield from fields_of(sections[0], f"{above}{name}.")
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting with its dotted key as in a YAML `sweep` (`train.lr`); a list is one value."""
+    """Yield each setting by dotted key as in a YAML `sweep` (`train.lr`); a list is one value."""
     for name, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{above}{name}.")
@@ -61,5 +65,7 @@ def read_settings(section: type[AnySection], settings: Mapping[str, Any]) -> Any
         return section.model_validate_json(json.dumps(dict(settings)))
     except ValidationError as error:
         reason = str(error).splitlines()[0]
-        message = f"a spec holds settings that this code does not know ({reason}); run snakemake again"
+        message = (
+            f"a spec holds settings that this code does not know ({reason}); run snakemake again"
+        )
         raise IntegrityError(message) from error

@@ -1,7 +1,8 @@
-"""Read YAML without its traps: 1e-4 is a number, `no` is a word, 010 is ten, a duplicate key is an error.
+"""Read YAML without its traps: 1e-4 is a number, `no` a word, 010 ten, a repeated key an error.
 
-ruamel.yaml (YAML 1.2) parses the syntax. The values are built here: text, numbers, true, false, null, lists and
-mappings with text keys, nothing else. Anchors are refused: a few lines of them can expand to gigabytes.
+ruamel.yaml (YAML 1.2) parses the syntax. The values are built here: text, numbers, true, false,
+null, lists and mappings with text keys, nothing else. Anchors are refused: a few lines of them can
+expand to gigabytes.
 """
 
 import math
@@ -23,7 +24,8 @@ MAX_BYTES = 1 << 18
 MAX_DEPTH = 20
 
 _ANCHORS = (
-    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or & has to stand in "
+    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or "
+    "& has to stand in "
     "quotes, as in '*.jsonl'"
 )
 _REFUSED = {
@@ -54,7 +56,7 @@ def as_written(value: Any) -> Any:
 
 @dataclass
 class YamlDocument:
-    """A parsed YAML file: its plain value, the line (from 1) of each key and list item, and problems of its form."""
+    """A parsed YAML file: plain value, the line (from 1) of each key and item, form problems."""
 
     value: Any = None
     lines: dict[Keys, int] = field(default_factory=dict)
@@ -62,7 +64,10 @@ class YamlDocument:
 
 
 def load(path: Path) -> YamlDocument:
-    """Read the YAML file at `path`. Raises ConfigError, naming file and line, if it is not YAML accepted here."""
+    """Read the YAML file at `path`.
+
+    Raises ConfigError, naming file and line, if it is not YAML accepted here.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(str(path), [f"larger than {MAX_BYTES} bytes: not a config file"])
@@ -77,18 +82,27 @@ def load(path: Path) -> YamlDocument:
 
 
 def parse(text: str, source: str) -> YamlDocument:
-    """Parse `text`. Raises ConfigError, naming `source` and the line, if it is not YAML accepted here."""
+    """Parse `text`.
+
+    Raises ConfigError, naming `source` and the line, if it is not YAML accepted here.
+    """
     try:
         if problems := _refused(text):
             raise ConfigError(source, problems)
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        begun = f" ({error.context} from line {error.context_mark.line + 1})" if error.context_mark else ""
+        begun = (
+            f" ({error.context} from line {error.context_mark.line + 1})"
+            if error.context_mark
+            else ""
+        )
         raise ConfigError(source, [f"{where}not YAML: {error.problem}{begun}"]) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(source, [f"line {line}: not YAML: no text holds U+{error.character:04X}"]) from error
+        raise ConfigError(
+            source, [f"line {line}: not YAML: no text holds U+{error.character:04X}"]
+        ) from error
     except YAMLError as error:
         raise ConfigError(source, [f"not YAML: {str(error).strip().splitlines()[0]}"]) from error
     document = YamlDocument()
@@ -98,7 +112,10 @@ def parse(text: str, source: str) -> YamlDocument:
 
 
 def dotted(keys: Keys) -> str:
-    """Return the path of a key as users write it, `data.train[0].path`; a key that is not a word is quoted."""
+    """Return a key's path as users write it, `data.train[0].path`, quoted where needed.
+
+    A key that is not a word is quoted.
+    """
     text = ""
     for key in keys:
         if isinstance(key, int):
@@ -109,7 +126,7 @@ def dotted(keys: Keys) -> str:
 
 
 def undotted(text: str) -> Keys:
-    """Return the parts of a key written as `data.train[0].path`; empty if it does not have that form."""
+    """Return the parts of a key written as `data.train[0].path`; empty if it has another form."""
     parts = text.replace("[", ".[").split(".")
     if not all(re.fullmatch(r"[\w-]+|\[\d{1,4}\]", part, re.ASCII) for part in parts):
         return ()
@@ -141,19 +158,28 @@ def _plain(node: Any, where: Keys, document: YamlDocument) -> Any:
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
-            document.problems.append(f"line {line}: {dotted(where) or 'the file'}: a key has to be a word")
+            document.problems.append(
+                f"line {line}: {dotted(where) or 'the file'}: a key has to be a word"
+            )
             continue
         keys = (*where, _text(key_node, where, document))
         if keys in document.lines:
-            document.problems.append(f"line {line}: {dotted(keys)}: given twice, first in line {document.lines[keys]}")
+            document.problems.append(
+                f"line {line}: {dotted(keys)}: given twice, first in line {document.lines[keys]}"
+            )
             continue
         document.lines[keys] = line
         plain[str(keys[-1])] = _plain(value_node, keys, document)
     return plain
 
 
-def _scalar(node: ScalarNode, where: Keys, document: YamlDocument) -> str | int | float | bool | None:
-    """Return the value of `node`. A number that is too large stays text: the schema then refuses and shows it."""
+def _scalar(
+    node: ScalarNode, where: Keys, document: YamlDocument
+) -> str | int | float | bool | None:
+    """Return the value of `node`.
+
+    A number that is too large stays text: the schema then refuses and shows it.
+    """
     kind, text = str(node.tag).rpartition(":")[2], _text(node, where, document)
     if kind == "null":
         return None
@@ -176,12 +202,17 @@ def _scalar(node: ScalarNode, where: Keys, document: YamlDocument) -> str | int 
 
 
 def _text(node: ScalarNode, where: Keys, document: YamlDocument) -> str:
-    """Return the text of `node`. A lone surrogate is a problem, and is escaped: no file or terminal accepts it."""
+    """Return the text of `node`.
+
+    A lone surrogate is a problem, and is escaped: no file or terminal accepts it.
+    """
     text = str(node.value)
     try:
         text.encode()
     except UnicodeEncodeError:
         line = node.start_mark.line + 1
-        document.problems.append(f"line {line}: {dotted(where) or 'the file'}: holds half of a surrogate pair")
+        document.problems.append(
+            f"line {line}: {dotted(where) or 'the file'}: holds half of a surrogate pair"
+        )
         return text.encode(errors="backslashreplace").decode()
     return text

@@ -15,9 +15,9 @@ from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dott
 from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.text import did_you_mean
 
-# Random values for a sweep. Each is a pure function of the seed, the name of its key and the index of its experiment:
-# a further experiment or key does not change earlier draws. Values have few digits, so they are readable in names and
-# the same on every machine, however its `exp` rounds.
+# Random values for a sweep. Each is a pure function of the seed, the name of its key and the index
+# of its experiment: a further experiment or key does not change earlier draws. Values have few
+# digits, so they are readable in names and the same on every machine, however its `exp` rounds.
 
 DIGITS = 3
 SCALES = ("linear", "log")
@@ -25,7 +25,7 @@ _RANGE_KEYS = ("low", "high", "scale")
 
 
 def draw(seed: int, name: str, index: int, choices: Any) -> Any:
-    """Return the value of the key `name` in experiment `index`, drawn from a list or from a valid range."""
+    """Return the key `name`'s value in experiment `index`, from a list or a valid range."""
     digest = hashlib.sha256(json.dumps([seed, name, index]).encode()).digest()
     at = (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)  # in [0, 1)
     if isinstance(choices, Sequence):
@@ -44,7 +44,9 @@ def range_problem(choices: Mapping[str, Any]) -> str | None:
     if unknown := [key for key in choices if key not in _RANGE_KEYS]:
         return f"unknown key {unknown[0]!r}{did_you_mean(str(unknown[0]), _RANGE_KEYS)}"
     if missing := [key for key in ("low", "high") if key not in choices]:
-        return f"{' and '.join(missing)} missing; a range is {{low: 1.0e-5, high: 1.0e-3, scale: log}}"
+        return (
+            f"{' and '.join(missing)} missing; a range is {{low: 1.0e-5, high: 1.0e-3, scale: log}}"
+        )
     low, high, scale = choices["low"], choices["high"], choices.get("scale", "linear")
     for value in (low, high):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -53,7 +55,11 @@ def range_problem(choices: Mapping[str, Any]) -> str | None:
         return f"scale {json.dumps(scale)} is not one of {', '.join(SCALES)}"
     if low >= high:
         return f"low {low} is not below high {high}"
-    return f"scale log, and low is {low}; it has to be above 0" if scale == "log" and low <= 0 else None
+    return (
+        f"scale log, and low is {low}; it has to be above 0"
+        if scale == "log" and low <= 0
+        else None
+    )
 
 
 # The axes of a `sweep`: lists of values (a grid), a list of experiments, and random draws.
@@ -85,7 +91,7 @@ Axis = Sequence[Choice]
 
 
 def axes_of(swept: Any, lines: Lines) -> tuple[list[Axis], list[str]]:
-    """Return the axes of a `sweep`, in the order of the file, and its problems; no axes if there is a problem."""
+    """Return the axes of a `sweep`, in file order, and its problems; with problems, no axes."""
     names = [name for name in swept if name != HALVING] if isinstance(swept, dict) else []
     if not names:
         return [], [f"{line_of(lines)}{SWEEP}: holds no keys with lists of values, {_EXAMPLE}"]
@@ -97,7 +103,9 @@ def axes_of(swept: Any, lines: Lines) -> tuple[list[Axis], list[str]]:
             problems += _random_problems(swept[name], lines)
         else:
             problems += _grid_problems(name, swept[name], lines)
-    problems = problems or list(_overlaps({name: _keys_in(name, swept[name]) for name in names}, lines))
+    problems = problems or list(
+        _overlaps({name: _keys_in(name, swept[name]) for name in names}, lines)
+    )
     if problems:
         return [], problems
     axes: list[Axis] = []
@@ -105,7 +113,9 @@ def axes_of(swept: Any, lines: Lines) -> tuple[list[Axis], list[str]]:
         if name == LIST:
             axes.append(_listed(swept[name], lines))
         else:
-            axes.append(_drawn(swept[name], lines) if name == RANDOM else _grid(name, swept[name], lines))
+            axes.append(
+                _drawn(swept[name], lines) if name == RANDOM else _grid(name, swept[name], lines)
+            )
     return axes, []
 
 
@@ -115,20 +125,31 @@ def stored(keys: Keys) -> Keys:
 
 
 def line_of(lines: Lines, *below: str | int) -> str:
-    """Return `line N: ` for a key within the sweep, or for the nearest key above it; empty if no line is known."""
+    """Return `line N: ` for a sweep's key or the nearest key above it; empty if unknown."""
     path: Keys = (SWEEP, *below)
-    found = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
+    found = next(
+        (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None
+    )
     return f"line {found}: " if found else ""
 
 
 def _grid(name: str, values: Sequence[Any], lines: Lines) -> Axis:
     keys, texts = undotted(name), _texts(values)
-    return [(SweepSetting(keys, value, lines[SWEEP, name, index], texts[index]),) for index, value in enumerate(values)]
+    return [
+        (SweepSetting(keys, value, lines[SWEEP, name, index], texts[index]),)
+        for index, value in enumerate(values)
+    ]
 
 
 def _listed(entries: Sequence[Mapping[str, Any]], lines: Lines) -> Axis:
-    values = {name: [entry[name] for entry in entries if name in entry] for name in _keys_in(LIST, entries)}
-    at = [{name: lines[SWEEP, LIST, index, name] for name in entry} for index, entry in enumerate(entries)]
+    values = {
+        name: [entry[name] for entry in entries if name in entry]
+        for name in _keys_in(LIST, entries)
+    }
+    at = [
+        {name: lines[SWEEP, LIST, index, name] for name in entry}
+        for index, entry in enumerate(entries)
+    ]
     return _choices(entries, values, at)
 
 
@@ -140,14 +161,24 @@ def _drawn(random: Mapping[str, Any], lines: Lines) -> Axis:
         for index in range(random["experiments"])
     ]
     draws = list({json.dumps(one): one for one in draws}.values())
-    values = {name: random[name] if isinstance(random[name], list) else [one[name] for one in draws] for name in names}
-    return _choices(draws, values, [{name: lines[SWEEP, RANDOM, name] for name in names}] * len(draws))
+    values = {
+        name: random[name] if isinstance(random[name], list) else [one[name] for one in draws]
+        for name in names
+    }
+    return _choices(
+        draws, values, [{name: lines[SWEEP, RANDOM, name] for name in names}] * len(draws)
+    )
 
 
 def _choices(
-    entries: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]], at: Sequence[Mapping[str, int]]
+    entries: Sequence[Mapping[str, Any]],
+    values: Mapping[str, Sequence[Any]],
+    at: Sequence[Mapping[str, int]],
 ) -> Axis:
-    """Return a choice for each entry. `values` are those that each key can have; `at` has the line of each setting."""
+    """Return a choice for each entry.
+
+    `values` are those that each key can have; `at` has the line of each setting.
+    """
     texts = {}
     for name, possible in values.items():
         distinct = {json.dumps(value): value for value in possible}
@@ -172,7 +203,10 @@ def _grid_problems(name: str, values: Any, lines: Lines) -> Iterator[str]:
 
 def _list_problems(entries: Any, lines: Lines) -> Iterator[str]:
     if not isinstance(entries, list) or not entries:
-        yield f"{line_of(lines, LIST)}{SWEEP}: {LIST}: holds no experiments, as in [{{train.lr: 1.0e-4}}]"
+        yield (
+            f"{line_of(lines, LIST)}{SWEEP}: {LIST}: holds no experiments, as in [{{train.lr: "
+            f"1.0e-4}}]"
+        )
         return
     seen: dict[str, int] = {}
     for index, entry in enumerate(entries):
@@ -182,7 +216,10 @@ def _list_problems(entries: Any, lines: Lines) -> Iterator[str]:
             continue
         for name in entry:
             if problem := _key_problem(undotted(name)):
-                yield f"{line_of(lines, LIST, index, name)}{SWEEP}: {LIST}[{index}]: {name}: {problem}"
+                yield (
+                    f"{line_of(lines, LIST, index, name)}{SWEEP}: {LIST}[{index}]: {name}: "
+                    f"{problem}"
+                )
         first = seen.setdefault(json.dumps(entry, sort_keys=True), index)
         if first != index:
             yield f"{at} the same as {LIST}[{first}]"
@@ -190,7 +227,10 @@ def _list_problems(entries: Any, lines: Lines) -> Iterator[str]:
 
 def _random_problems(random: Any, lines: Lines) -> Iterator[str]:
     if not isinstance(random, dict) or not _keys_in(RANDOM, random):
-        yield f"{line_of(lines, RANDOM)}{SWEEP}: {RANDOM}: holds no keys to draw values of, {_DRAW_EXAMPLE}"
+        yield (
+            f"{line_of(lines, RANDOM)}{SWEEP}: {RANDOM}: holds no keys to draw values of, "
+            f"{_DRAW_EXAMPLE}"
+        )
         return
     problems: dict[str, str | None] = {}
     for option, least in (("experiments", 1), ("seed", 0)):
@@ -203,7 +243,11 @@ def _random_problems(random: Any, lines: Lines) -> Iterator[str]:
             problems[option] = f"{value} experiments are more than {MAX_EXPERIMENTS}"
     for name in _keys_in(RANDOM, random):
         values = random[name]
-        problem = range_problem(values) if isinstance(values, dict) else _values_problem(values, "or a range")
+        problem = (
+            range_problem(values)
+            if isinstance(values, dict)
+            else _values_problem(values, "or a range")
+        )
         problems[name] = _key_problem(undotted(name), _OPTIONS) or problem
     for name, problem in problems.items():
         if problem:
@@ -215,7 +259,10 @@ def _key_problem(keys: Keys, options: Sequence[str] = (LIST, RANDOM, HALVING)) -
         return "not a key of a section, such as train.lr"
     if len(keys) > 1:
         return None
-    return f"a section or a name; sweep one of its keys, as in train.lr{did_you_mean(str(keys[0]), options)}"
+    return (
+        "a section or a name; sweep one of its keys, as in "
+        f"train.lr{did_you_mean(str(keys[0]), options)}"
+    )
 
 
 def _values_problem(values: Any, other: str = "") -> str | None:
@@ -254,7 +301,7 @@ def _overlaps(forms: Mapping[str, Sequence[str]], lines: Lines) -> Iterator[str]
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Return distinct texts for file names; numbers from 1 if a text is empty or too long, or if two are alike."""
+    """Return distinct texts for file names; numbers from 1 if any are empty, too long or alike."""
     texts = []
     for value in values:
         text = value if isinstance(value, str) else json.dumps(value).replace("e+", "e")
@@ -264,15 +311,19 @@ def _texts(values: Sequence[Any]) -> list[str]:
     return texts if is_clear else [str(number) for number in range(1, len(texts) + 1)]
 
 
-# The experiments of a config file: one, or with `sweep:` one for each combination of its axes.
-# Each is the file with other values in it. Its name lists the values that differ: `NAME-lr=0.0002-seed=1`.
+# The experiments of a config file: one, or with `sweep:` one for each combination of its axes. Each
+# is the file with other values in it. Its name lists the values that differ:
+# `NAME-lr=0.0002-seed=1`.
 
 Labels = Mapping[Keys, str]  # by the keys whose values differ
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One experiment: the content of a file without a sweep, and the lines of its keys. `tag` says what differs."""
+    """One experiment: the content of a file without a sweep, and the lines of its keys.
+
+    `tag` says what differs.
+    """
 
     tag: str
     value: Any
@@ -281,7 +332,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The experiments of a file, the halving settings if it has them, and the problems of its `sweep`.
+    """A file's experiments, its halving settings if it has them, and its `sweep`'s problems.
 
     There is always at least one experiment, so that the rest of the file can be checked.
     """
@@ -292,7 +343,10 @@ class Sweep:
 
 
 def read_sweep(document: YamlDocument) -> Sweep:
-    """Return the experiments, the last axis changing fastest. The first has the first value of each list."""
+    """Return the experiments, the last axis changing fastest.
+
+    The first has the first value of each list.
+    """
     root = document.value
     if not isinstance(root, dict) or SWEEP not in root:
         return Sweep([Variant("", root, document.lines)], None, [])
@@ -300,38 +354,55 @@ def read_sweep(document: YamlDocument) -> Sweep:
     axes, problems = axes_of(swept, document.lines)
     count = math.prod(len(axis) for axis in axes)
     if count > MAX_EXPERIMENTS:
-        problems.append(f"{line_of(document.lines)}{SWEEP}: {count} experiments are more than {MAX_EXPERIMENTS}")
+        problems.append(
+            f"{line_of(document.lines)}{SWEEP}: {count} experiments are more than {MAX_EXPERIMENTS}"
+        )
     halving = None
     if isinstance(swept, dict) and HALVING in swept:
         halving, wrong = read_halving(swept[HALVING])
-        wrong += ["needs at least two experiments, but the sweep has one"] if axes and count == 1 else []
-        problems += [f"{line_of(document.lines, HALVING)}{SWEEP}: {HALVING}: {problem}" for problem in wrong]
+        wrong += (
+            ["needs at least two experiments, but the sweep has one"] if axes and count == 1 else []
+        )
+        problems += [
+            f"{line_of(document.lines, HALVING)}{SWEEP}: {HALVING}: {problem}" for problem in wrong
+        ]
     found, labels = [], _labels(axes)
     for choices in product(*axes) if not problems else ():
         try:
             found.append(_variant(plain, choices, labels, document.lines))
         except LookupError as error:
             problems.append(str(error.args[0]))
-    return Sweep(found or [Variant("", plain, document.lines)], halving, list(dict.fromkeys(problems)))
+    return Sweep(
+        found or [Variant("", plain, document.lines)], halving, list(dict.fromkeys(problems))
+    )
 
 
 def _labels(axes: Sequence[Axis]) -> Labels:
-    """Return the label of each differing key in names: its last word, or the whole key if that is ambiguous."""
+    """Return the label of each differing key: its last word, or the whole key if ambiguous."""
     differing: list[Keys] = []
     for axis in axes:
         for keys in dict.fromkeys(one.keys for choice in axis for one in choice):
-            texts = {next((one.text for one in choice if one.keys == keys), None) for choice in axis}
+            texts = {
+                next((one.text for one in choice if one.keys == keys), None) for choice in axis
+            }
             differing += [keys] if len(texts) > 1 else []
     names = {keys: stored(keys) for keys in differing}
     last = [name[-1] for name in names.values()]
     return {
-        keys: str(name[-1]) if last.count(name[-1]) == 1 else UNSAFE.sub(".", dotted(name)).strip(".")
+        keys: str(name[-1])
+        if last.count(name[-1]) == 1
+        else UNSAFE.sub(".", dotted(name)).strip(".")
         for keys, name in names.items()
     }
 
 
-def _variant(plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mapping[Keys, int]) -> Variant:
-    """Return the file with the chosen values. Raises LookupError, with the problem as text, if there is no such key."""
+def _variant(
+    plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mapping[Keys, int]
+) -> Variant:
+    """Return the file with the chosen values.
+
+    Raises LookupError, with the problem as text, if there is no such key.
+    """
     value, places = copy.deepcopy(plain), dict(lines)
     settings = [one for choice in choices for one in choice]
     for one in settings:
@@ -348,7 +419,10 @@ def _variant(plain: Any, choices: Sequence[Choice], labels: Labels, lines: Mappi
 
 
 def put(root: Any, keys: Keys, value: Any) -> str | None:
-    """Put `value` at `keys` into `root`, creating missing sections. Return the problem if that is impossible."""
+    """Put `value` at `keys` into `root`, creating missing sections.
+
+    Return the problem if that is impossible.
+    """
     section = root
     for end, part in enumerate(keys[:-1], start=1):
         if isinstance(section, dict) and section.get(str(part)) is None:
@@ -364,7 +438,7 @@ def put(root: Any, keys: Keys, value: Any) -> str | None:
 
 
 def collapsed(problems: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Return each distinct problem once, with the tags of the experiments that have it unless all of them do."""
+    """Return each distinct problem once, with its experiments' tags unless all of them have it."""
     seen: dict[str, list[str]] = {}
     for tag, own in problems:
         for problem in dict.fromkeys(own):

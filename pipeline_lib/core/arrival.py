@@ -1,4 +1,4 @@
-"""Brings a file whose hash is wanted into a folder that will be sealed, and reads it no more often than that needs."""
+"""Brings a file whose hash is wanted into a folder to be sealed, reading it only as needed."""
 
 import errno
 import fcntl
@@ -6,18 +6,32 @@ import hashlib
 from pathlib import Path
 from typing import IO
 
-from pipeline_lib.core.files import COPIED_AT_ONCE, copy_file, disk_full_named, is_linkable, try_link
+from pipeline_lib.core.files import (
+    COPIED_AT_ONCE,
+    copy_file,
+    disk_full_named,
+    is_linkable,
+    try_link,
+)
 from pipeline_lib.core.store import VerifiedFiles
 
 _FICLONE = 0x40049409  # from linux/fs.h: share the blocks of another file
-_NOT_CLONED = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EBADF)
+_NOT_CLONED = (
+    errno.EOPNOTSUPP,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOTTY,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EBADF,
+)
 
 
 def link(source: Path, target: Path, sha256: str, verified: VerifiedFiles) -> bool:
-    """Make `target` a hard link to `source`, or a copy where it cannot be; return whether its hash is `sha256`.
+    """Make `target` a hard link to `source`, or else a copy; return whether its hash is `sha256`.
 
-    Nobody may edit `source` in place: the edit would change `target` too. The file is not read if it is marked, and
-    stays marked. Raises OSError, DiskFull.
+    Nobody may edit `source` in place: the edit would change `target` too. The file is not read if
+    it is marked, and stays marked. Raises OSError, DiskFull.
     """
     if not is_linkable(source, target.parent):
         return copy(source, target, sha256, verified)
@@ -27,7 +41,8 @@ def link(source: Path, target: Path, sha256: str, verified: VerifiedFiles) -> bo
     is_marked = verified.is_marked(source, sha256)
     if not try_link(source, target):
         return copy(source, target, sha256, verified)
-    # The link changed the ctime. Another link, of another store, may have been made at the same time.
+    # The link changed the ctime. Another link, of another store, may have been made at the same
+    # time.
     if is_marked and target.stat().st_nlink == before.st_nlink + 1:
         verified.mark_own(target, sha256, before)
     return verified.has_sha256(target, sha256, beside=target.parent)
@@ -36,8 +51,8 @@ def link(source: Path, target: Path, sha256: str, verified: VerifiedFiles) -> bo
 def copy(source: Path, target: Path, sha256: str, verified: VerifiedFiles) -> bool:
     """Copy `source` to `target`; return whether its hash is `sha256`.
 
-    A file system that can share blocks copies none. The content is hashed while it is copied, or not at all if `source`
-    is marked before and after. Raises OSError, DiskFull.
+    A file system that can share blocks copies none. The content is hashed while it is copied, or
+    not at all if `source` is marked before and after. Raises OSError, DiskFull.
     """
     is_same = verified.is_marked(source, sha256)
     if is_same:

@@ -1,7 +1,7 @@
 """Typed failures. Each message says what happened, where, what was expected and what to do.
 
-Each type has an exit code. The codes follow sysexits.h where it has a fitting one, so that a batch system can tell a
-mistake in the input (do not retry) from a lost peer (retry).
+Each type has an exit code. The codes follow sysexits.h where it has a fitting one, so that a batch
+system can tell a mistake in the input (do not retry) from a lost peer (retry).
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 CONTINUES = "run the same command again to continue"  # the advice in most Interrupted messages
 ERROR = "error: "  # starts the message of a command that fails
 STOPPED = "stopped; "  # starts the message of a command that its user stopped
-BUG = f"{ERROR}this is a bug in pipeline_lib"  # starts the last line of a command that hit an internal error
+# starts the last line of a command that hit an internal error
+BUG = f"{ERROR}this is a bug in pipeline_lib"
 EXIT_LINE = "exit code: "  # starts the last log line of a stage that fails
 
 
 def exit_line(exit_code: int) -> str:
-    """Return the log line that states the exit code of a failed stage, for programs that read the log."""
+    """Return the log line with a failed stage's exit code, for programs that read the log."""
     return f"{EXIT_LINE}{exit_code}"
 
 
@@ -50,23 +51,26 @@ class IntegrityError(PipelineError):
 
 
 class HubError(PipelineError):
-    """A hub refused a request or could not be reached. The message names the repository and what to do."""
+    """A hub refused a request or could not be reached.
+
+    The message names the repository and what to do.
+    """
 
     exit_code = 69
 
 
 class TrainingError(PipelineError):
-    """The numbers went wrong: a loss is not finite, or a merged model differs from the trained one."""
+    """The numbers went wrong: a loss is not finite, or a merged model differs from training."""
 
     exit_code = 70
 
 
 class Diverged(TrainingError):
-    """The training diverged and would do so on any machine: its settings or its data have to change."""
+    """The training diverged and would on any machine: its settings or data have to change."""
 
 
 class Unreadable(PipelineError):
-    """A file exists and cannot be read (permissions, disk, file server); its content may be intact."""
+    """A file exists but is unreadable (permissions, disk, server); it may still be intact."""
 
     exit_code = 74
 
@@ -78,7 +82,10 @@ class DiskFull(PipelineError):
 
 
 class Interrupted(PipelineError):
-    """Stopped from outside (a signal, a lost peer, another owner). Running the same command again continues."""
+    """Stopped from outside (a signal, a lost peer, another owner).
+
+    Running the same command again continues.
+    """
 
     exit_code = 75
 
@@ -88,7 +95,7 @@ class PeerLost(Interrupted):
 
 
 class LockLost(Interrupted):
-    """The lock was taken over by another process or removed: this process no longer owns the work."""
+    """Another process took over or removed the lock: this process no longer owns the work."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +112,24 @@ class LogEnd:
 
 
 def end_of_log(text: str) -> LogEnd | None:
-    """Return the error that ends the log `text` of a stage, as the command line prints it; None if there is none.
+    """Return the error that ends a stage's log `text`, as the command line prints it, or None.
 
     The message of an internal error begins with the last line of its traceback.
     """
     lines = text.splitlines()
-    start = next((index for index in reversed(range(len(lines))) if lines[index].startswith((ERROR, STOPPED))), None)
+    start = next(
+        (
+            index
+            for index in reversed(range(len(lines)))
+            if lines[index].startswith((ERROR, STOPPED))
+        ),
+        None,
+    )
     if start is None:
         return None
-    code = next((line.removeprefix(EXIT_LINE) for line in lines[start:] if line.startswith(EXIT_LINE)), "")
+    code = next(
+        (line.removeprefix(EXIT_LINE) for line in lines[start:] if line.startswith(EXIT_LINE)), ""
+    )
     message = [line for line in lines[start:] if not line.startswith(EXIT_LINE)]
     if lines[start].startswith(BUG):
         message = [*lines[max(0, start - 1) : start], *message]

@@ -1,7 +1,9 @@
-"""An append-only log of named events, one JSON object per line: what happened, when, in which process.
+"""An append-only log of named events, one JSON object a line: what happened, when and where.
 
-Progress lines, reports and fault-injection tests subscribe to events, so that production code needs no branches for
-tests.
+Where means in which process.
+
+Progress lines, reports and fault-injection tests subscribe to events, so that production code needs
+no branches for tests.
 """
 
 import json
@@ -22,14 +24,22 @@ class EventName(StrEnum):
 
     RUN_LAUNCHED = "run.launched"  # an attempt began: the ranks are about to start
     RUN_START = "run.start"  # the first rank is ready to train
-    RUN_STEPS = "run.steps"  # it has made its first pass, and loaded its checkpoint: the steps begin
+    RUN_STEPS = (
+        "run.steps"  # it has made its first pass, and loaded its checkpoint: the steps begin
+    )
     RUN_RESUMED = "run.resumed"  # the run continues from a checkpoint
     RUN_PROCESSOR_CHANGED = "run.processor_changed"  # that was saved on another kind of CPU or GPU
     RUN_ROLLED_BACK = "run.rolled_back"  # weights and moments went back to a checkpoint
-    RUN_REWOUND = "run.rewound"  # the checkpoints after a step are set aside: a user or the guards ask for it
+    RUN_REWOUND = (
+        "run.rewound"  # the checkpoints after a step are set aside: a user or the guards ask for it
+    )
     RUN_END = "run.end"  # the last step is done
-    RUN_INTERRUPTED = "run.interrupted"  # an attempt ended before the last step; the same command continues
-    RUN_FAILED = "run.failed"  # an attempt ended with an error that the same command would meet again
+    RUN_INTERRUPTED = (
+        "run.interrupted"  # an attempt ended before the last step; the same command continues
+    )
+    RUN_FAILED = (
+        "run.failed"  # an attempt ended with an error that the same command would meet again
+    )
     RUN_REQUEUED = "run.requeued"  # SLURM was asked to queue the job again
     RUN_REQUEUE_REFUSED = "run.requeue_refused"  # the job is not queued again, or SLURM refused to
     RANK_DOING = "rank.doing"  # observers only: what this rank does between steps, such as saving
@@ -42,14 +52,18 @@ class EventName(StrEnum):
     SAMPLES_WRITTEN = "samples.written"  # answers to held-out prompts were written
     CHECKPOINT_SAVED = "checkpoint.saved"  # a checkpoint was sealed
     CHECKPOINT_REJECTED = "checkpoint.rejected"  # a checkpoint was set aside as damaged
-    CHECKPOINT_SLOW_COPIES = "checkpoint.slow_copies"  # copies for saves go through memory that is not page-locked
+    CHECKPOINT_SLOW_COPIES = (
+        "checkpoint.slow_copies"  # copies for saves go through memory that is not page-locked
+    )
 
 
 class EventLog:
-    """An event log that appends to a file and notifies observers; each line is appended in one write."""
+    """An event log that appends each line to a file in one write, and notifies observers."""
 
-    def __init__(self, path: Path | None, observers: tuple[Observer, ...] = (), **common: Any) -> None:
-        """Write to `path`, or only notify the observers if it is None; `common` is added to every event."""
+    def __init__(
+        self, path: Path | None, observers: tuple[Observer, ...] = (), **common: Any
+    ) -> None:
+        """Write to `path`, or only notify observers if it is None; each event gets `common`."""
         self._path = path
         self._observers = observers
         self._common = common
@@ -58,9 +72,18 @@ class EventLog:
             end_cut_line(path)
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Record the event `name`. `at` is wall-clock time; `monotonic_s` is for measuring durations."""
+        """Record the event `name`.
+
+        `at` is wall-clock time; `monotonic_s` is for measuring durations.
+        """
         if self._path is not None:
-            event = {"at": time.time(), "monotonic_s": time.monotonic(), "event": name, **self._common, **fields}
+            event = {
+                "at": time.time(),
+                "monotonic_s": time.monotonic(),
+                "event": name,
+                **self._common,
+                **fields,
+            }
             line = json.dumps(event, ensure_ascii=False) + "\n"
             with disk_full_named(self._path):
                 descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -71,7 +94,7 @@ class EventLog:
         self.notify(name, **fields)
 
     def notify(self, name: str, **fields: Any) -> None:
-        """Notify the observers without writing: for events of every step that are recorded elsewhere."""
+        """Notify the observers without writing: for step events that are recorded elsewhere."""
         for observer in self._observers:
             observer(name, fields)
 
@@ -87,7 +110,7 @@ def end_cut_line(path: Path) -> None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events in `path`, without lines that a kill cut short; an empty list if there is no file."""
+    """Return the events in `path`, without lines that a kill cut short; empty without a file."""
     if not path.exists():
         return []
     events = []

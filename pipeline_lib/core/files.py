@@ -1,7 +1,7 @@
 """Atomic writing and hashing of files.
 
-Readers see a whole file or directory, or none, whichever process is killed and when. Durability is not promised on a
-file system that ignores fsync.
+Readers see a whole file or directory, or none, whichever process is killed and when. Durability is
+not promised on a file system that ignores fsync.
 """
 
 import ctypes
@@ -30,12 +30,14 @@ _C_LIBRARY = ctypes.CDLL(None)
 
 
 def canonical_json(value: Any) -> str:
-    """Return `value` as canonical JSON, the same for equal values: sorted keys, no spaces, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    """Return `value` as canonical JSON, equal for equal values: sorted keys, no spaces, no NaN."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def sha256_text(text: str) -> str:
-    """Return the hexadecimal SHA-256 of `text` in UTF-8; lone surrogates, which JSON allows, are encoded too."""
+    """Return the hexadecimal SHA-256 of `text` in UTF-8, with lone surrogates, as in JSON."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -46,14 +48,17 @@ def sha256_file(path: Path) -> str:
 
 
 def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> str:
-    """Write `content` to the file at `path`, and return its hexadecimal SHA-256. The file is not yet on the disk.
+    """Write `content` to the file at `path`, and return its hexadecimal SHA-256.
+
+    The file is not yet on the disk.
 
     The disk begins to write while more of it is made: otherwise it would be idle until the end.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for data in content:
-            for start in range(0, len(data), COPIED_AT_ONCE):  # so short that no signal has to wait long
+            # so short that no signal has to wait long
+            for start in range(0, len(data), COPIED_AT_ONCE):
                 chunk = data[start : start + COPIED_AT_ONCE]
                 digest.update(chunk)
                 file.write(chunk)
@@ -63,7 +68,7 @@ def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> str:
 
 
 def _start_writeback(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Let the disk begin to write a part of a file, where the system can; what fails is said by a later fsync."""
+    """Let the disk begin to write part of a file, if it can; a later fsync reports failures."""
     if hasattr(_C_LIBRARY, "sync_file_range"):
         begin, length = ctypes.c_int64(offset), ctypes.c_int64(size_bytes)
         _C_LIBRARY.sync_file_range(descriptor, begin, length, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
@@ -103,7 +108,10 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def time_on_disk_ns(folder: Path) -> int:
-    """Return the time by the clock that stamps files in `folder`, which may be a file server's. Raises OSError."""
+    """Return the time by the clock that stamps files in `folder`, which may be a file server's.
+
+    Raises OSError.
+    """
     with NamedTemporaryFile(prefix=STAGE_PREFIX, dir=folder) as probe:
         os.utime(probe.name)
         return Path(probe.name).stat().st_mtime_ns
@@ -112,9 +120,10 @@ def time_on_disk_ns(folder: Path) -> int:
 def take_out_of_future(paths: Iterable[Path]) -> None:
     """Set the time of each of `paths` that lies in the future to now, by the clock of its disk.
 
-    Snakemake sets the times of a job's outputs to now, and refuses outputs that are older than the inputs: as behind a
-    machine whose clock is ahead, or in a store that was copied from one. A file that only another user may write stays
-    as it is; in a folder where only another user may write, this machine's clock counts.
+    Snakemake sets the times of a job's outputs to now, and refuses outputs that are older than the
+    inputs: as behind a machine whose clock is ahead, or in a store that was copied from one. A file
+    that only another user may write stays as it is; in a folder where only another user may write,
+    this machine's clock counts.
     """
     now_ns: dict[Path, int] = {}
     for path in paths:
@@ -160,7 +169,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Return the text that `write_json` writes for `value`; parsing and rendering it gives the same text."""
+    """Return the text that `write_json` writes for `value`; parsing and rendering keep it."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -182,7 +191,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def stage_dir(final: Path) -> Path:
-    """Create an empty directory beside `final`, on the same disk, to be filled and then published as `final`."""
+    """Create an empty directory beside `final`, on its disk, to fill and publish as `final`."""
     final.parent.mkdir(parents=True, exist_ok=True)
     staged = final.parent / f"{STAGE_PREFIX}{final.name}-{uuid.uuid4().hex[:12]}"
     staged.mkdir()
@@ -190,7 +199,10 @@ def stage_dir(final: Path) -> Path:
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Remove what killed writers of `folder`/`name`* left behind. The caller holds the lock for them."""
+    """Remove what killed writers of `folder`/`name`* left behind.
+
+    The caller holds the lock for them.
+    """
     for prefix in (STAGE_PREFIX, TRASH_PREFIX):
         for debris in folder.glob(f"{prefix}{name}*"):
             if debris.is_dir():
@@ -202,9 +214,10 @@ def sweep(folder: Path, name: str) -> None:
 def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda: None) -> bool:
     """Rename the sealed directory `staged` to `final`; return False if `final` already had content.
 
-    What is in it gets the mode that the umask gave to `staged`, so that who may read one file may read all: libraries
-    write some files for their owner alone. A caller that gets False has to verify the existing directory. `require` is
-    called right before the rename; an exception from it prevents the rename.
+    What is in it gets the mode that the umask gave to `staged`, so that who may read one file may
+    read all: libraries write some files for their owner alone. A caller that gets False has to
+    verify the existing directory. `require` is called right before the rename; an exception from it
+    prevents the rename.
     """
     mode = stat.S_IMODE(staged.stat().st_mode)
     for path in sorted(staged.rglob("*"), reverse=True):
@@ -225,7 +238,8 @@ def publish_dir(staged: Path, final: Path, require: Callable[[], None] = lambda:
 def _set_mode(path: Path, of_folder: int) -> None:
     """Give a folder the mode `of_folder`, and a file the same without execution.
 
-    The modes of hard links are those of the files elsewhere, and stay. So do all where the file system has none.
+    The modes of hard links are those of the files elsewhere, and stay. So do all where the file
+    system has none.
     """
     status = path.lstat()
     if stat.S_ISDIR(status.st_mode):
@@ -240,7 +254,7 @@ def _set_mode(path: Path, of_folder: int) -> None:
 
 
 def remove_dir(path: Path) -> None:
-    """Delete the directory at `path`: it is renamed first, so the name is free even if the deletion fails."""
+    """Delete the directory at `path`, renamed first: the name is free even if deletion fails."""
     if not path.exists():
         return
     trash = path.parent / f"{TRASH_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"
@@ -249,14 +263,14 @@ def remove_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the content of the file `source`: a hard link if it is linkable, else a copy."""
+    """Give `target` the content of the file `source`: a hard link if linkable, else a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if not try_link(source, target):
         copy_file(source, target)
 
 
 def try_link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link to the file `source` if it is linkable; return whether it is one."""
+    """Make `target` a hard link to the file `source` if linkable; return whether it is one."""
     if not is_linkable(source, target.parent):
         return False
     try:
@@ -267,7 +281,9 @@ def try_link(source: Path, target: Path) -> bool:
 
 
 def is_linkable(source: Path, folder: Path) -> bool:
-    """Return whether `folder` may have a hard link to the file `source`: on one disk, and read by the same people.
+    """Return whether `folder` may link to the file `source`: on one disk, with the same readers.
+
+    The link is a hard link.
 
     A link has the mode of its file, which may let fewer people read it than the folder does.
     """
@@ -277,7 +293,10 @@ def is_linkable(source: Path, folder: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy the content of a file; a file system that can share blocks (Btrfs, XFS) copies none. Raises DiskFull."""
+    """Copy the content of a file; a file system that can share blocks (Btrfs, XFS) copies none.
+
+    Raises DiskFull.
+    """
     with disk_full_named(target), source.open("rb") as read, target.open("wb") as written:
         try:
             while os.copy_file_range(read.fileno(), written.fileno(), COPIED_AT_ONCE):
@@ -305,7 +324,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Return why nothing can be written in `folder`, which may not exist yet; None if it can be written."""
+    """Return why nothing can be written in `folder`, which may not exist; None if it can be."""
     nearest = nearest_existing(folder)
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return None
@@ -317,7 +336,8 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     free_bytes = _free_bytes(where)
     if free_bytes < need_bytes:
         raise DiskFull(
-            f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {free_bytes / 1e6:,.1f} MB are free; "
+            f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {free_bytes / 1e6:,.1f} MB "
+            "are free; "
             "free some space or point PIPELINE_STORE at a larger disk"
         )
 
@@ -328,7 +348,10 @@ def _free_bytes(where: Path) -> int:
 
 def disk_full(where: Path | str) -> DiskFull:
     """Return the error for a write to `where` that found the disk full."""
-    return DiskFull(f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake again")
+    return DiskFull(
+        f"{where}: the disk is full; what was begun is removed. Free some space and run snakemake "
+        "again"
+    )
 
 
 @contextmanager
@@ -343,7 +366,8 @@ def unreadable_named(where: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise Unreadable(
-            f"{error.filename or where}: cannot be read ({error.strerror or error}), so it is not known whether it is "
+            f"{error.filename or where}: cannot be read ({error.strerror or error}), so it is not "
+            "known whether it is "
             "whole; nothing was changed. Remove the cause and run the same command again"
         ) from error
 
@@ -354,15 +378,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def is_disk_full(error: BaseException) -> bool:
     """Return whether `error` means that a disk, or a user's quota on it, is full.
 
-    Libraries in Rust and C++ say so only in the text of another error (tokenizers of a plain Exception).
+    Libraries in Rust and C++ say so only in the text of another error (tokenizers of a plain
+    Exception).
     """
     if isinstance(error, OSError):
         return error.errno in _FULL
-    return not isinstance(error, PipelineError) and any(os.strerror(code) in str(error) for code in _FULL)
+    return not isinstance(error, PipelineError) and any(
+        os.strerror(code) in str(error) for code in _FULL
+    )
 
 
 def disk_full_named(where: Path | str) -> AbstractContextManager[None]:
-    """Return a context in which an error for a full disk or quota becomes a DiskFull that names `where`."""
+    """Return a context that turns an error for a full disk or quota into DiskFull at `where`."""
     return _DiskFullNamed(where)
 
 
@@ -373,7 +400,9 @@ class _DiskFullNamed(AbstractContextManager[None]):
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """Raise DiskFull in the place of the error."""
         if error is not None and is_disk_full(error):
             where = error.filename if isinstance(error, OSError) and error.filename else self.where

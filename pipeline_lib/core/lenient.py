@@ -1,4 +1,4 @@
-"""The base of the typed result files that stages wrote: what an older version did not write is not known."""
+"""The base of typed result files from stages: what an older version did not write is unknown."""
 
 import math
 from pathlib import Path
@@ -19,16 +19,18 @@ Text = str | None
 
 
 class Lenient(BaseModel):
-    """A base model for result files: a missing value takes its default, and unknown keys are ignored."""
+    """A base model for result files: missing values take defaults, unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 def unusable(path: Path, error: ValueError) -> IntegrityError:
-    """Return the error for a result file that is damaged or, by a ValidationError, of another schema."""
+    """Return the error for a result file that is damaged or fails the schema (ValidationError)."""
     remedy = f"delete {path.parent} and run snakemake again"
     if not isinstance(error, ValidationError):
         return IntegrityError(f"{path} is damaged: {error}; {remedy}")
     detail = error.errors()[0]
     where = ".".join(str(key) for key in detail["loc"])
-    return IntegrityError(f"{path}: {where}: {detail['msg']}; another version of the code sealed it: {remedy}")
+    return IntegrityError(
+        f"{path}: {where}: {detail['msg']}; another version of the code sealed it: {remedy}"
+    )

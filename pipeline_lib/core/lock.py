@@ -1,12 +1,13 @@
 """A lock per digest: one process at a time works on it, across snakemakes, clones, users and hosts.
 
-The lock is a file that only one process can create; flock is not used because some network file systems ignore it. The
-file names its owner, and its mtime is the owner's heartbeat. Other processes wait while the owner lives. The lock of a
-dead owner (its process is gone; seen from another host: its heartbeat has stopped) is replaced. An owner that was only
-suspended notices this at its next heartbeat, at the latest before it publishes, and its process ends at once.
+The lock is a file that only one process can create; flock is not used because some network file
+systems ignore it. The file names its owner, and its mtime is the owner's heartbeat. Other processes
+wait while the owner lives. The lock of a dead owner (its process is gone; seen from another host:
+its heartbeat has stopped) is replaced. An owner that was only suspended notices this at its next
+heartbeat, at the latest before it publishes, and its process ends at once.
 
-The clocks of two machines may differ by hours, so a waiter never decides by the heartbeat's time alone: it watches
-whether that time changes.
+The clocks of two machines may differ by hours, so a waiter never decides by the heartbeat's time
+alone: it watches whether that time changes.
 """
 
 import errno
@@ -28,15 +29,23 @@ from pipeline_lib.core.files import disk_full_named, time_on_disk_ns
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0  # without a change of the heartbeat
-DEAD_IF_OLD_AFTER_S = 30.0  # the same for a heartbeat that is older than DEAD_AFTER_S by the disk's clock
-LAST_WORDS_S = 2.0  # to report why a process ends; the reader of its output may have stopped reading
+DEAD_IF_OLD_AFTER_S = (
+    30.0  # the same for a heartbeat that is older than DEAD_AFTER_S by the disk's clock
+)
+LAST_WORDS_S = (
+    2.0  # to report why a process ends; the reader of its output may have stopped reading
+)
 REMOVAL_S = 5.0  # removing a lock takes microseconds; a process that takes longer was killed
-NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # FAT, some of FUSE and SMB
+# FAT, some of FUSE and SMB
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock that is held, as seen by its owner and the owner's workers. The file contains `token`."""
+    """A lock that is held, as seen by its owner and the owner's workers.
+
+    The file contains `token`.
+    """
 
     path: Path
     token: str
@@ -44,17 +53,20 @@ class Lock:
     def require(self) -> None:
         """Raise LockLost unless the lock is still ours; OSError if the file cannot be read.
 
-        Call it right before an action that would damage another owner's work. The lock can still be lost between this
-        check and that action: the window is microseconds, and a file system offers no way to close it.
+        Call it right before an action that would damage another owner's work. The lock can still be
+        lost between this check and that action: the window is microseconds, and a file system
+        offers no way to close it.
         """
         with self._own_file():
             return
 
     def renew(self) -> None:
-        """Update the heartbeat on the file that contains our token, and on no other. Raises as `require` does.
+        """Update the heartbeat on the file that contains our token, and on no other.
 
-        Some FUSE and CIFS file systems cannot set times through a descriptor. There the times are set by path, right
-        after the token was compared.
+        Raises as `require` does.
+
+        Some FUSE and CIFS file systems cannot set times through a descriptor. There the times are
+        set by path, right after the token was compared.
         """
         with self._own_file() as file:
             try:
@@ -64,22 +76,25 @@ class Lock:
 
     @contextmanager
     def required(self) -> Iterator[None]:
-        """Raise LockLost at the end of the block if the lock was lost, whatever else the block raised.
+        """Raise LockLost at the end of the block if the lock was lost, whatever the block raised.
 
         The next owner removes unfinished work, which may be why the block failed.
         """
         try:
             yield
         finally:
-            with suppress(OSError):  # the file server does not answer; the block's own error is enough
+            # the file server does not answer; the block's own error is enough
+            with suppress(OSError):
                 self.require()
 
     def end_process_when_lost(self) -> None:
-        """Watch the lock from a thread, in a process that works for the owner; end the process when it is lost.
+        """Watch the lock from a thread of a process that works for the owner; end it upon loss.
 
         The owner reports why.
         """
-        watch = threading.Thread(target=_watch, args=(self.require, threading.Event()), name="lock", daemon=True)
+        watch = threading.Thread(
+            target=_watch, args=(self.require, threading.Event()), name="lock", daemon=True
+        )
         watch.start()
 
     @contextmanager
@@ -89,14 +104,19 @@ class Lock:
             owner = _owner_in(file)
             if owner is None or owner.get("token") != self.token:
                 raise LockLost(
-                    f"the lock {self.path} was taken over by {describe(owner)}, which saw no heartbeat of this process "
-                    f"any more. The work is left to it, and nothing was published here since; {CONTINUES} once it has "
+                    f"the lock {self.path} was taken over by {describe(owner)}, which saw no "
+                    "heartbeat of this process "
+                    "any more. The work is left to it, and nothing was published here since; "
+                    f"{CONTINUES} once it has "
                     "ended"
                 )
             yield file
 
     def _open(self) -> TextIO:
-        """Open the current lock file. Over NFS, listing the folder reveals a file that another node created."""
+        """Open the current lock file.
+
+        Over NFS, listing the folder reveals a file that another node created.
+        """
         for _ in range(2):
             with suppress(FileNotFoundError):
                 return self.path.open(encoding="utf-8")
@@ -113,7 +133,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the PID namespace: in containers that share a host name, the same PID is another process."""
+    """Return the PID namespace: in containers on one host, a PID may be another process."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -121,7 +141,7 @@ def _pid_namespace() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """Return when the process started, in clock ticks since boot; it tells a reused PID from the owner.
+    """Return the process's start in clock ticks since boot; it tells a reused PID from the owner.
 
     Returns None if there is no such process, and HIDDEN if it exists but /proc does not show it.
     """
@@ -153,13 +173,17 @@ def _owner_in(file: TextIO) -> dict[str, Any] | None:
 def _is_running(owner: Mapping[str, Any] | None) -> bool | None:
     """Return whether the owner's process runs; None if it cannot be looked up on this machine.
 
-    Another boot ID under this host's name is not always this machine before it was started again: it can be another
-    machine, cloned from the same image.
+    Another boot ID under this host's name is not always this machine before it was started again:
+    it can be another machine, cloned from the same image.
     """
     if not owner or owner.get("host") != socket.gethostname() or owner.get("boot_id") != _boot_id():
         return None
     pid = owner.get("pid")
-    if not isinstance(pid, int) or owner.get("pid_namespace") != _pid_namespace() or not Path("/proc").exists():
+    if (
+        not isinstance(pid, int)
+        or owner.get("pid_namespace") != _pid_namespace()
+        or not Path("/proc").exists()
+    ):
         return None
     started = _process_start(pid)
     return None if started == HIDDEN else started == owner.get("process_start")
@@ -194,11 +218,11 @@ class _Watched:
         self.since_s, self.removal_since_s = time.monotonic(), None
 
     def is_suspect(self) -> bool:
-        """Return whether the owner may have been dead for long: its heartbeat is old, and has not moved here yet."""
+        """Return whether the owner may be long dead: its heartbeat is old, and has not moved."""
         return not self.has_beaten and _is_running(self.owner) is None and _is_old(self.path)
 
     def is_dead(self) -> bool:
-        """Return whether the owner's process is gone, or its heartbeat has stood still for too long."""
+        """Return whether the owner's process is gone, or its heartbeat has stopped too long."""
         is_running = _is_running(self.owner)
         if is_running is not None:
             return not is_running
@@ -206,7 +230,7 @@ class _Watched:
         return silent_s > DEAD_AFTER_S or (silent_s > DEAD_IF_OLD_AFTER_S and _is_old(self.path))
 
     def remove(self) -> bool:
-        """Remove the dead owner's lock; return False while another process is doing it, unless that was killed."""
+        """Remove the dead owner's lock; return False while another living process does it."""
         if _remove_dead(self.path, self.owner, self.beat_ns):
             return True
         now_s = time.monotonic()
@@ -219,7 +243,7 @@ class _Watched:
 
 
 def _look(path: Path) -> tuple[dict[str, Any] | None, int | None]:
-    """Return the owner in the lock at `path` and the time of its heartbeat; None for what cannot be read.
+    """Return the owner in the lock at `path` and its heartbeat's time; None for the unreadable.
 
     The time is that of the opened file: over NFS the time of a path may be a remembered one.
     """
@@ -233,7 +257,8 @@ def _look(path: Path) -> tuple[dict[str, Any] | None, int | None]:
 def _try_acquire(path: Path, owner: Mapping[str, Any]) -> bool:
     """Create the lock file with its content in one step: a hard link appears whole or not at all.
 
-    A file server may run the request twice if its first reply was lost, and then report our own link as existing.
+    A file server may run the request twice if its first reply was lost, and then report our own
+    link as existing.
     """
     mine = path.with_name(f"{path.name}.{owner['token']}")
     try:
@@ -271,8 +296,9 @@ def _create_without_link(path: Path, text: str) -> bool:
 def _remove_dead(path: Path, owner: Mapping[str, Any] | None, beat_ns: int | None) -> bool:
     """Remove the lock of the dead `owner`; return False if another process is doing it.
 
-    A heartbeat after `beat_ns` saves it. Only the process that created the file `.dead-TOKEN` may remove the lock with
-    that token. So a slow process that saw the same dead owner can never remove the lock of the next owner.
+    A heartbeat after `beat_ns` saves it. Only the process that created the file `.dead-TOKEN` may
+    remove the lock with that token. So a slow process that saw the same dead owner can never remove
+    the lock of the next owner.
     """
     grave = _grave(path, owner)
     try:
@@ -291,13 +317,16 @@ def _grave(path: Path, owner: Mapping[str, Any] | None) -> Path:
 
 @contextmanager
 def locked(
-    path: Path, say: Callable[[str], None], poll_s: float = 0.5, note: Mapping[str, Any] | None = None
+    path: Path,
+    say: Callable[[str], None],
+    poll_s: float = 0.5,
+    note: Mapping[str, Any] | None = None,
 ) -> Iterator[Lock]:
-    """Hold the lock at `path`; while a living owner has it, wait and report that once through `say`.
+    """Hold the lock at `path`; wait while a living owner has it, and report that once by `say`.
 
-    `note` is what others can read about this owner: `slurm_job` and `attempt`. If the lock is lost, the next heartbeat
-    ends this process with the exit code of LockLost; a block that ends before that raises LockLost. Also raises
-    DiskFull.
+    `note` is what others can read about this owner: `slurm_job` and `attempt`. If the lock is lost,
+    the next heartbeat ends this process with the exit code of LockLost; a block that ends before
+    that raises LockLost. Also raises DiskFull.
     """
     me = {
         "host": socket.gethostname(),
@@ -313,7 +342,9 @@ def locked(
         path.parent.mkdir(parents=True, exist_ok=True)
         _acquire(path, me, say, poll_s)
     lock, released = Lock(path, me["token"]), threading.Event()
-    beating = threading.Thread(target=_watch, args=(lock.renew, released, _say_error), name="lock", daemon=True)
+    beating = threading.Thread(
+        target=_watch, args=(lock.renew, released, _say_error), name="lock", daemon=True
+    )
     beating.start()
     try:
         with lock.required():
@@ -347,11 +378,14 @@ def describe(owner: Mapping[str, Any] | None) -> str:
 
 
 def _watch(
-    check: Callable[[], None], released: threading.Event, tell: Callable[[LockLost], None] = lambda _: None
+    check: Callable[[], None],
+    released: threading.Event,
+    tell: Callable[[LockLost], None] = lambda _: None,
 ) -> None:
-    """Call `check` at every heartbeat until the lock is released; end this process at once if it was lost.
+    """Call `check` at every heartbeat until the lock is released; end this process if it is lost.
 
-    Nothing is cleaned up: the next owner sweeps unfinished work, and child processes die with this one.
+    Nothing is cleaned up: the next owner sweeps unfinished work, and child processes die with this
+    one.
     """
     while not released.wait(HEARTBEAT_S):
         try:
@@ -366,8 +400,8 @@ def _watch(
 def _say_error(error: LockLost) -> None:
     """Write the error to stderr as the command line does, bypassing Python's buffers.
 
-    A thread that is blocked in a write may hold the locks of those buffers. Returns after LAST_WORDS_S at the latest,
-    even if nobody reads (a stopped terminal, a full pipe).
+    A thread that is blocked in a write may hold the locks of those buffers. Returns after
+    LAST_WORDS_S at the latest, even if nobody reads (a stopped terminal, a full pipe).
     """
     text = f"error: {error}\n{exit_line(error.exit_code)}\n".encode()
 
@@ -384,8 +418,9 @@ def _say_error(error: LockLost) -> None:
 def holder(path: Path) -> dict[str, Any] | None:
     """Return the living owner of the lock at `path`, or None if nobody holds it. It does not wait.
 
-    An owner that cannot be looked up counts as dead if its heartbeat is old: by this machine's clock, and by that of
-    the disk, which is asked only then, since that takes a file. One that cannot be read is an empty dict.
+    An owner that cannot be looked up counts as dead if its heartbeat is old: by this machine's
+    clock, and by that of the disk, which is asked only then, since that takes a file. One that
+    cannot be read is an empty dict.
     """
     owner = _read_owner(path)
     is_running = _is_running(owner)

@@ -7,7 +7,7 @@ import psutil
 
 
 def host_free_bytes() -> int:
-    """Return the bytes that are free in the system, or in the container or batch job of this process if fewer.
+    """Return the bytes free in the system, or in this process's container or job if fewer.
 
     Of a cgroup, inactive file cache counts as free.
     """
@@ -16,7 +16,9 @@ def host_free_bytes() -> int:
     with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         names = [Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")]
-    for folder in [Path("/sys/fs/cgroup") / path for name in names for path in (name, *name.parents)]:
+    for folder in [
+        Path("/sys/fs/cgroup") / path for name in names for path in (name, *name.parents)
+    ]:
         with suppress(OSError, ValueError):  # without a limit it reads `max`
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())

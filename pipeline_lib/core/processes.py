@@ -24,11 +24,14 @@ _INIT_PID = 1
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Stop the garbage collector within the context, and exclude all objects of that time from later collections.
+    """Stop the garbage collector in the context, and exclude its objects from later collections.
 
-    torch and transformers create 430,000 objects that live as long as the process. Collections took a fifth of the time
-    of their imports, and every later one 0.4 s. transformers takes another eighth for scipy and more for scikit-learn,
-    which it needs for losses of object detection and for assisted generation, and accelerate for boto3.
+    All objects that exist at that time are excluded.
+
+    torch and transformers create 430,000 objects that live as long as the process. Collections took
+    a fifth of the time of their imports, and every later one 0.4 s. transformers takes another
+    eighth for scipy and more for scikit-learn, which it needs for losses of object detection and
+    for assisted generation, and accelerate for boto3.
     """
     gc.disable()
     try:
@@ -41,11 +44,11 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def unseen(*packages: str) -> Iterator[None]:
-    """Let libraries that look for one of `packages` within the context not find it, unless it is imported already.
+    """Hide `packages` in the context from libraries that look for one, unless already imported.
 
-    They look with `importlib.util.find_spec`, and remember that an optional package is missing: do this only where this
-    process never needs it through them. An import statement still finds it, for what cannot do without: scikit-learn
-    imports scipy whatever anybody found.
+    They look with `importlib.util.find_spec`, and remember that an optional package is missing: do
+    this only where this process never needs it through them. An import statement still finds it,
+    for what cannot do without: scikit-learn imports scipy whatever anybody found.
     """
     found = importlib.util.find_spec
     left_out = [package for package in packages if package not in sys.modules]
@@ -64,7 +67,8 @@ def unseen(*packages: str) -> Iterator[None]:
 def hidden(package: str) -> Iterator[None]:
     """Let imports of `package` within the context fail, unless it is imported already.
 
-    For libraries that try to import it. What cannot do without it fails too: use `unseen` for those that look first.
+    For libraries that try to import it. What cannot do without it fails too: use `unseen` for those
+    that look first.
     """
     if package in sys.modules:
         yield
@@ -77,7 +81,7 @@ def hidden(package: str) -> Iterator[None]:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent dies; without `parent_pid`, the parent is any but init."""
+    """Ask Linux to kill this process when its parent dies: `parent_pid`, or any but init."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         pid = os.getppid()
@@ -87,16 +91,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def describe_owner() -> str:
-    """Return this process as the value of OWNER_VARIABLE: host and PID namespace, PID, creation time."""
+    """Return this process as OWNER_VARIABLE's value: host, PID namespace, PID, creation time."""
     me = psutil.Process()
     return f"{_place()} {me.pid} {me.create_time()}"
 
 
 def die_with_owner(environ: Mapping[str, str]) -> None:
-    """Kill this process once the owner named in `environ`, or any launcher between the two, has ended.
+    """Kill this process once the owner in `environ`, or any launcher between them, has ended.
 
-    A thread watches them. Nothing is watched on another machine or in another container, where the owner is not
-    visible.
+    A thread watches them. Nothing is watched on another machine or in another container, where the
+    owner is not visible.
     """
     place, _, process = environ.get(OWNER_VARIABLE, "").rpartition(" ")[0].rpartition(" ")
     if not process or place != _place():
@@ -112,7 +116,7 @@ def die_with_owner(environ: Mapping[str, str]) -> None:
 
 
 def snakemake_above() -> list[psutil.Process]:
-    """Return the processes from this one's parent up to the outermost Snakemake; none if no Snakemake started it."""
+    """Return the processes from this one's parent to the outermost Snakemake; none without it."""
     parents = psutil.Process().parents()
     is_snakemake = []
     for parent in parents:
@@ -120,7 +124,9 @@ def snakemake_above() -> list[psutil.Process]:
             is_snakemake.append(any("snakemake" in part for part in parent.cmdline()[:3]))
         except psutil.Error:
             is_snakemake.append(False)
-    return parents[: max((index + 1 for index, found in enumerate(is_snakemake) if found), default=0)]
+    return parents[
+        : max((index + 1 for index, found in enumerate(is_snakemake) if found), default=0)
+    ]
 
 
 def all_alive(processes: Sequence[psutil.Process]) -> bool:
@@ -129,7 +135,7 @@ def all_alive(processes: Sequence[psutil.Process]) -> bool:
 
 
 def _place() -> str:
-    """Return the host and PID namespace: PIDs are comparable only within one container of one machine."""
+    """Return the host and PID namespace: PIDs are comparable in one container of one machine."""
     try:
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:

@@ -1,7 +1,8 @@
-"""What each rank of a training used of its GPU and memory, from the rows that hold it, and warnings about that.
+"""What each rank of a training used of its GPU and memory, from recorded rows, with warnings.
 
-Every EVERY_STEPS steps, and at the last one, a row of metrics.jsonl holds a list by rank under UTILIZATION and
-PEAK_MEMORY. A CPU has no utilization: its rows have no such list, and nothing is warned of.
+Every EVERY_STEPS steps, and at the last one, a row of metrics.jsonl holds a list by rank under
+UTILIZATION and PEAK_MEMORY. A CPU has no utilization: its rows have no such list, and nothing is
+warned of.
 """
 
 import statistics
@@ -15,7 +16,9 @@ from pipeline_lib.core.units import gib
 EVERY_STEPS = 10
 UTILIZATION, PEAK_MEMORY = "gpu_utilization_of_ranks", "peak_memory_bytes_of_ranks"
 LEAST_UTILIZATION = 0.8
-MOST_DIFFERENCE = 0.1  # between ranks: of utilization in points, of memory as a fraction of the largest
+MOST_DIFFERENCE = (
+    0.1  # between ranks: of utilization in points, of memory as a fraction of the largest
+)
 LEAST_READINGS = 3  # fewer may all come from the first steps, which choose kernels and compile
 RECENT_READINGS = 4  # that warnings about a training in work are from
 _NAMED_RANKS = 4
@@ -23,7 +26,7 @@ _NAMED_RANKS = 4
 
 @dataclass(frozen=True)
 class RankUse:
-    """By rank: the median utilization of its GPU, as a fraction of time, and its peak memory in bytes.
+    """By rank: its GPU's median utilization, as a fraction of time, and peak memory in bytes.
 
     Both are empty if they are not known. `readings` is the number of rows that they are from.
     """
@@ -34,8 +37,12 @@ class RankUse:
 
     @staticmethod
     def of(rows: Iterable[Mapping[str, Any]]) -> "RankUse":
-        """Return the use in `rows`, rows of metrics.jsonl in order; only those with as many ranks as the last count."""
-        found = [(memory, _numbers(row.get(UTILIZATION))) for row in rows if (memory := _numbers(row.get(PEAK_MEMORY)))]
+        """Return the use in `rows`, metrics.jsonl in order, with as many ranks as the last."""
+        found = [
+            (memory, _numbers(row.get(UTILIZATION)))
+            for row in rows
+            if (memory := _numbers(row.get(PEAK_MEMORY)))
+        ]
         if not found:
             return RankUse()
         ranks = len(found[-1][0])
@@ -48,7 +55,10 @@ class RankUse:
         )
 
     def warnings(self) -> dict[str, str]:
-        """Return a sentence, without its full stop, for low utilization and for each in which ranks differ, by kind."""
+        """Return a sentence, without full stop, for low or differing utilization, by kind.
+
+        Each kind in which ranks differ has a sentence.
+        """
         if not self.utilization or self.readings < LEAST_READINGS:
             return {}
         found = {}
@@ -60,7 +70,8 @@ class RankUse:
             )
         if max(used) - min(used) > MOST_DIFFERENCE:
             found["uneven GPU utilization"] = (
-                f"GPU utilization differs between ranks: {_ends(used, '{:.0%}'.format)}. A GPU that waits for another "
+                f"GPU utilization differs between ranks: {_ends(used, '{:.0%}'.format)}. A GPU "
+                "that waits for another "
                 "rank counts as used, so the one that is used less waits for its own host"
             )
         if max(memory) - min(memory) > MOST_DIFFERENCE * max(memory):

@@ -40,7 +40,11 @@ def sealed_steps(folder: Path) -> list[tuple[int, Path]]:
     try:
         with files.unreadable_named(folder):
             found = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-            return sorted((int(match[1]), path) for match, path in found if match and is_there(path / MANIFEST_NAME))
+            return sorted(
+                (int(match[1]), path)
+                for match, path in found
+                if match and is_there(path / MANIFEST_NAME)
+            )
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -50,14 +54,16 @@ def newest_valid(folder: Path, max_step: int, reject: Reject) -> Path | None:
 
     Each damaged one is set aside and reported to `reject`. Raises Unreadable as `first_valid` does.
     """
-    return first_valid((path for step, path in reversed(sealed_steps(folder)) if step <= max_step), reject)
+    return first_valid(
+        (path for step, path in reversed(sealed_steps(folder)) if step <= max_step), reject
+    )
 
 
 def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
     """Return the first of `checkpoints` whose every byte verifies, or None.
 
-    Each damaged one before it is set aside and reported to `reject`. Raises Unreadable if a checkpoint cannot be read;
-    it is then not set aside.
+    Each damaged one before it is set aside and reported to `reject`. Raises Unreadable if a
+    checkpoint cannot be read; it is then not set aside.
     """
     for path in checkpoints:
         try:
@@ -76,22 +82,26 @@ def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
 def steps_after(folder: Path, step: int) -> list[Path]:
     """Return the sealed checkpoints after `step`, the newest first.
 
-    Set aside in this order, they leave at any moment a run that was interrupted earlier. Raises as `sealed_steps`.
+    Set aside in this order, they leave at any moment a run that was interrupted earlier. Raises as
+    `sealed_steps`.
     """
     return [path for saved, path in reversed(sealed_steps(folder)) if saved > step]
 
 
 def set_all_aside(newer: Sequence[Path], step: int, events: EventLog) -> dict[str, Path]:
-    """Set the checkpoints `newer` than `step` aside, in their order; return the new path of each, by its name."""
+    """Set checkpoints `newer` than `step` aside, in order; return each one's new path by name."""
     # The event comes first, since a kill could separate the two.
     events.emit(EventName.RUN_REWOUND, step=step, set_aside=[path.name for path in newer])
     return {path.name: set_aside(path) for path in newer}
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Move `checkpoint` in one step from its run's checkpoints to the run's folder SET_ASIDE; return its new path.
+    """Move `checkpoint` in one step from the run's checkpoints to SET_ASIDE; return its new path.
 
-    A number is appended to its name if an earlier checkpoint of this step is there. The caller holds the run's lock.
+    SET_ASIDE is a folder of the run.
+
+    A number is appended to its name if an earlier checkpoint of this step is there. The caller
+    holds the run's lock.
     """
     folder = checkpoint.parent.parent / SET_ASIDE
     folder.mkdir(exist_ok=True)
@@ -107,10 +117,10 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def restore(aside: Path) -> Path:
-    """Rename the checkpoint that was set aside as `aside` back, if it verifies now; return its path.
+    """Rename the checkpoint set aside as `aside` back, if it now verifies; return its path.
 
-    Raises IntegrityError if it is damaged, Interrupted while another process works on its run, and PipelineError if it
-    was not set aside or its step was saved again.
+    Raises IntegrityError if it is damaged, Interrupted while another process works on its run, and
+    PipelineError if it was not set aside or its step was saved again.
     """
     run = aside.parent.parent
     name = _name_before(aside)
@@ -133,22 +143,29 @@ def restore(aside: Path) -> Path:
 
 
 def _name_before(aside: Path) -> str | None:
-    """Return the name that a checkpoint had before it was set aside as `aside`; None if it was not."""
+    """Return the name a checkpoint had before it was set aside as `aside`, or None."""
     if aside.parent.name == SET_ASIDE:
         match = _ASIDE_NAME.fullmatch(aside.name)
         return match[1] if match else None
     name = aside.name.removeprefix(_REJECTED)
-    is_rejected = name != aside.name and _STEP_NAME.fullmatch(name) and aside.parent.name == CHECKPOINTS
+    is_rejected = (
+        name != aside.name and _STEP_NAME.fullmatch(name) and aside.parent.name == CHECKPOINTS
+    )
     return name if is_rejected else None
 
 
 def retain(
-    folder: Path, keep_last: int, step: int, best_step: int = 0, kept_with: Callable[[int], set[int]] = lambda _: set()
+    folder: Path,
+    keep_last: int,
+    step: int,
+    best_step: int = 0,
+    kept_with: Callable[[int], set[int]] = lambda _: set(),
 ) -> None:
     """Delete sealed checkpoints up to `step` except `keep_last` of them and the one of `best_step`.
 
-    These are the newest, with what a run that continues from the oldest of them needs by `kept_with`: that counts as
-    one of them, beside at least the newest. Checkpoints after `step` belong to a longer run and stay.
+    These are the newest, with what a run that continues from the oldest of them needs by
+    `kept_with`: that counts as one of them, beside at least the newest. Checkpoints after `step`
+    belong to a longer run and stay.
     """
     reached = {saved: path for saved, path in sealed_steps(folder) if saved <= step}
     newest = list(reached)[-keep_last:]

@@ -1,4 +1,4 @@
-"""The record of a training run: its events, its steps and its attempts, read from the files that it appends to.
+"""The record of a training run: its events, steps and attempts, read from appended files.
 
 A line that cannot be read, such as one that is being written or that a kill cut short, is left out.
 """
@@ -36,7 +36,10 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a training's ranks, in SLURM `job` if set. `first_step` is the step resumed from, or 0."""
+    """One start of a training's ranks, in SLURM `job` if set.
+
+    `first_step` is the step resumed from, or 0.
+    """
 
     number: int
     place: str
@@ -52,10 +55,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has written so far. `rows` are steps, as in metrics.jsonl; only `read_ends` reads them, and `folder`.
+    """What a run has written so far.
 
-    `damaged_events` counts the lines that `read_sound` left out. `is_whole` is false if `events` do not go back to the
-    start of the run.
+    `rows` are steps, as in metrics.jsonl; only `read_ends` reads them, and `folder`.
+
+    `damaged_events` counts the lines that `read_sound` left out. `is_whole` is false if `events` do
+    not go back to the start of the run.
     """
 
     events: Sequence[Event] = ()
@@ -71,7 +76,7 @@ class RunRecord:
 
     @staticmethod
     def read_sound(events: Path) -> "RunRecord":
-        """Read the file `events`, without events that have no name, or an invalid time or attempt."""
+        """Read the file `events`, without events that lack a name or a valid time or attempt."""
         if not events.exists():
             return RunRecord()
         lines = sum(not line.isspace() for line in events.read_bytes().splitlines())
@@ -80,10 +85,12 @@ class RunRecord:
 
     @staticmethod
     def read_ends(folder: Path) -> "RunRecord":
-        """Read the ends of the files in the run's `folder`: the last steps, and events about the run as a whole."""
+        """Read the ends of files in the run's `folder`: last steps, and events of the run."""
         metrics, _ = tail(folder / METRICS_NAME, METRICS_BYTES)
         events, is_whole = tail(folder / EVENTS_NAME, EVENTS_BYTES)
-        rows = [row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None]
+        rows = [
+            row for row in objects(metrics, last=READ_STEPS) if whole(row.get("step")) is not None
+        ]
         return RunRecord(objects(events, b'"run.'), rows, is_whole=is_whole, folder=folder)
 
     def named(self, name: str) -> list[Event]:
@@ -119,17 +126,21 @@ class RunRecord:
     def starts(self) -> dict[int, Event]:
         """The event `run.start` by attempt."""
         starts = self.named(EventName.RUN_START)
-        return {event["attempt"]: event for event in starts if isinstance(event.get("attempt"), int)}
+        return {
+            event["attempt"]: event for event in starts if isinstance(event.get("attempt"), int)
+        }
 
     @cached_property
     def completed(self) -> frozenset[int]:
-        """The attempts that came to the step at which they were to end: what continues one is no restart."""
+        """The attempts that reached the step at which to end: continuing one is no restart."""
         ends = self.named(EventName.RUN_END)
-        return frozenset(event["attempt"] for event in ends if isinstance(event.get("attempt"), int))
+        return frozenset(
+            event["attempt"] for event in ends if isinstance(event.get("attempt"), int)
+        )
 
     @cached_property
     def held_s(self) -> dict[int, float]:
-        """Seconds from the first to the last event by attempt; an attempt without a valid time is left out."""
+        """Seconds from each attempt's first to its last event, without attempts of invalid time."""
         spans: dict[int, tuple[float, float]] = {}
         for event in self.events:
             attempt, at = event.get("attempt"), event.get("at")
@@ -140,7 +151,7 @@ class RunRecord:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts that logged `run.launched`, in order: where each ran, from which step, and why it ended."""
+        """The attempts that logged `run.launched`, in order: place, first step and end's reason."""
         found = []
         for launched in self.named(EventName.RUN_LAUNCHED):
             number = launched.get("attempt")
@@ -149,24 +160,36 @@ class RunRecord:
             own = RunRecord([event for event in self.events if event.get("attempt") == number])
             resumed = next(iter(own.named(EventName.RUN_RESUMED)), {}).get("step")
             ranks = whole(launched.get("ranks"))
-            place = f"{'? ranks' if ranks is None else count(ranks, 'ranks')} by {launched.get('launcher', '?')}"
+            place = (
+                f"{'? ranks' if ranks is None else count(ranks, 'ranks')} by "
+                f"{launched.get('launcher', '?')}"
+            )
             if isinstance(nodes := launched.get("nodes"), list) and nodes:
                 place += f" on {', '.join(map(str, nodes))}"
             job = str(launched.get("job") or "")
             place += f" in SLURM job {job}" if job else ""
             processor = text_of(self.starts.get(number, {}).get("processor"))
             place += f" ({processor})" if processor else ""
-            found.append(Attempt(number, place, resumed if isinstance(resumed, int) else 0, _end(own.events), job))
+            found.append(
+                Attempt(
+                    number, place, resumed if isinstance(resumed, int) else 0, _end(own.events), job
+                )
+            )
         return found
 
 
 def _end(own: Sequence[Event]) -> str:
-    """Describe the end of an attempt by its last ending event and by the launcher's reason, which names lost ranks."""
+    """Describe an attempt's end by its last ending event and the launcher's reason.
+
+    The reason names lost ranks.
+    """
     ends = [event for event in own if event.get("event") in _ENDS]
     last = ends[-1].get("event") if ends else None
     if last == EventName.RUN_END:
         return _DONE
-    of_launcher = [e for e in ends if e.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)]
+    of_launcher = [
+        e for e in ends if e.get("event") not in (EventName.RUN_END, EventName.RUN_REQUEUE_REFUSED)
+    ]
     reason = _first_line(of_launcher[0]).replace(f"; {CONTINUES}", "") if of_launcher else ""
     reason = reason or "interrupted without a word: killed, or its node lost"
     if last == EventName.RUN_REQUEUED:
@@ -190,7 +213,7 @@ def _is_sound(event: Event) -> bool:
 
 
 def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
-    """Return up to `limit_bytes` from the end of a file, from the start of a line, and whether that is all of it."""
+    """Return up to `limit_bytes` of a file's end, from a line's start, and whether that is all."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
@@ -202,9 +225,11 @@ def tail(path: Path, limit_bytes: int) -> tuple[bytes, bool]:
 
 
 def objects(text: bytes, holding: bytes = b"", last: int = 0) -> list[dict[str, Any]]:
-    """Return the JSON objects on complete lines of `text` that contain `holding`, or on the `last` of these lines."""
+    """Return the JSON objects of complete lines in `text` with `holding`, or its `last` ones."""
     found = []
-    lines = [line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line]
+    lines = [
+        line for line in text[: text.rfind(b"\n") + 1].split(b"\n") if line and holding in line
+    ]
     for line in lines[-last:]:
         try:
             value = json.loads(line)
@@ -223,11 +248,15 @@ def number(value: Any) -> float | None:
 
 def whole(value: Any) -> int | None:
     """Return `value` if it is a whole number that is not negative, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
+        else None
+    )
 
 
 def text_of(value: Any) -> str | None:
-    """Return `value` as text if it is non-blank text or a whole number, as job ids may be written, else None."""
+    """Return `value` as text if it is non-blank text or a whole number, as job ids are, or None."""
     if isinstance(value, str):
         return value.strip() or None
     return str(value) if whole(value) is not None else None

@@ -28,12 +28,12 @@ def restore(before: Mapping[signal.Signals, Any]) -> None:
 
 
 class Terminated(BaseException):
-    """A signal other than Ctrl-C asked this process to end, which ends no more than an answer of `chat`."""
+    """A signal asked this process to end, unlike Ctrl-C, which ends only an answer of `chat`."""
 
 
 @contextmanager
 def stops_interrupt(is_once: bool) -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt within the block, and the others Terminated, but those that are ignored.
+    """Let SIGINT raise KeyboardInterrupt in the block, and others Terminated, unless ignored.
 
     With `is_once`, those after the first are ignored, so that none interrupts what the first began.
     """

@@ -1,4 +1,7 @@
-"""Where the time of a stage goes: what it does in turn, for how long, and how many bytes that reads or writes."""
+"""Where a stage's time goes: what it does in turn, how long, and how many bytes that moves.
+
+These are bytes read or written.
+"""
 
 import time
 from typing import Any
@@ -16,15 +19,17 @@ class Spans:
         self._since_s = 0.0
 
     def begin(self, name: str, size_bytes: int = 0) -> None:
-        """Begin the span `name`, which reads or writes `size_bytes`, or 0 if they do not set its pace."""
+        """Begin the span `name`, which reads or writes `size_bytes`, or 0 if they set no pace."""
         self._end()
         self._now = self._found.setdefault(name, {"name": name, "duration_s": 0.0, "bytes": 0})
         self._now["bytes"] += size_bytes
 
     def counts(self) -> dict[str, Any]:
-        """End the last span, and return all of them for the counts of a manifest; empty if none began."""
+        """End the last span, and return all for a manifest's counts; empty if none began."""
         self._end()
-        rounded = [{**span, "duration_s": round(span["duration_s"], 3)} for span in self._found.values()]
+        rounded = [
+            {**span, "duration_s": round(span["duration_s"], 3)} for span in self._found.values()
+        ]
         return {COUNT: rounded} if rounded else {}
 
     def _end(self) -> None:

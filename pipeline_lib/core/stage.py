@@ -1,7 +1,7 @@
 """The harness that runs one stage: a function from sealed directories to one sealed directory.
 
-It locks the digest, verifies what is read, and stages, seals and publishes the output. A stage that fails publishes
-nothing.
+It locks the digest, verifies what is read, and stages, seals and publishes the output. A stage that
+fails publishes nothing.
 """
 
 import importlib.metadata
@@ -70,21 +70,27 @@ class Sealed:
         return self.path / name
 
     def folder(self, *patterns: str) -> Path:
-        """Verify all files whose names match one of `patterns`, or all files without any; return the directory.
+        """Verify the files whose names match `patterns`, or all without any; return the directory.
 
-        Read no other file in it. `*` matches any characters, including `/`. Raises IntegrityError, Unreadable.
+        Read no other file in it. `*` matches any characters, including `/`. Raises IntegrityError,
+        Unreadable.
         """
-        names = (name for name in self.manifest.files if any(fnmatchcase(name, one) for one in patterns or ("*",)))
+        names = (
+            name
+            for name in self.manifest.files
+            if any(fnmatchcase(name, one) for one in patterns or ("*",))
+        )
         verify_content(self.path, self.manifest, names, self.verified)
         return self.path
 
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a stage: its spec, its inputs, an empty directory to fill, `say` for messages, and its lock.
+    """A stage's arguments: spec, inputs, an empty directory to fill, `say` for messages, lock.
 
-    A stage that hashes a file while it writes it puts the SHA-256 into `hashes`, by the path below `out`: then the file
-    is not read again to be sealed. It must not change afterwards. `spans` are recorded in the manifest's counts.
+    A stage that hashes a file while it writes it puts the SHA-256 into `hashes`, by the path below
+    `out`: then the file is not read again to be sealed. It must not change afterwards. `spans` are
+    recorded in the manifest's counts.
     """
 
     spec: Spec
@@ -109,7 +115,7 @@ StageFunction = Callable[[Job], dict[str, Any]]
 
 
 def done_lines(ref: Ref) -> tuple[str, str]:
-    """Return the starts of the log lines for a stage that is done now and for one that was done already.
+    """Return the starts of the log lines for a stage done now and for one done already.
 
     `run_stage` writes these lines, for programs that read the log.
     """
@@ -117,25 +123,28 @@ def done_lines(ref: Ref) -> tuple[str, str]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the larger peak resident memory of this process and of its largest child that has ended."""
+    """Return the larger peak resident memory of this process and of its largest ended child."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
 
 
 def tool_versions() -> dict[str, str]:
-    """Return the versions of Python and the packages that affect output, and the git commit if known."""
+    """Return the versions of Python and packages that affect output, and any known git commit."""
     versions = {"python": platform.python_version()}
     for package in RECORDED_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    described = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
     if described.returncode == 0:
         versions["code"] = described.stdout.strip()
     return versions
 
 
-# What the libraries of linear algebra choose their code by, and so the last bits of results: vendor and instructions.
+# What the libraries of linear algebra choose their code by, and so the last bits of results: vendor
+# and instructions.
 _INSTRUCTIONS = {  # by the flag in /proc/cpuinfo, the most capable first
     "amx_tile": "AMX",
     "avx512_bf16": "AVX512_BF16",
@@ -149,18 +158,28 @@ _INSTRUCTIONS = {  # by the flag in /proc/cpuinfo, the most capable first
     "sve": "SVE",
     "asimd": "NEON",
 }
-_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+_LIMITS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 
 
 def processor(environ: Mapping[str, str]) -> str:
-    """Return the kind of this machine's CPU: `GenuineIntel AVX512_VNNI`, and the variables in `environ` that limit it.
+    """Return this machine's CPU kind, `GenuineIntel AVX512_VNNI`, and limits from `environ`.
+
+    The limits are variables.
 
     On CPUs of one kind the same computation gives the same bits.
     """
     info = Path("/proc/cpuinfo")
     vendor = _first_value(info, "vendor_id") or _first_value(info, "CPU implementer")
     flags = (_first_value(info, "flags") or _first_value(info, "Features")).split()
-    instructions = next((name for flag, name in _INSTRUCTIONS.items() if flag in flags), platform.machine())
+    instructions = next(
+        (name for flag, name in _INSTRUCTIONS.items() if flag in flags), platform.machine()
+    )
     limits = [f"{name}={environ[name]}" for name in _LIMITS if environ.get(name)]
     return ", ".join([f"{vendor} {instructions}".strip(), *limits])
 
@@ -172,30 +191,39 @@ def machine(environ: Mapping[str, str]) -> str:
     """
     cpu = _first_value(Path("/proc/cpuinfo"), "model name") or "CPU"
     parts = [f"{os.cpu_count()} cores ({cpu}; {processor(environ)})"]
-    gpus = [_first_value(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    gpus = [
+        _first_value(path, "Model")
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
+    ]
     parts += [f"{gpus.count(kind)} x {kind or 'GPU'}" for kind in sorted(set(gpus))]
     return ", ".join([*parts, f"{platform.system()} {platform.machine()}"])
 
 
 def _first_value(path: Path, key: str) -> str:
-    """Return the value of the first `key: value` line of a system file; an empty string if there is none."""
+    """Return the value of the first `key: value` line of a system file; empty without one."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    found = (value for name, _, value in (line.partition(":") for line in lines) if name.strip() == key)
+    found = (
+        value for name, _, value in (line.partition(":") for line in lines) if name.strip() == key
+    )
     return " ".join(next(found, "").split())
 
 
 def open_sealed(ref: Ref, store: Store) -> Sealed:
-    """Return the sealed directory of `ref` after checking the names and sizes of its files, not their content.
+    """Return the sealed directory of `ref` after checking file names and sizes, not content.
 
-    Raises IntegrityError if it was sealed as another instance or its files do not match, Unreadable.
+    Raises IntegrityError if it was sealed as another instance or its files do not match,
+    Unreadable.
     """
     path = store.sealed(ref)
     manifest = verify_sizes(path)
     if manifest.digest != ref.digest or manifest.stage != ref.stage:
-        raise IntegrityError(f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again")
+        raise IntegrityError(
+            f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake "
+            "again"
+        )
     return Sealed(path, manifest, store.verified)
 
 
@@ -210,9 +238,9 @@ def run_stage(
 ) -> Manifest:
     """Make the sealed directory of `spec` with `function`, and write its pointer for Snakemake.
 
-    A directory that is already sealed is verified and kept. `lock_digest` names the lock where several specs share one
-    working directory. `lock_note` is stored in the lock; a SLURM job puts its number there as `slurm_job`. Of `environ`
-    the manifest records what limits the CPU.
+    A directory that is already sealed is verified and kept. `lock_digest` names the lock where
+    several specs share one working directory. `lock_note` is stored in the lock; a SLURM job puts
+    its number there as `slurm_job`. Of `environ` the manifest records what limits the CPU.
     """
     final = store.sealed(spec.ref)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +251,8 @@ def run_stage(
             open_sealed(spec.ref, store).folder()
             say(f"{done_lines(spec.ref)[1]}, verified")
         else:
-            files.remove_dir(final)  # exists but is not sealed: Snakemake and file managers create empty folders
+            # exists but is not sealed: Snakemake and file managers create empty folders
+            files.remove_dir(final)
             job_id = str((lock_note or {}).get("slurm_job", ""))
             _make(function, spec, store, say, lock, job_id, machine(environ or {}))
         store.write_pointer(spec.ref)
@@ -231,7 +260,13 @@ def run_stage(
 
 
 def _make(
-    function: StageFunction, spec: Spec, store: Store, say: Say, lock: Lock, slurm_job: str, machine_kind: str
+    function: StageFunction,
+    spec: Spec,
+    store: Store,
+    say: Say,
+    lock: Lock,
+    slurm_job: str,
+    machine_kind: str,
 ) -> None:
     started_at, start_s = datetime.now(UTC), time.monotonic()
     inputs = {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
@@ -248,7 +283,8 @@ def _make(
                 _mark_own_files(job, manifest)
                 lock.require()
 
-            if not files.publish_dir(job.out, final, last_before_the_rename):  # another process was faster
+            # another process was faster
+            if not files.publish_dir(job.out, final, last_before_the_rename):
                 verify(final, store.verified)
         finally:
             shutil.rmtree(job.out, ignore_errors=True)
@@ -256,7 +292,7 @@ def _make(
 
 
 def _mark_own_files(job: Job, manifest: Manifest) -> None:
-    """Mark what this stage has written and hashed, so that the next one does not read it for its hash.
+    """Mark what this stage has written and hashed, so the next does not read it for its hash.
 
     A file that is linked elsewhere is not this stage's own, and was marked by what linked it.
     """
@@ -271,7 +307,10 @@ def _manifest_of(
     return Manifest(
         stage=job.spec.stage,
         digest=job.spec.digest,
-        spec={**job.spec.to_json(), "where": {}},  # manifests are shared, and these paths may contain user names
+        spec={
+            **job.spec.to_json(),
+            "where": {},
+        },  # manifests are shared, and these paths may contain user names
         inputs={
             name: InputEntry(
                 stage=sealed.manifest.stage,
@@ -292,7 +331,10 @@ def _manifest_of(
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print `text` and `end` to stdout. Once its reader is gone, discard output and let the work go on."""
+    """Print `text` and `end` to stdout.
+
+    Once its reader is gone, discard output and let the work go on.
+    """
     try:
         print(text, end=end, file=sys.stdout, flush=True)
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""The store: specs, sealed directories with their manifests, pointers, and the cache of verified files."""
+"""The store: specs, sealed directories and manifests, pointers, and the verified-file cache."""
 
 import hashlib
 import os
@@ -30,7 +30,8 @@ from pipeline_lib.core.files import (
 )
 from pipeline_lib.core.user_cache import NOTHING_KEPT, UserCache
 
-# Specs: what one stage computes. The digest of a spec is the cache key and names everything made from it.
+# Specs: what one stage computes. The digest of a spec is the cache key and names everything made
+# from it.
 
 DIGEST_CHARS = 16
 
@@ -45,10 +46,11 @@ class Ref:
 
 @dataclass(frozen=True)
 class Spec:
-    """The inputs of one stage's computation: its version, its settings and the digests of what it reads.
+    """The inputs of one stage's computation: version, settings and digests of what it reads.
 
-    `settings` holds only what differs from the defaults of that stage version, so that a new option changes no old
-    digest. `where` is not hashed: the location of content on this machine, and settings that do not change the content.
+    `settings` holds only what differs from the defaults of that stage version, so that a new option
+    changes no old digest. `where` is not hashed: the location of content on this machine, and
+    settings that do not change the content.
     """
 
     stage: str
@@ -59,7 +61,7 @@ class Spec:
 
     @cached_property
     def digest(self) -> str:
-        """The hexadecimal digest of everything that decides the result, including the digests of the inputs."""
+        """The hexadecimal digest of everything that decides the result, with inputs' digests."""
         keyed = {key: value for key, value in self.to_json().items() if key != "where"}
         return sha256_text(canonical_json(keyed))[:DIGEST_CHARS]
 
@@ -74,7 +76,10 @@ class Spec:
             "stage": self.stage,
             "version": self.version,
             "settings": dict(self.settings),
-            "inputs": {name: {"stage": ref.stage, "digest": ref.digest} for name, ref in self.inputs.items()},
+            "inputs": {
+                name: {"stage": ref.stage, "digest": ref.digest}
+                for name, ref in self.inputs.items()
+            },
             "where": dict(self.where),
         }
 
@@ -82,36 +87,42 @@ class Spec:
     def from_json(value: Any, where: str) -> "Spec":
         """Parse the output of `to_json`. Raises IntegrityError naming `where`."""
         try:
-            inputs = {name: Ref(ref["stage"], ref["digest"]) for name, ref in value["inputs"].items()}
+            inputs = {
+                name: Ref(ref["stage"], ref["digest"]) for name, ref in value["inputs"].items()
+            }
             settings, places = dict(value["settings"]), dict(value["where"])
             return Spec(str(value["stage"]), int(value["version"]), settings, inputs, places)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise IntegrityError(f"{where}: not a stage spec ({error!r}); run snakemake to write it anew") from error
+            raise IntegrityError(
+                f"{where}: not a stage spec ({error!r}); run snakemake to write it anew"
+            ) from error
 
 
-# Verified files: an unchanged file is hashed only once per machine and boot. A mark is an empty file in the user's own
-# cache folder, never in a store, where others could forge it. Its name is a hash of the boot ID, the file's device,
-# inode, size, mtime and ctime, and its SHA-256. So processes need no lock, and a lost mark costs one extra read.
+# Verified files: an unchanged file is hashed only once per machine and boot. A mark is an empty
+# file in the user's own cache folder, never in a store, where others could forge it. Its name is a
+# hash of the boot ID, the file's device, inode, size, mtime and ctime, and its SHA-256. So
+# processes need no lock, and a lost mark costs one extra read.
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SMALL_BYTES = 1 << 20  # hashing a smaller file is as fast as looking up its mark
 SETTLED_NS = 2 * 10**9  # a younger file could change again within the resolution of its times
-SETTLED_BY_OUR_CLOCK_NS = 3600 * 10**9  # larger, because the disk's clock may be another machine's and differ
+# larger, because the disk's clock may be another machine's and differ
+SETTLED_BY_OUR_CLOCK_NS = 3600 * 10**9
 MOST_MARKS = 4096
 
 
 @dataclass(frozen=True)
 class VerifiedFiles:
-    """The cache of verified files, as marks in `cache`; where nothing is kept, every file is read each time."""
+    """The cache of verified files, marked in `cache`; without one, each file is always read."""
 
     cache: UserCache = NOTHING_KEPT
 
     def has_sha256(self, path: Path, sha256: str, beside: Path) -> bool:
         """Return whether the content of the file at `path` has the hash `sha256`.
 
-        `beside` is a folder on the same disk. A temporary file in it gives the time by the disk's clock, which decides
-        whether the file is old enough to be marked. If nothing can be written there, this machine's clock is used.
-        Raises OSError.
+        `beside` is a folder on the same disk. A temporary file in it gives the time by the disk's
+        clock, which decides whether the file is old enough to be marked. If nothing can be written
+        there, this machine's clock is used. Raises OSError.
         """
         if self.is_marked(path, sha256):
             return True
@@ -121,8 +132,13 @@ class VerifiedFiles:
         return found == sha256
 
     def is_marked(self, path: Path, sha256: str) -> bool:
-        """Return whether the file at `path` is known to have the hash `sha256` without reading it. Raises OSError."""
-        with path.open("rb") as file:  # over NFS the status of an opened file is asked for, and not remembered
+        """Return whether the file at `path` is known to have the hash `sha256` without reading it.
+
+        Raises OSError.
+        """
+        with path.open(
+            "rb"
+        ) as file:  # over NFS the status of an opened file is asked for, and not remembered
             mark = self._mark(os.fstat(file.fileno()), sha256)
         if mark is None:
             return False
@@ -133,14 +149,17 @@ class VerifiedFiles:
         return True
 
     def sha256(self, path: Path, beside: Path) -> str:
-        """Return the SHA-256 of the file at `path`, which is read. `beside` is as in `has_sha256`. Raises OSError."""
+        """Return the SHA-256 of the file at `path`, which is read. `beside` is as in `has_sha256`.
+
+        Raises OSError.
+        """
         sha256, status = self._read(path, beside)
         if status is not None:
             self._make_mark(status, sha256)
         return sha256
 
     def _read(self, path: Path, beside: Path) -> tuple[str, os.stat_result | None]:
-        """Return the hash of a file, and the status that a mark of it may name; None if it may change unseen."""
+        """Return a file's hash, and the status for a mark of it; None if it may change unseen."""
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
             is_settled = self._mark(before, "") is not None and _is_settled(before, beside)
@@ -149,11 +168,12 @@ class VerifiedFiles:
         return sha256, before if is_settled and is_unchanged else None
 
     def mark_own(self, path: Path, sha256: str, before: os.stat_result | None = None) -> None:
-        """Mark the file at `path`, whose hash this process knows, also where it was changed just now.
+        """Mark the file at `path`, whose hash this process knows, even if it has just changed.
 
-        It must be a file that this process wrote in a folder of its own, or one that was marked when its status was
-        `before`, and of which this process has made or removed a link since: that changes the ctime. Any other change
-        in those microseconds shows in the mtime, unless that was set back within them too. Raises OSError.
+        It must be a file that this process wrote in a folder of its own, or one that was marked
+        when its status was `before`, and of which this process has made or removed a link since:
+        that changes the ctime. Any other change in those microseconds shows in the mtime, unless
+        that was set back within them too. Raises OSError.
         """
         now = path.stat()
         is_expected = before is None or _identity(before)[:-1] == _identity(now)[:-1]
@@ -162,7 +182,7 @@ class VerifiedFiles:
             self._make_mark(now, sha256)
 
     def _make_mark(self, status: os.stat_result, sha256: str) -> None:
-        """Create the mark for such a file; delete the older half of the marks if there are MOST_MARKS."""
+        """Create such a file's mark; delete the older half of the marks if MOST_MARKS exist."""
         mark = self._mark(status, sha256)
         if mark is None:
             return
@@ -197,7 +217,7 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _is_settled(status: os.stat_result, beside: Path) -> bool:
-    """Return whether the file is old enough, by the clock of its disk, that a new change alters its times."""
+    """Return whether the file is old enough, by its disk's clock, that changes alter its times."""
     changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
     try:
         with TemporaryFile(dir=beside) as probe:
@@ -207,8 +227,9 @@ def _is_settled(status: os.stat_result, beside: Path) -> bool:
     return now.st_dev == status.st_dev and now.st_mtime_ns - changed_ns >= SETTLED_NS
 
 
-# Sealed directories: a manifest.json, written last, lists every file with its size and SHA-256.
-# A directory without a manifest counts as missing, one whose files do not match its manifest as damaged.
+# Sealed directories: a manifest.json, written last, lists every file with its size and SHA-256. A
+# directory without a manifest counts as missing, one whose files do not match its manifest as
+# damaged.
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
@@ -239,7 +260,9 @@ class InputEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The content of a sealed directory and how it was made. Durations are in seconds, memory in bytes.
+    """The content of a sealed directory and how it was made.
+
+    Durations are in seconds, memory in bytes.
 
     `machine` describes the hardware and names no host; `job` is the number of the SLURM job.
     """
@@ -268,7 +291,8 @@ def describe_file(path: Path) -> FileEntry:
 def describe_files(root: Path, known: Mapping[str, str] = {}) -> dict[str, FileEntry]:
     """Return the size and SHA-256 of every file below `root` except the manifest, by relative path.
 
-    `known` has the hashes of files, by the same paths, that did not change since they were hashed; these are not read.
+    `known` has the hashes of files, by the same paths, that did not change since they were hashed;
+    these are not read.
     """
 
     def describe(name: str) -> FileEntry:
@@ -287,13 +311,18 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return the manifest of `root`. Raises IntegrityError if it is missing or does not parse, Unreadable."""
+    """Return the manifest of `root`.
+
+    Raises IntegrityError if it is missing or does not parse, Unreadable.
+    """
     path = root / MANIFEST_NAME
     try:
         with unreadable_named(path):
             content = read_json(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise IntegrityError(f"{root}: not a sealed directory (no {MANIFEST_NAME}); run snakemake again") from error
+        raise IntegrityError(
+            f"{root}: not a sealed directory (no {MANIFEST_NAME}); run snakemake again"
+        ) from error
     except (IsADirectoryError, ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: damaged ({error}); {_remedy(root)}") from error
     schema = content.get("schema_version") if isinstance(content, dict) else None
@@ -310,8 +339,8 @@ def read_manifest(root: Path) -> Manifest:
 def verify(root: Path, verified: VerifiedFiles = NOTHING_VERIFIED) -> Manifest:
     """Check every file of the sealed directory `root` against its hash; return the manifest.
 
-    Files that `verified` knows are not read again. Raises IntegrityError naming the first bad file, and Unreadable if a
-    file cannot be read.
+    Files that `verified` knows are not read again. Raises IntegrityError naming the first bad file,
+    and Unreadable if a file cannot be read.
     """
     manifest = verify_sizes(root)
     verify_content(root, manifest, manifest.files, verified)
@@ -319,7 +348,7 @@ def verify(root: Path, verified: VerifiedFiles = NOTHING_VERIFIED) -> Manifest:
 
 
 def verify_sizes(root: Path) -> Manifest:
-    """Check that `root` holds exactly the sealed files, each with its sealed size; return the manifest.
+    """Check that `root` holds exactly the sealed files, in their sizes; return the manifest.
 
     Raises as `verify` does.
     """
@@ -332,11 +361,15 @@ def verify_sizes(root: Path) -> Manifest:
         for name, entry in manifest.files.items():
             size_bytes = (root / name).stat().st_size
             if size_bytes != entry.bytes:
-                raise IntegrityError(f"{root / name}: {size_bytes} bytes, sealed with {entry.bytes}; {_remedy(root)}")
+                raise IntegrityError(
+                    f"{root / name}: {size_bytes} bytes, sealed with {entry.bytes}; {_remedy(root)}"
+                )
     return manifest
 
 
-def verify_content(root: Path, manifest: Manifest, names: Iterable[str], verified: VerifiedFiles) -> None:
+def verify_content(
+    root: Path, manifest: Manifest, names: Iterable[str], verified: VerifiedFiles
+) -> None:
     """Check the files `names` of `root` against the hashes in `manifest`. Raises as `verify` does.
 
     Several files are hashed in parallel: hashing a checkpoint of many ranks serially takes minutes.
@@ -368,8 +401,8 @@ def _remedy(root: Path) -> str:
 class Store:
     """A folder of sealed directories, `STAGE/DIGEST/`, each with a pointer file `STAGE/DIGEST.ok`.
 
-    The pointers are Snakemake's declared outputs. Snakemake deletes outputs when a job starts, fails or is rerun, and
-    sealed data must survive that.
+    The pointers are Snakemake's declared outputs. Snakemake deletes outputs when a job starts,
+    fails or is rerun, and sealed data must survive that.
     """
 
     root: Path
@@ -394,18 +427,28 @@ class Store:
 
     def remembered(self, name: str) -> Path | None:
         """Return the path of the user's own file `name` for this store; None if nothing is kept."""
-        return self.cache.within("stores", sha256_text(str(self.root.resolve()))[:DIGEST_CHARS]).file(name)
+        return self.cache.within(
+            "stores", sha256_text(str(self.root.resolve()))[:DIGEST_CHARS]
+        ).file(name)
 
     def require_writable(self) -> None:
-        """Raise ConfigError if the store's path cannot be written, or has a brace (a Snakemake wildcard)."""
+        """Raise ConfigError if the store's path is not writable, or has a brace (a wildcard).
+
+        Snakemake reads braces as wildcards.
+        """
         if set("{}") & set(str(self.root)):
-            text = "its path holds a brace, which Snakemake takes for a wildcard; set PIPELINE_STORE to one without"
+            text = (
+                "its path holds a brace, which Snakemake takes for a wildcard; set "
+                "PIPELINE_STORE to one without"
+            )
             raise ConfigError(f"the store {self.root}", [text])
         if problem := unwritable(self.root):
-            raise ConfigError(f"the store {self.root}", [f"{problem}; set PIPELINE_STORE to a folder that can be"])
+            raise ConfigError(
+                f"the store {self.root}", [f"{problem}; set PIPELINE_STORE to a folder that can be"]
+            )
 
     def blamed(self, error: OSError) -> ConfigError:
-        """Return the ConfigError for `error`; for a path in the store it suggests another PIPELINE_STORE."""
+        """Return the ConfigError for `error`; for a store path it suggests PIPELINE_STORE."""
         file = Path(os.fsdecode(error.filename or ""))
         if file.absolute().is_relative_to(self.root.absolute()):
             remedy = "set PIPELINE_STORE to a folder that can be written"
@@ -422,17 +465,20 @@ class Store:
         return self.root / ref.stage / ref.digest
 
     def is_sealed(self, ref: Ref) -> bool:
-        """Return whether the sealed directory of `ref` has a manifest; checks no content. Raises Unreadable."""
+        """Return whether the sealed directory of `ref` has a manifest; checks no content.
+
+        Raises Unreadable.
+        """
         path = self.sealed(ref) / MANIFEST_NAME
         with unreadable_named(path):
             return is_there(path)
 
     def pointer(self, ref: Ref) -> Path:
-        """Return the path of the pointer file that tells Snakemake that the sealed directory exists."""
+        """Return the path of the pointer file: it tells Snakemake that the directory is sealed."""
         return self.root / ref.stage / f"{ref.digest}.ok"
 
     def run_dir(self, digest: str) -> Path:
-        """Return the folder of unsealed working state: checkpoints in progress, events, quarantined rows."""
+        """Return the folder of unsealed state: open checkpoints, events, quarantined rows."""
         return self.root.parent / "runs" / digest
 
     def lock_path(self, digest: str) -> Path:
@@ -440,7 +486,10 @@ class Store:
         return self.root.parent / "runs" / "locks" / digest
 
     def write_specs(self, specs: Iterable[Spec]) -> None:
-        """Freeze `specs`. Queued jobs read the frozen files, so later edits of the YAML do not affect them."""
+        """Freeze `specs`.
+
+        Queued jobs read the frozen files, so later edits of the YAML do not affect them.
+        """
         for spec in specs:
             path = self.spec_path(spec.digest)
             try:
@@ -451,25 +500,33 @@ class Store:
                 write_json(path, spec.to_json())
 
     def read_spec(self, path: Path) -> Spec:
-        """Return the spec frozen at `path`. Raises IntegrityError if it does not match the digest in its name."""
+        """Return the spec frozen at `path`.
+
+        Raises IntegrityError if it does not match the digest in its name.
+        """
         try:
             spec = Spec.from_json(read_json(path), str(path))
         except (OSError, ValueError) as error:
-            raise IntegrityError(f"{path}: cannot read the spec ({error}); run snakemake to write it anew") from error
+            raise IntegrityError(
+                f"{path}: cannot read the spec ({error}); run snakemake to write it anew"
+            ) from error
         if spec.digest != path.stem:
-            raise IntegrityError(f"{path}: its content has digest {spec.digest}; delete it and run snakemake again")
+            raise IntegrityError(
+                f"{path}: its content has digest {spec.digest}; delete it and run snakemake again"
+            )
         return spec
 
     def write_pointer(self, ref: Ref) -> None:
-        """Write the pointer of `ref`, which tells Snakemake that its sealed directory is complete."""
+        """Write the pointer of `ref`: it tells Snakemake that its sealed directory is complete."""
         write_text(self.pointer(ref), sha256_file(self.sealed(ref) / MANIFEST_NAME) + "\n")
 
     def dangling_pointers(self, specs: Iterable[Spec]) -> list[Path]:
-        """Return the pointers whose sealed directory is missing, and those of stages that depend on such a directory.
+        """Return the pointers without a sealed directory, and those of stages that depend on it.
 
-        Without them Snakemake reruns these stages. If it lacked only the pointers of missing directories, it could
-        still find the final result and do nothing. Pointers that hold no hash are returned too: their stage verifies
-        its directory and writes them again. `specs` must be in the order of the stages.
+        Without them Snakemake reruns these stages. If it lacked only the pointers of missing
+        directories, it could still find the final result and do nothing. Pointers that hold no hash
+        are returned too: their stage verifies its directory and writes them again. `specs` must be
+        in the order of the stages.
         """
         lost: set[Ref] = set()
         dangling = []

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-READERS = 4  # one reads 4 GB/s of cached files to a GPU, and the file system and the bus can do more
+READERS = (
+    4  # one reads 4 GB/s of cached files to a GPU, and the file system and the bus can do more
+)
 
 
 @contextmanager
 def threads(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of `count` threads; what has not begun when the context ends by an error never does."""
+    """Yield a pool of `count` threads; what has not begun when an error ends it never does."""
     pool = ThreadPoolExecutor(count, name)
     try:
         yield pool

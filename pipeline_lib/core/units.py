@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-# Conversions: the only place that uses bits, giga (10^9) and gibi (2^30). Everywhere else a quantity is in bytes,
-# seconds, FLOPs, bytes/s or FLOP/s, and its name ends in its unit.
+# Conversions: the only place that uses bits, giga (10^9) and gibi (2^30). Everywhere else a
+# quantity is in bytes, seconds, FLOPs, bytes/s or FLOP/s, and its name ends in its unit.
 
 NONE = "n/a"  # the text of a number that is not known
 BITS = 8  # per byte
@@ -48,7 +48,7 @@ def from_teraflops(rate: float) -> float:
 
 
 def gib(size_bytes: float | None) -> str:
-    """Format bytes as `12.3 GiB`, or in MiB or KiB if smaller: the binary units of the driver and torch."""
+    """Format bytes as `12.3 GiB`, or in MiB or KiB: binary units, as of the driver and torch."""
     if size_bytes is None:
         return NONE
     mebi, kibi = round(size_bytes / MIB, 1), round(size_bytes / _KIB, 1)
@@ -58,7 +58,7 @@ def gib(size_bytes: float | None) -> str:
 
 
 def gigabytes(size_bytes: float) -> str:
-    """Format bytes as `12.30 GB`, or in MB or kB if smaller: the decimal units of files and networks."""
+    """Format bytes as `12.30 GB`, or in MB or kB: decimal units, as of files and networks."""
     mega, kilo = round(size_bytes / 10**6, 1), round(size_bytes / 10**3, 1)
     if abs(mega) >= 1000:
         return f"{size_bytes / GIGA:.2f} GB"
@@ -92,7 +92,10 @@ def brief(value_s: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format to about three digits, without an exponent: `0.0123`, `12.3`, `1,234`; below _LEAST_SHOWN `0`."""
+    """Format to about three digits, without exponent: `0.0123`, `12.3`, `1,234`; tiny ones `0`.
+
+    Tiny numbers are those below _LEAST_SHOWN.
+    """
     if abs(value) < _LEAST_SHOWN:
         return "0"
     return f"{value:,.0f}" if abs(value) >= _FOUR_DIGITS else f"{value:.3g}"
@@ -104,7 +107,7 @@ _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float | None, unit: str = "") -> str:
-    """Format a whole number with thousands separators: `12,345 tokens`, `1 token`; `unit` is the plural."""
+    """Format a whole number with separators: `12,345 tokens`, `1 token`; `unit` is the plural."""
     if value is None:
         return NONE
     whole = round(value)
@@ -170,13 +173,13 @@ def signed(value: float | None) -> str:
 
 
 def amount(value: float | None, kind: str) -> str:
-    """Format a quantity of the plan by its kind: s, bytes, memory, tokens/s, fraction, GPU hours."""
+    """Format a plan's quantity by its kind: s, bytes, memory, tokens/s, fraction, GPU hours."""
     known = {"s": brief, "bytes": size, "memory": gib, "fraction": percent, "GPU hours": rounded}
     return known[kind](value) if kind in known else compact(value, kind)
 
 
 def rate(value: float | None, name: str) -> str:
-    """Format a machine's rate by the suffix of its name: `_flop_s`, `_bytes_s`, or else a time in seconds."""
+    """Format a machine's rate by its name's suffix: `_flop_s`, `_bytes_s`, or else seconds."""
     if value is None or not name.endswith(("_flop_s", "_bytes_s")):
         return brief(value)
     return f"{compact(value)}FLOP/s" if name.endswith("_flop_s") else f"{size(value)}/s"
@@ -184,8 +187,13 @@ def rate(value: float | None, name: str) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines of left-aligned columns, each as wide as its widest cell."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = (
+        [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    )
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _with_unit(text: str, unit: str) -> str:

@@ -1,4 +1,6 @@
-"""The user's own folder for what was computed about files: nobody else may write there, so it can be believed.
+"""The user's own folder for what was computed about files: only the user can write there.
+
+So it can be believed.
 
 What lies in a store, anyone may have written who shares it.
 """
@@ -19,7 +21,7 @@ class UserCache:
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "UserCache":
-        """Return the cache in `$XDG_CACHE_HOME`, else in `~/.cache`; without an absolute path, no cache."""
+        """Return the cache in `$XDG_CACHE_HOME`, else `~/.cache`; without absolute path, none."""
         home = environ.get("HOME", "")
         cache = Path(environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else ""))
         return UserCache(cache / "qwen3-pipeline" if cache.is_absolute() else None)
@@ -49,7 +51,10 @@ NOTHING_KEPT = UserCache()
 
 
 def is_own(folder: str) -> bool:
-    """Return whether `folder` is an absolute path that can be made or exists, where only this user may write."""
+    """Return whether `folder` is absolute, exists or can be made, and is only this user's.
+
+    Only this user may write there.
+    """
     path = Path(folder)
     if not path.is_absolute():
         return False

@@ -1,7 +1,8 @@
-"""Whether transformers takes a model's config, and gives of its tokenizer and template what is given here.
+"""Whether transformers takes a model's config and agrees on its tokenizer and template.
 
-A tokenizer can be stored in many layouts, and transformers reads some files that are not read here. Instead of a list
-of layouts, the ids of a text that holds every added token are compared, and what the template renders.
+A tokenizer can be stored in many layouts, and transformers reads some files that are not read here.
+Instead of a list of layouts, the ids of a text that holds every added token are compared, and what
+the template renders.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,22 +32,36 @@ TEXTS = (
 )
 _PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
 _TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "of a <place>", "parameters": _PARAMETERS}}
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "of a <place>", "parameters": _PARAMETERS},
+    }
 ]
 _MESSAGES: Sequence[Sequence[Message]] = (
     ({"role": "user", "content": "A question."},),
-    ({"role": "system", "content": "A system message."}, {"role": "user", "content": "A question."}),
+    (
+        {"role": "system", "content": "A system message."},
+        {"role": "user", "content": "A question."},
+    ),
     ({"role": "user", "content": "A question."}, {"role": "assistant", "content": "An answer."}),
 )
 CONFIG_NAME = "config.json"
 _SUFFIXES = (".json", ".txt", ".jinja", ".model")  # of the files that transformers may read
 # What transformers raises of files that it does not take.
-_FAILURES = (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RecursionError)
+_FAILURES = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ImportError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
 class _Both:
-    """The tokenizer and the template of a model as they are read here, and transformers' tokenizer."""
+    """A model's tokenizer and template as they are read here, and transformers' tokenizer."""
 
     ours: Tokenizer
     template: ChatTemplate | None
@@ -54,7 +69,9 @@ class _Both:
 
     @classmethod
     def load(cls, folder: Path, origin: Path) -> "_Both":
-        """Load the files taken to `folder`, and with transformers those of `origin`. Raises DataError.
+        """Load the files taken to `folder`, and with transformers those of `origin`.
+
+        Raises DataError.
 
         Without torch where transformers needs none to judge the config: importing it takes seconds.
         """
@@ -63,15 +80,20 @@ class _Both:
 
             _refuse_untaken_config(folder)
         try:
-            theirs = AutoTokenizer.from_pretrained(origin, trust_remote_code=False, local_files_only=True)
+            theirs = AutoTokenizer.from_pretrained(
+                origin, trust_remote_code=False, local_files_only=True
+            )
         except _FAILURES as error:
             message = shortened(str(error), 200)
-            raise DataError(f"{folder}: transformers does not take its tokenizer ({message})") from error
+            raise DataError(
+                f"{folder}: transformers does not take its tokenizer ({message})"
+            ) from error
         template = ChatTemplate.load(folder) if has_template(folder) else None
         return cls(load_tokenizer(folder), template, theirs)
 
 
-# What transformers takes for these keys of config.json without torch. For other values torch is asked.
+# What transformers takes for these keys of config.json without torch. For other values torch is
+# asked.
 _TAKEN = {
     "hidden_act": ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu"),
     **dict.fromkeys(("dtype", "torch_dtype"), (None, "bfloat16", "float16", "float32")),
@@ -79,7 +101,7 @@ _TAKEN = {
 
 
 def _needs_torch(folder: Path) -> bool:
-    """Return whether transformers needs torch to say if it takes config.json in `folder`; False if there is none."""
+    """Return whether transformers needs torch to judge config.json in `folder`; False if none."""
     try:
         waiting = [read_json(folder / CONFIG_NAME)]
     except (OSError, ValueError, RecursionError):
@@ -94,7 +116,7 @@ def _needs_torch(folder: Path) -> bool:
 
 
 def _refuse_untaken_config(folder: Path) -> None:
-    """Raise DataError if transformers rejects config.json, for example for a key that is not read here."""
+    """Raise DataError if transformers rejects config.json, for example for a key unread here."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -109,32 +131,43 @@ def _refuse_untaken_config(folder: Path) -> None:
             get_activation(activation)  # type: ignore[no-untyped-call]
     except (StrictDataclassError, *_FAILURES) as error:
         reason = shortened(str(error), 200)
-        raise DataError(f"{folder / CONFIG_NAME}: transformers does not take it ({reason})") from error
+        raise DataError(
+            f"{folder / CONFIG_NAME}: transformers does not take it ({reason})"
+        ) from error
 
 
-def refuse_differences(folder: Path, origin: Path | None = None, limits: Limits | None = None) -> None:
+def refuse_differences(
+    folder: Path, origin: Path | None = None, limits: Limits | None = None
+) -> None:
     """Raise DataError if transformers does not take the config of the model in `folder`.
 
     So also if the model gives other ids or prompts here than with transformers.
 
-    `origin` is the folder that its files were taken from, if it holds others beside. The template is rendered in a
-    limited process. Raises Interrupted if that is killed.
+    `origin` is the folder that its files were taken from, if it holds others beside. The template
+    is rendered in a limited process. Raises Interrupted if that is killed.
     """
     origin = origin or folder
-    files = {folder / name for name in tokenizer_files(folder)} | {origin / name for name in tokenizer_files(origin)}
+    files = {folder / name for name in tokenizer_files(folder)} | {
+        origin / name for name in tokenizer_files(origin)
+    }
     files |= {path for path in origin.iterdir() if path.suffix in _SUFFIXES and path.is_file()}
     files |= {path for path in (folder / CONFIG_NAME,) if path.is_file()}
     contents = tuple(sorted((file.name, sha256_file(file)) for file in files))
     if problem := _difference(_ModelOrigin(contents, folder, origin), limits):
         raise DataError(
-            f"{folder}: {problem}. The model would be trained with what inference does not see: save it again with "
-            "transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), and take that"
+            f"{folder}: {problem}. The model would be trained with what inference does not see: "
+            "save it again with "
+            "transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), and "
+            "take that"
         )
 
 
 @dataclass(frozen=True)
 class _ModelOrigin:
-    """A model's folder and where its files were taken from; places of the same `contents` (names, hashes) are equal."""
+    """A model's folder and where its files came from; places of the same `contents` are equal.
+
+    Contents are names and hashes.
+    """
 
     contents: tuple[tuple[str, str], ...]
     folder: Path = field(compare=False)
@@ -145,7 +178,10 @@ class _ModelOrigin:
 def _difference(place: _ModelOrigin, limits: Limits | None) -> str | None:
     """Return how the model differs from what transformers makes of it; None if it does not."""
     folder = place.folder
-    with losses_explained(folder), Pool(partial(_Both.load, folder, place.origin), 1, limits) as pool:
+    with (
+        losses_explained(folder),
+        Pool(partial(_Both.load, folder, place.origin), 1, limits) as pool,
+    ):
         problems = [*pool.map([_other_ids, _other_prompts])]
     return next(filter(None, problems), None)
 
@@ -158,14 +194,22 @@ def _other_ids(state: _Both, guard: Guard) -> str | None:
             ours = state.ours.encode(text, add_special_tokens=False).ids
             theirs = state.theirs(text, add_special_tokens=False)["input_ids"]
             if ours != theirs:
-                return f"tokenizer.json gives other ids than transformers for {text!r:.80}: {ours} and {theirs}"
+                return (
+                    f"tokenizer.json gives other ids than transformers for {text!r:.80}: "
+                    f"{ours} "
+                    f"and {theirs}"
+                )
     return None
 
 
 def _other_prompts(state: _Both, guard: Guard) -> str | None:
     if state.template is None:
         is_alone = state.theirs.chat_template is not None
-        return "transformers finds a chat template in a file that is not read here" if is_alone else None
+        return (
+            "transformers finds a chat template in a file that is not read here"
+            if is_alone
+            else None
+        )
     with guard.at(0):
         for messages, tools, prompt in product(_MESSAGES, (None, _TOOLS), (False, True)):
             ours = _or_none(partial(state.template.render, messages, tools, prompt))
@@ -173,7 +217,10 @@ def _other_prompts(state: _Both, guard: Guard) -> str | None:
             theirs = _or_none(partial(state.theirs.apply_chat_template, list(messages), **options))
             if ours != theirs and ours is not None:
                 given = "with tools" if tools else "without tools"
-                return f"the chat template renders a conversation {given} otherwise than with transformers"
+                return (
+                    f"the chat template renders a conversation {given} otherwise than with "
+                    "transformers"
+                )
     return None
 
 

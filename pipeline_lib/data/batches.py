@@ -1,6 +1,7 @@
 """The work of the tokenize stage's workers: convert a batch of raw rows to arrays of tokens.
 
-Everything that depends on a single row happens here, so the output is the same for any number of workers.
+Everything that depends on a single row happens here, so the output is the same for any number of
+workers.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,14 @@ from pipeline_lib.data.keys import KeyCounts
 from pipeline_lib.data.layouts import Layout, detect, to_content
 from pipeline_lib.data.ledger import Encoded, TooLong
 from pipeline_lib.data.pool import Guard, LossCause, WorkerLost
-from pipeline_lib.data.read_files import EXCERPT_CHARS, Rejected, excerpt, printable, rejected, value_of
+from pipeline_lib.data.read_files import (
+    EXCERPT_CHARS,
+    Rejected,
+    excerpt,
+    printable,
+    rejected,
+    value_of,
+)
 from pipeline_lib.data.read_json import KEPT_BYTES, RawRow, RowPosition
 from pipeline_lib.data.row_hashes import Prints, prints_of
 
@@ -40,12 +48,15 @@ class RowBatch:
     layout: Layout | None  # None: no row of the file had a known format so far
     columns: dict[str, str]
     first: str | None = None  # the row that determined the format, if the config did not set it
-    is_slow: bool = False  # tokenize each row by itself, so that the one that exceeds the limits is known
+    is_slow: bool = (
+        False  # tokenize each row by itself, so that the one that exceeds the limits is known
+    )
 
     def __call__(self, state: Encoder, guard: Guard) -> Encoded:
         """Encode the rows.
 
-        Raises DataError, naming the row, if the template fails, or if the file mixes formats or is preference data.
+        Raises DataError, naming the row, if the template fails, or if the file mixes formats or is
+        preference data.
         """
         keys = KeyCounts()
         prints: list[Prints] = []
@@ -93,7 +104,7 @@ class RowBatch:
         return replace(self, rows=rows)
 
     def place_of(self, position: int | None) -> str:
-        """Return the place of the row at `position` in the batch, or the range of all rows if it is None."""
+        """Return the place of the row at `position` in the batch, or all rows' range if None."""
         if position is not None:
             return str(self.rows[position].place)
         first, last = self.rows[0].place, self.rows[-1].place
@@ -102,12 +113,18 @@ class RowBatch:
     def _content(self, row: RawRow, keys: KeyCounts) -> Content:
         value = value_of(row)
         if self.layout is None:
-            detect(value, self.columns)  # raises again, as it did when the parent looked for the format
+            # raises again, as it did when the parent looked for the format
+            detect(value, self.columns)
             raise BadRow(Reason.WRONG_FORMAT, "the format of the file is not known")
-        if self.first is not None and (row_format := detect(value, self.columns)) != self.layout.format:
+        if (
+            self.first is not None
+            and (row_format := detect(value, self.columns)) != self.layout.format
+        ):
             raise DataError(
-                f"{row.place}: this row is {row_format}, and the file began as {self.layout.format}: set `format` in "
-                f"{self.source_key} to use the rows of one of the two, or put them into files of their own\n"
+                f"{row.place}: this row is {row_format}, and the file began as "
+                f"{self.layout.format}: set `format` in "
+                f"{self.source_key} to use the rows of one of the two, or put them into files of "
+                "their own\n"
                 f"  {self.first}\n  {shown(row)}"
             )
         return to_content(value, self.layout, keys)
@@ -123,7 +140,7 @@ def _size_of_rendered(turns: Sequence[Rendered]) -> int:
 
 
 def text_size(value: Any) -> int:
-    """Return the approximate size of `value`: the characters of its strings, and 8 for any other scalar."""
+    """Return the approximate size of `value`: its strings' characters, and 8 for other scalars."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -133,11 +150,16 @@ def text_size(value: Any) -> int:
     return 8
 
 
-MOST_OVER_LIMITS = 8  # rows put aside; more of them show that the template is at fault, and each takes seconds
+MOST_OVER_LIMITS = (
+    8  # rows put aside; more of them show that the template is at fault, and each takes seconds
+)
 
 
 class PuttingAside:
-    """What runs in the place of a batch whose worker was lost: the batch without the row that exceeded the limits."""
+    """What runs in place of a batch whose worker was lost: the batch without the offending row.
+
+    That row exceeded the limits.
+    """
 
     def __init__(self, settings: Tokenize) -> None:
         """Put no row aside if the `settings` allow no unusable row."""
@@ -156,25 +178,25 @@ class PuttingAside:
 
 
 def thinking_default(state: Encoder, guard: Guard) -> str | None:
-    """Return the chat template's default of `enable_thinking`: a task, because a template is untrusted code."""
+    """Return the template's default of `enable_thinking`: a task, since templates are untrusted."""
     with guard.at(0):
         return state.thinking_default()
 
 
 def lacks_generation_prompt(state: Encoder, guard: Guard) -> bool:
-    """Return whether the chat template writes no generation prompt: a task, because a template is untrusted code."""
+    """Return whether the chat template writes no generation prompt: a task, as it is untrusted."""
     with guard.at(0):
         return state.lacks_generation_prompt()
 
 
 def hints_of(drops: Sequence[str], state: Encoder, guard: Guard) -> dict[str, str]:
-    """Return the remedy for each reason why samples are dropped: a task, because the template decides some."""
+    """Return the remedy for each reason for dropped samples: a task, as templates decide some."""
     with guard.at(0):
         return {reason: state.hint(Drop(reason)) for reason in drops}
 
 
 def wrong_file(row: RawRow, wrong: WrongFile, source_key: str) -> DataError:
-    """Return the error for a row that shows that its file cannot be used; `source_key` is its source's key."""
+    """Return the error for a row that shows its file is unusable; `source_key` is its source's."""
     return DataError(f"{row.place}: the row {wrong} ({source_key})\n  {shown(row)}")
 
 
@@ -184,7 +206,11 @@ def shown(row: RawRow) -> str:
 
 
 def _forged(row: RawRow, content: Content, token: str) -> Rejected:
-    whole = content.text if isinstance(content, Text) else canonical_json([content.messages, content.tools])
+    whole = (
+        content.text
+        if isinstance(content, Text)
+        else canonical_json([content.messages, content.tools])
+    )
     text = redact(whole)
     start = max(0, text.find(token) - EXCERPT_CHARS // 2)
     beginning = printable(text[start : start + EXCERPT_CHARS])
@@ -197,12 +223,14 @@ def _too_long(
     rendered: Sequence[Sequence[Rendered]],
     outcomes: Sequence[Sequence[Sample | Drop]],
 ) -> TooLong:
-    """Return the rows with samples that are too long, encoded again without a limit to know their length."""
+    """Return the rows with too long samples, encoded again without limit to know their length."""
     rows = [number for number, samples in enumerate(outcomes) if Drop.OVER_LONG in samples]
     unlimited = copy(encoder)
     unlimited.settings = encoder.settings.model_copy(update={"max_tokens": NO_LIMIT_TOKENS})
     found = TooLong()
-    for number, whole in zip(rows, unlimited.encode_rendered([rendered[number] for number in rows]), strict=True):
+    for number, whole in zip(
+        rows, unlimited.encode_rendered([rendered[number] for number in rows]), strict=True
+    ):
         tokens = max(len(sample.tokens) for sample in whole if isinstance(sample, Sample))
         found += TooLong(1, tokens, str(places[number]))
     return found
@@ -236,16 +264,26 @@ def _encoded(
         turns=np.array([len(turns) for turns in rendered], dtype=np.int32),
         turns_found=_turns_found(rendered, outcomes),
         signatures=signatures,
-        drops=[(number, outcome.value) for number, outcome in numbered if isinstance(outcome, Drop)],
+        drops=[
+            (number, outcome.value) for number, outcome in numbered if isinstance(outcome, Drop)
+        ],
         conversations=np.array([number for number, _ in samples], dtype=np.int32),
         lengths=np.array([len(sample.tokens) for _, sample in samples], dtype=np.int64),
         truncated=np.array([sample.truncated for _, sample in samples], dtype=np.bool_),
         split=np.array([sample.split for _, sample in samples], dtype=np.bool_),
         asked_to_think=np.array(
-            [[sample.asked_to_think.count(mode) for mode in (False, True)] for _, sample in samples], dtype=np.int32
+            [
+                [sample.asked_to_think.count(mode) for mode in (False, True)]
+                for _, sample in samples
+            ],
+            dtype=np.int32,
         ).reshape(-1, 2),
-        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *(sample.tokens for _, sample in samples)]),
-        supervised=np.concatenate([np.zeros(0, dtype=np.bool_), *(sample.supervised for _, sample in samples)]),
+        tokens=np.concatenate(
+            [np.zeros(0, dtype=np.int32), *(sample.tokens for _, sample in samples)]
+        ),
+        supervised=np.concatenate(
+            [np.zeros(0, dtype=np.bool_), *(sample.supervised for _, sample in samples)]
+        ),
         how=state.how,
     )
 
@@ -253,9 +291,10 @@ def _encoded(
 def _turns_found(
     rendered: Sequence[Sequence[Rendered]], outcomes: Sequence[Sequence[Sample | Drop]]
 ) -> NDArray[np.int32]:
-    """Return how many turns of each conversation are in a sample or a drop, counted by supervised spans.
+    """Return how many turns of each conversation are in a sample or a drop, by supervised spans.
 
-    The turns of an over-long sample cannot be counted, so all turns of its conversation are assumed to be present.
+    The turns of an over-long sample cannot be counted, so all turns of its conversation are assumed
+    to be present.
     """
     found = np.zeros(len(rendered), dtype=np.int32)
     for number, samples in enumerate(outcomes):
@@ -264,7 +303,8 @@ def _turns_found(
             found[number] = len(rendered[number])
             continue
         found[number] = len(samples) - len(kept)
-        for sample in kept:  # one run of supervised tokens for each turn, because unsupervised tokens separate turns
+        # one run of supervised tokens for each turn, because unsupervised tokens separate turns
+        for sample in kept:
             starts = np.diff(sample.supervised, prepend=False) & sample.supervised
             found[number] += np.count_nonzero(starts)
     return found

@@ -1,9 +1,10 @@
 """Read packed training blocks: memory-mapped safetensors shards with an index.json and a costs.npy.
 
-A shard of n blocks of T tokens holds `tokens` int32[n, T], `supervised` uint8[n, T], `starts` int32[m] and
-`block_offsets` int64[n + 1]. `starts[block_offsets[b]:block_offsets[b + 1]]` are the positions where the documents
-of block b begin, followed by the position where its padding begins (T if it has none). costs.npy, int64[blocks], is
-the attention cost of each block: the sum of the squared lengths of its documents.
+A shard of n blocks of T tokens holds `tokens` int32[n, T], `supervised` uint8[n, T], `starts`
+int32[m] and `block_offsets` int64[n + 1]. `starts[block_offsets[b]:block_offsets[b + 1]]` are the
+positions where the documents of block b begin, followed by the position where its padding begins (T
+if it has none). costs.npy, int64[blocks], is the attention cost of each block: the sum of the
+squared lengths of its documents.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ class Block:
     """Documents packed into one row of T tokens."""
 
     tokens: NDArray[np.int32]  # [T]
-    supervised: NDArray[np.bool_]  # [T]; true: this token is to be predicted from those before it in its document
+    # [T]; true: this token is to be predicted from those before it in its document
+    supervised: NDArray[np.bool_]
     documents: NDArray[np.int32]  # [T]; number of the document within the block, -1 for padding
 
 
@@ -39,8 +41,9 @@ class Block:
 class BlockIndex:
     """The index of a folder of blocks.
 
-    `tokens` excludes padding; `shards` is the number of blocks in each file; `epoch_blocks` is the number of blocks
-    that the first epoch uses over all `groups`, each use counted; `largest_token` is the largest token id.
+    `tokens` excludes padding; `shards` is the number of blocks in each file; `epoch_blocks` is the
+    number of blocks that the first epoch uses over all `groups`, each use counted; `largest_token`
+    is the largest token id.
     """
 
     blocks: int
@@ -55,21 +58,27 @@ class BlockIndex:
 
     @property
     def packing_efficiency(self) -> float:
-        """The fraction of positions that are not padding; 1 without blocks, which have no padding."""
+        """The fraction of positions that are not padding; 1 without blocks, which have none."""
         return 1.0 if not self.blocks else self.tokens / (self.blocks * self.block_tokens)
 
     @classmethod
     def read(cls, folder: Path) -> "BlockIndex":
-        """Read the index of `folder`. Raises IntegrityError if it is missing, unreadable or inconsistent."""
+        """Read the index of `folder`.
+
+        Raises IntegrityError if it is missing, unreadable or inconsistent.
+        """
         try:
             with unreadable_named(folder / INDEX_NAME):
                 fields = read_json(folder / INDEX_NAME)
             index = cls(**{**fields, "groups": [Group(**group) for group in fields["groups"]]})
-            blocks, used = {sum(index.shards), sum(group.blocks for group in index.groups)}, epoch_blocks(index.groups)
+            blocks = {sum(index.shards), sum(group.blocks for group in index.groups)}
+            used = epoch_blocks(index.groups)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise _damaged(folder / INDEX_NAME, f"cannot read ({error})") from error
         if blocks != {index.blocks} or used != index.epoch_blocks:
-            raise _damaged(folder / INDEX_NAME, f"shards and groups do not make up its {index.blocks} blocks")
+            raise _damaged(
+                folder / INDEX_NAME, f"shards and groups do not make up its {index.blocks} blocks"
+            )
         return index
 
 
@@ -88,10 +97,16 @@ def documents_of(block: Block) -> Iterator[Document]:
 
 
 class BlockReader:
-    """Random access to the blocks of a folder. Opening reads index and costs; a shard is mapped when first needed."""
+    """Random access to the blocks of a folder.
+
+    Opening reads index and costs; a shard is mapped when first needed.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder that `write_blocks` filled. Raises IntegrityError if index and costs do not match."""
+        """Open the folder that `write_blocks` filled.
+
+        Raises IntegrityError if index and costs do not match.
+        """
         self.folder = folder
         self.index = BlockIndex.read(folder)
         self.block_tokens = self.index.block_tokens
@@ -112,7 +127,7 @@ class BlockReader:
         return self.index.blocks
 
     def samples_per_block(self) -> float:
-        """Return the mean number of samples of the blocks that an epoch uses, each block counted as its group weighs.
+        """Return the mean samples of an epoch's blocks, each block counted as its group weighs.
 
         Raises IntegrityError if a shard contradicts the index.
         """
@@ -120,11 +135,16 @@ class BlockReader:
         if len(groups) == 1:
             return self.index.documents / len(self)
         weights = np.repeat([group.weight for group in groups], [group.blocks for group in groups])
-        counts = np.concatenate([self._shard(number).documents() for number in range(len(self.index.shards))])
+        counts = np.concatenate(
+            [self._shard(number).documents() for number in range(len(self.index.shards))]
+        )
         return float(np.average(counts, weights=weights))
 
     def __getitem__(self, block: int) -> Block:
-        """Return a block. Raises IndexError if out of range, IntegrityError if its shard contradicts the index."""
+        """Return a block.
+
+        Raises IndexError if out of range, IntegrityError if its shard contradicts the index.
+        """
         if not 0 <= block < len(self):
             raise IndexError(f"{self.folder}: block {block} of {len(self)}")
         number = int(self._ends.searchsorted(block, side="right"))
@@ -138,7 +158,10 @@ class BlockReader:
 
 
 class _Shard:
-    """A memory-mapped shard. It keeps no file descriptor open, so any number of shards may be mapped."""
+    """A memory-mapped shard.
+
+    It keeps no file descriptor open, so any number of shards may be mapped.
+    """
 
     def __init__(self, path: Path, blocks: int, block_tokens: int) -> None:
         """Map `path` and check shapes, types and document starts. The hash was checked before."""
@@ -147,14 +170,22 @@ class _Shard:
             with unreadable_named(path):
                 path.open("rb").close()  # safetensors names no cause
                 file: Any = safe_open(path, framework="numpy")
-                self._tokens, self._supervised = file.get_slice("tokens"), file.get_slice("supervised")
-                self._starts, self._offsets = file.get_tensor("starts"), file.get_tensor("block_offsets")
+                self._tokens = file.get_slice("tokens")
+                self._supervised = file.get_slice("supervised")
+                self._starts = file.get_tensor("starts")
+                self._offsets = file.get_tensor("block_offsets")
         except (OSError, SafetensorError) as error:
             raise _damaged(path, f"cannot read ({error})") from error
-        for name, part, kind in (("tokens", self._tokens, "I32"), ("supervised", self._supervised, "U8")):
+        for name, part, kind in (
+            ("tokens", self._tokens, "I32"),
+            ("supervised", self._supervised, "U8"),
+        ):
             found = (part.get_dtype(), part.get_shape())
             if found != (kind, [blocks, block_tokens]):
-                raise _damaged(path, f"{name} are {found[0]}{found[1]}, expected {kind}{[blocks, block_tokens]}")
+                raise _damaged(
+                    path,
+                    f"{name} are {found[0]}{found[1]}, expected {kind}{[blocks, block_tokens]}",
+                )
         if not _is_sound(self._starts, self._offsets, blocks, block_tokens):
             raise _damaged(path, "the starts of its documents do not ascend within its blocks")
 
@@ -170,9 +201,16 @@ class _Shard:
         return Block(self._tokens[row], self._supervised[row].view(np.bool_), documents)
 
 
-def _is_sound(starts: NDArray[np.int32], offsets: NDArray[np.int64], blocks: int, block_tokens: int) -> bool:
-    """Return whether the starts of each block begin at 0, ascend strictly and end within the block."""
-    if starts.dtype != np.int32 or starts.ndim != 1 or offsets.dtype != np.int64 or offsets.shape != (blocks + 1,):
+def _is_sound(
+    starts: NDArray[np.int32], offsets: NDArray[np.int64], blocks: int, block_tokens: int
+) -> bool:
+    """Return whether each block's starts begin at 0, ascend strictly and end within it."""
+    if (
+        starts.dtype != np.int32
+        or starts.ndim != 1
+        or offsets.dtype != np.int64
+        or offsets.shape != (blocks + 1,)
+    ):
         return False
     if offsets[0] != 0 or offsets[-1] != len(starts) or np.diff(offsets).min() < 2:
         return False

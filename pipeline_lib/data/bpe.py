@@ -1,9 +1,10 @@
-"""Fast tokenization of batches of repetitive texts: the same ids as `tokenizers`, several times faster.
+"""Fast tokenization of batches of repetitive texts: the ids of `tokenizers`, much faster.
 
-Added tokens are cut out of a text before any other step, so the pieces between them can be encoded separately, and
-each distinct piece of a batch only once. Pieces go through tiktoken if its result is provably the same for this
-tokenizer; else whole texts go through `tokenizers`. In addition, some texts of every run are compared with
-`tokenizers`: a difference raises WrongIds, and the stage starts again with `tokenizers` alone.
+Added tokens are cut out of a text before any other step, so the pieces between them can be encoded
+separately, and each distinct piece of a batch only once. Pieces go through tiktoken if its result
+is provably the same for this tokenizer; else whole texts go through `tokenizers`. In addition, some
+texts of every run are compared with `tokenizers`: a difference raises WrongIds, and the stage
+starts again with `tokenizers` alone.
 """
 
 import json
@@ -24,15 +25,23 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.text import redact
 
-# Qwen's split pattern; tokens never cross the boundaries of words, single digits, punctuation and line ends.
+# Qwen's split pattern; tokens never cross the boundaries of words, single digits, punctuation and
+# line ends.
 SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The only supported rule: both regular expression engines are known to agree on it for every code point.
+# The only supported rule: both regular expression engines are known to agree on it for every code
+# point.
 _PRE_TOKENIZER = {
     "type": "Sequence",
     "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False},
+        {
+            "type": "Split",
+            "pattern": {"Regex": SPLIT_PATTERN},
+            "behavior": "Isolated",
+            "invert": False,
+        },
         {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
     ],
 }
@@ -50,9 +59,12 @@ _PLAIN_BPE: Mapping[str, Any] = {
 FIRST_CHECKED = 64  # texts at the start of a run that are compared with tokenizers
 CHECK_EVERY = 8  # later, one text in this many batches is compared
 MAX_PIECE_CHARS = 100_000  # tiktoken's regular expressions run out of stack on a million spaces
-MAX_CHECKED_CHARS = 1_000_000  # `tokenizers` takes some 200 bytes of memory for each character of a text
-# Borders that no token of SPLIT_PATTERN crosses and that NFC does not touch: a letter or digit before an ASCII
-# character that is no letter, or before Chinese punctuation; a digit before any ASCII character.
+MAX_CHECKED_CHARS = (
+    1_000_000  # `tokenizers` takes some 200 bytes of memory for each character of a text
+)
+# Borders that no token of SPLIT_PATTERN crosses and that NFC does not touch: a letter or digit
+# before an ASCII character that is no letter, or before Chinese punctuation; a digit before any
+# ASCII character.
 _BORDER = re.compile(
     r"(?<=[0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])(?=[\x00-@\[-`{-\x7f\u3001\u3002\uff01\uff0c"
     r"\uff1a\uff1b\uff1f])|(?<=[0-9])(?=[\x00-\x7f])"
@@ -60,24 +72,37 @@ _BORDER = re.compile(
 
 
 class NotConvertible(Exception):
-    """The reason why tiktoken would not give the same ids. BatchTokenizer then uses `tokenizers`."""
+    """The reason why tiktoken would not give the same ids.
+
+    BatchTokenizer then uses `tokenizers`.
+    """
 
 
 class WrongIds(PipelineError):
-    """The error for ids of tiktoken that differ from those of `tokenizers`: no ids of the run can be used."""
+    """The error for tiktoken ids that differ from those of `tokenizers`: the run's are unusable."""
 
 
 class BatchTokenizer:
-    """`Tokenizer.encode(text, add_special_tokens=False)` for batches. `how` names the implementation in use."""
+    """`Tokenizer.encode(text, add_special_tokens=False)` for batches.
 
-    def __init__(self, tokenizer: Tokenizer, description: Mapping[str, Any], fast: bool = True) -> None:
-        """Use `tokenizer` and its tokenizer.json, `description`. Unless `fast`, do not use tiktoken."""
+    `how` names the implementation in use.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, description: Mapping[str, Any], fast: bool = True
+    ) -> None:
+        """Use `tokenizer` and its tokenizer.json, `description`.
+
+        Unless `fast`, do not use tiktoken.
+        """
         self.how = "tokenizers, whole texts"
         self._tokenizer = tokenizer
         self._texts = 0
         self._batches = 0
         added = tokenizer.get_added_tokens_decoder()
-        self._added = {token.content: _as_bytes([number]) for number, token in added.items()} | {"": b""}
+        self._added = {token.content: _as_bytes([number]) for number, token in added.items()} | {
+            "": b""
+        }
         self._tiktoken: Callable[[str], list[int]] | None = None
         if fast:
             try:
@@ -88,7 +113,7 @@ class BatchTokenizer:
                 self.how += f" ({error})"
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the ids of each text as the bytes of an int32 array, which are cheap to compare and to join.
+        """Return each text's ids as bytes of an int32 array, which are cheap to compare and join.
 
         Raises WrongIds if a compared text differs.
         """
@@ -116,89 +141,121 @@ class BatchTokenizer:
         return list(chain.from_iterable(map(short_pieces, pieces)))
 
     def _encode_whole(self, texts: Sequence[str]) -> list[bytes]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False) if texts else []
+        encodings = (
+            self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            if texts
+            else []
+        )
         return [_as_bytes(encoding.ids) for encoding in encodings]
 
     def _differing(self, texts: Sequence[str], encoded: Sequence[bytes]) -> str | None:
-        """Choose texts to check; return the first that `tokenizers` encodes differently, or None."""
-        usable = [number for number, text in enumerate(texts) if text and len(text) <= MAX_CHECKED_CHARS]
+        """Choose texts to check; return the first that `tokenizers` encodes otherwise, or None."""
+        usable = [
+            number for number, text in enumerate(texts) if text and len(text) <= MAX_CHECKED_CHARS
+        ]
         chosen = usable[: max(0, FIRST_CHECKED - self._texts)]
         if usable and not chosen and self._batches % CHECK_EVERY == 0:
             chosen = [usable[self._batches // CHECK_EVERY % len(usable)]]
         self._texts += len(usable)
         self._batches += 1
         expected = self._encode_whole([texts[number] for number in chosen])
-        return next((texts[n] for n, ids in zip(chosen, expected, strict=True) if encoded[n] != ids), None)
+        return next(
+            (texts[n] for n, ids in zip(chosen, expected, strict=True) if encoded[n] != ids), None
+        )
 
 
 def _cutter(added: Sequence[AddedToken]) -> re.Pattern[str]:
-    """Return a pattern that finds added tokens as `tokenizers` does, leftmost and longest. Raises NotConvertible."""
-    if any(token.normalized or token.lstrip or token.rstrip or token.single_word for token in added):
+    """Return a pattern that finds added tokens as `tokenizers` does, leftmost and longest.
+
+    Raises NotConvertible.
+    """
+    if any(
+        token.normalized or token.lstrip or token.rstrip or token.single_word for token in added
+    ):
         raise NotConvertible("it has added tokens that depend on the text around them")
     contents = sorted((token.content for token in added), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, contents))})" if contents else "((?!))")
 
 
 def short_pieces(text: str) -> Iterator[str]:
-    """Yield pieces of `text`, of at most MAX_PIECE_CHARS where it has borders, whose ids are those of the whole."""
+    """Yield pieces of `text`, at most MAX_PIECE_CHARS if it has borders, with the same ids."""
     start = 0
-    while len(text) - start > MAX_PIECE_CHARS and (border := _BORDER.search(text, start + MAX_PIECE_CHARS // 2)):
+    while len(text) - start > MAX_PIECE_CHARS and (
+        border := _BORDER.search(text, start + MAX_PIECE_CHARS // 2)
+    ):
         yield text[start : border.start()]
         start = border.start()
     yield text[start:]
 
 
 def is_plain(piece: str) -> bool:
-    """Return whether tiktoken may encode `piece`: it is short enough, and in NFC under every Unicode version."""
+    """Return whether tiktoken may encode `piece`: short, and in NFC by every Unicode version."""
     if len(piece) > MAX_PIECE_CHARS:
         return False
     if piece.isascii():
         return True
-    # The normalization of assigned characters never changes; characters newer than this Python's tables may compose.
+    # The normalization of assigned characters never changes; characters newer than this Python's
+    # tables may compose.
     return _assigned().fullmatch(piece) is not None and unicodedata.is_normalized("NFC", piece)
 
 
 @cache
 def _assigned() -> re.Pattern[str]:
-    """Return a pattern for texts of characters below U+40000 that this Python's Unicode tables assign."""
-    known = np.array([unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0x40000)])
+    """Return a pattern for texts of characters below U+40000 that this Python's Unicode has."""
+    known = np.array(
+        [unicodedata.category(chr(code)) not in ("Cn", "Cs") for code in range(0x40000)]
+    )
     edges = np.flatnonzero(np.diff(known, prepend=False, append=False)).tolist()
-    ranges = (f"\\U{first:08x}-\\U{end - 1:08x}" for first, end in zip(edges[::2], edges[1::2], strict=True))
+    ranges = (
+        f"\\U{first:08x}-\\U{end - 1:08x}"
+        for first, end in zip(edges[::2], edges[1::2], strict=True)
+    )
     return re.compile(f"[{''.join(ranges)}]*+")
 
 
 def to_tiktoken(description: Mapping[str, Any]) -> tiktoken.Encoding:
-    """Return a tiktoken encoding with the same ids as a tokenizer.json, for NFC text without added tokens.
+    """Return a tiktoken encoding with a tokenizer.json's ids, for NFC text without added tokens.
 
-    tiktoken merges the neighbours whose joint bytes are the token of lowest id; `tokenizers` merges the pair that
-    comes first in its list of merges. Both are the same if the list is in the order of ids and each token, encoded by
-    itself, becomes that token: then its bytes cannot result from another pair, because all earlier merges inside them
-    are the same (by induction over ids). Raises NotConvertible if one of these conditions does not hold.
+    tiktoken merges the neighbours whose joint bytes are the token of lowest id; `tokenizers` merges
+    the pair that comes first in its list of merges. Both are the same if the list is in the order
+    of ids and each token, encoded by itself, becomes that token: then its bytes cannot result from
+    another pair, because all earlier merges inside them are the same (by induction over ids).
+    Raises NotConvertible if one of these conditions does not hold.
     """
     model = description["model"]
     # Older files lack some of these keys; the defaults are the values in _PLAIN_BPE.
-    if any(model.get(key, value) != value for key, value in _PLAIN_BPE.items()) or "merges" not in model:
+    if (
+        any(model.get(key, value) != value for key, value in _PLAIN_BPE.items())
+        or "merges" not in model
+    ):
         raise NotConvertible("not a plain BPE")
     if description.get("normalizer") != {"type": "NFC"}:
         raise NotConvertible("its normalizer is not NFC")
     pre_tokenizer = json.loads(json.dumps(description.get("pre_tokenizer")))
     with suppress(TypeError, LookupError):
-        pre_tokenizer["pretokenizers"][1].pop("trim_offsets", None)  # affects the offsets of tokens, not their ids
+        # affects the offsets of tokens, not their ids
+        pre_tokenizer["pretokenizers"][1].pop("trim_offsets", None)
     if pre_tokenizer != _PRE_TOKENIZER:
         raise NotConvertible("it splits texts in another way than Qwen")
     vocab = dict(model["vocab"])
     for token in description.get("added_tokens", ()):  # added tokens never reach the BPE
         vocab.pop(token["content"], None)
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]  # older files: "a b"
+    # older files: "a b"
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     _check_merges(vocab, pairs)
     joined = "".join(vocab).translate(_bytes_by_letter()).encode("latin-1")
     ends = accumulate(map(len, vocab), initial=0)
-    ranks = {joined[start:end]: number for (start, end), number in zip(pairwise(ends), vocab.values(), strict=True)}
-    return tiktoken.Encoding("converted", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    ranks = {
+        joined[start:end]: number
+        for (start, end), number in zip(pairwise(ends), vocab.values(), strict=True)
+    }
+    return tiktoken.Encoding(
+        "converted", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
 
 
 def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> None:
-    """Raise NotConvertible unless merging `pairs` in order makes all of `vocab` but the bytes, in the order of ids."""
+    """Raise NotConvertible unless merging `pairs` makes all of `vocab` but bytes, in id order."""
     letters = {chr(letter) for letter in _bytes_by_letter()}
     made = [text for text in sorted(vocab, key=vocab.__getitem__) if text not in letters]
     if len(made) != len(pairs) or not letters <= vocab.keys():
@@ -208,22 +265,29 @@ def _check_merges(vocab: Mapping[str, int], pairs: Sequence[Sequence[str]]) -> N
     if made != [first + second for first, second in pairs]:
         raise NotConvertible("its merges are not in the order of ids")
     try:
-        first, second = (np.array([vocab[pair[side]] for pair in pairs], dtype=np.int64) for side in (0, 1))
+        first, second = (
+            np.array([vocab[pair[side]] for pair in pairs], dtype=np.int64) for side in (0, 1)
+        )
     except KeyError as error:
         raise NotConvertible(f"it merges the added token {error}") from error
     if not _makes_each(first, second, np.array([vocab[text] for text in made], dtype=np.int64)):
         raise NotConvertible("it has tokens that it never makes")
 
 
-def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArray[np.int64]) -> bool:
-    """Return whether encoding the text of each token of `made` (ids, ascending) ends with merging `first` and `second`.
+def _makes_each(
+    first: NDArray[np.int64], second: NDArray[np.int64], made: NDArray[np.int64]
+) -> bool:
+    """Return whether encoding each token of `made` (ids, ascending) ends with `first` + `second`.
 
-    It does if no earlier merge crosses the border between the two halves. So the halves are split again at that
-    border, undoing the latest merge each time: two neighbours across the border must not be a pair that would have
-    been merged before.
+    The last step of its text's encoding has to merge these two.
+
+    It does if no earlier merge crosses the border between the two halves. So the halves are split
+    again at that border, undoing the latest merge each time: two neighbours across the border must
+    not be a pair that would have been merged before.
     """
     size = 1 + max(made.max(), first.max(), second.max()) if len(made) else 0
-    left_of, right_of, when = (np.full(size, -1) for _ in range(3))  # -1: a byte, which no merge makes
+    # -1: a byte, which no merge makes
+    left_of, right_of, when = (np.full(size, -1) for _ in range(3))
     left_of[made], right_of[made], when[made] = first, second, made
     pairs = first * size + second
     order = np.argsort(pairs)
@@ -240,13 +304,17 @@ def _makes_each(first: NDArray[np.int64], second: NDArray[np.int64], made: NDArr
         left, right = left[is_divisible], right[is_divisible]
         is_left_later = when[left] > when[right]  # of equal merges the left one comes first
         before = np.where(is_left_later, left, right + 1)
-        left, right = np.where(is_left_later, right_of[left], left), np.where(is_left_later, right, left_of[right])
+        left = np.where(is_left_later, right_of[left], left)
+        right = np.where(is_left_later, right, left_of[right])
     return True
 
 
 @cache
 def _bytes_by_letter() -> dict[int, int]:
-    """Return the byte of each letter of byte-level BPE: printable latin-1 as itself, others from U+0100 on."""
+    """Return the byte of each byte-level BPE letter: latin-1 as itself, others from U+0100 on.
+
+    Only printable latin-1 letters stand for themselves.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}

@@ -1,6 +1,7 @@
 """Rendering of conversations through a model's own chat template, exactly as transformers does.
 
-Templates come with the model and are untrusted code: they run in the sandbox and see plain data only.
+Templates come with the model and are untrusted code: they run in the sandbox and see plain data
+only.
 """
 
 import json
@@ -25,7 +26,15 @@ from pipeline_lib.data.thinking import with_thinking_apart
 
 TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 # The errors that a template can raise on messages that it was not written for.
 TEMPLATE_FAILURES = (
@@ -52,41 +61,61 @@ class ChatTemplate:
         source_with_tools: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Compile `source`; `where` names it in messages. Raises DataError if it is not a valid template.
+        """Compile `source`; `where` names it in messages.
 
-        This runs untrusted code, because jinja2 computes constant expressions: only a limited process may do it.
+        Raises DataError if it is not a valid template.
 
-        `source_with_tools` is the separate template that some models have for conversations with tools. `kwargs` are
-        further variables of every rendering; one that no template reads raises DataError.
+        This runs untrusted code, because jinja2 computes constant expressions: only a limited
+        process may do it.
+
+        `source_with_tools` is the separate template that some models have for conversations with
+        tools. `kwargs` are further variables of every rendering; one that no template reads raises
+        DataError.
         """
         self._where = where
         environment = template_environment()
         sources = [source, source_with_tools] if source_with_tools else [source]
         try:
-            self._plain, self._with_tools = (environment.from_string(sources[place]) for place in (0, -1))
-            self._refuse_unread(kwargs or {}, [environment.parse(text) for text in sources] if kwargs else [])
+            self._plain, self._with_tools = (
+                environment.from_string(sources[place]) for place in (0, -1)
+            )
+            self._refuse_unread(
+                kwargs or {}, [environment.parse(text) for text in sources] if kwargs else []
+            )
         except COMPILE_FAILURES as error:
-            raise DataError(f"{where}: not a chat template that can be used: {_one_line(error)}") from error
+            raise DataError(
+                f"{where}: not a chat template that can be used: {_one_line(error)}"
+            ) from error
         # The variables of every rendering, built once.
         self._variables = {**self._plain.globals, "documents": None, **variables, **(kwargs or {})}
 
     def _refuse_unread(self, kwargs: Mapping[str, Any], trees: Sequence[nodes.Template]) -> None:
-        read = {name for tree in trees for name in meta.find_undeclared_variables(tree)} - self._plain.globals.keys()
+        read = {
+            name for tree in trees for name in meta.find_undeclared_variables(tree)
+        } - self._plain.globals.keys()
         if unread := [name for name in kwargs if name not in read]:
             # Names that the template sets itself on some paths are unlikely to be meant.
-            own = {name.name for tree in trees for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+            own = {
+                name.name
+                for tree in trees
+                for name in tree.find_all(nodes.Name)
+                if name.ctx == "store"
+            }
             free = sorted(read - own - SET_ELSEWHERE.keys())
             raise DataError(
                 f"tokenize.chat_template_kwargs: {self._where} reads no variable {unread[0]!r}"
-                f"{did_you_mean(unread[0], free)}; those that can be set are {', '.join(free) or 'none'}"
+                f"{did_you_mean(unread[0], free)}; those that can be set are "
+                f"{', '.join(free) or 'none'}"
             )
 
     @classmethod
     def load(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> "ChatTemplate":
-        """Load the template of the model in `folder` from chat_template.jinja, else from tokenizer_config.json.
+        """Load the template of the model in `folder`: chat_template.jinja or tokenizer_config.json.
 
-        `kwargs` are variables of every rendering. Raises DataError if there is no template, if it cannot be read, or
-        if it reads one of `kwargs` nowhere.
+        The former comes first.
+
+        `kwargs` are variables of every rendering. Raises DataError if there is no template, if it
+        cannot be read, or if it reads one of `kwargs` nowhere.
         """
         config = read_tokenizer_config(folder)
         source, with_tools, where = _sources(folder, config)
@@ -101,23 +130,31 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Return `messages` as the text of `apply_chat_template(tokenize=False)`. Raises DataError if that fails.
+        """Return `messages` as the text of `apply_chat_template(tokenize=False)`.
 
-        A `<think>` block at the start of an answer's text is passed as reasoning_content if the template (Qwen3.8's)
-        would take it for a part of the answer.
+        Raises DataError if that fails.
+
+        A `<think>` block at the start of an answer's text is passed as reasoning_content if the
+        template (Qwen3.8's) would take it for a part of the answer.
         """
         if self._takes_thinking_apart:
             messages = [with_thinking_apart(message) for message in messages]
-        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})
+        return self._render(
+            messages, tools, {"add_generation_prompt": add_generation_prompt, **variables}
+        )
 
     @cached_property
     def _takes_thinking_apart(self) -> bool:
-        """Whether the template renders reasoning_content, and a `<think>` block in the text in another way."""
+        """Whether the template renders reasoning_content, and a `<think>` block differently."""
         thought, question = "a thought", {"role": "user", "content": "?"}
         in_text = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n!"}
         try:
             in_text_too, apart = (
-                self._render([question, answer], None, {"add_generation_prompt": False, "enable_thinking": True})
+                self._render(
+                    [question, answer],
+                    None,
+                    {"add_generation_prompt": False, "enable_thinking": True},
+                )
                 for answer in (in_text, with_thinking_apart(in_text))
             )
         except DataError:  # the template fails on this question
@@ -126,7 +163,10 @@ class ChatTemplate:
 
     @cached_property
     def part_separator(self) -> str:
-        """What the template writes between two text parts; if it reads no parts, the line end that servers write."""
+        """What the template writes between two text parts; by default, the servers' line end.
+
+        The default holds for a template that reads no parts.
+        """
         first, second = "first part", "second part"
         parts = [{"type": "text", "text": text} for text in (first, second)]
         try:
@@ -135,14 +175,18 @@ class ChatTemplate:
             return "\n"
         _, has_first, rest = text.partition(first)
         between, has_second, _ = rest.partition(second)
-        is_read = has_first and has_second and "type" not in between  # else Python's text of the list is written
+        # else Python's text of the list is written
+        is_read = has_first and has_second and "type" not in between
         return between if is_read else "\n"
 
     @cached_property
     def _manner(self) -> "_Manner":
-        """How the template wants messages that call a tool: the first manner in which it renders the call."""
+        """How the template wants messages that call a tool: the first way that renders the call."""
         for manner in _MANNERS:
-            call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a_value"}}}
+            call = {
+                "type": "function",
+                "function": {"name": "a_name", "arguments": {"a_key": "a_value"}},
+            }
             message = manner.of({"role": "assistant", "content": "", "tool_calls": [call]})
             try:
                 text = self._write([{"role": "user", "content": "?"}, message], None, {})
@@ -154,19 +198,26 @@ class ChatTemplate:
         return _MANNERS[0]
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
         is_calling = any(message.get("tool_calls") for message in messages)
         made = [self._manner.of(message) for message in messages] if is_calling else messages
         return self._write(made, tools, variables)
 
     def _write(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
         template = self._plain if tools is None else self._with_tools
         cleaned = []
         for message in messages:
-            # Without null values, and with `thinking`, which some templates read, as reasoning_content.
+            # Without null values, and with `thinking`, which some templates read, as
+            # reasoning_content.
             values = {key: value for key, value in message.items() if value is not None}
             if "reasoning_content" in values:
                 values = {"thinking": values["reasoning_content"], **values}
@@ -212,23 +263,36 @@ _MANNERS = [_Manner(is_null, is_text) for is_text in (False, True) for is_null i
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {
+        **call,
+        "function": {
+            **function,
+            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+        },
+    }
 
 
 def no_template(folder: Path) -> DataError:
     """Return the error for conversations if the model in `folder` has no chat template."""
-    return DataError(f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it")
+    return DataError(
+        f"{folder}: has no chat template ({TEMPLATE_NAME}); take a model that has one, or add it"
+    )
 
 
 def has_template(folder: Path) -> bool:
-    """Return whether the model in `folder` has a chat template; raw text needs none. Raises DataError."""
+    """Return whether the model in `folder` has a chat template; raw text needs none.
+
+    Raises DataError.
+    """
     return bool(_sources(folder, read_tokenizer_config(folder))[0])
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """Return the template ("" if there is none), a separate one for tools or None, and the path of their file."""
+    """Return the template ("" if none), a separate one for tools or None, and their file's path."""
     path = folder / TEMPLATE_NAME
-    named = {file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}"))}
+    named = {
+        file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob(f"*{TEMPLATES_SUFFIX}"))
+    }
     if path.is_file():
         named["default"] = path
     if named:  # as in transformers, files come before the other places
@@ -237,7 +301,11 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None, 
     value = config.get("chat_template")  # a single text, or a list of named ones
     listed = {"default": value} if isinstance(value, str) else {}
     for item in value if isinstance(value, list) else ():
-        if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str):
+        if (
+            isinstance(item, dict)
+            and isinstance(item.get("name"), str)
+            and isinstance(item.get("template"), str)
+        ):
             listed[item["name"]] = item["template"]
     return listed.get("default", ""), listed.get("tool_use"), str(folder / TOKENIZER_CONFIG_NAME)
 
@@ -254,7 +322,10 @@ def _one_line(error: Exception) -> str:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json of the model in `folder`, or {} if there is none. Raises DataError."""
+    """Return tokenizer_config.json of the model in `folder`, or {} if there is none.
+
+    Raises DataError.
+    """
     path = folder / TOKENIZER_CONFIG_NAME
     if not path.is_file():
         return {}
@@ -268,7 +339,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names, by their role (`eos_token`, ...)."""
+    """Return the special tokens that a tokenizer_config.json names, by role (`eos_token`, ...)."""
     tokens = {}
     for role in SPECIAL_TOKENS:
         token = config.get(role)
@@ -278,11 +349,13 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def repetition(conversations: int | None, samples: int | None, tokens: int | None, repeated: int | None) -> str:
-    """Return a message on how many times more tokens the samples have than one sample per conversation would have.
+def repetition(
+    conversations: int | None, samples: int | None, tokens: int | None, repeated: int | None
+) -> str:
+    """Return a message on how many times more tokens than with a sample per conversation there are.
 
-    Return the empty string if the factor is below 1.05 or unknown. `repeated` counts the tokens of all samples of a
-    conversation but its longest.
+    Return the empty string if the factor is below 1.05 or unknown. `repeated` counts the tokens of
+    all samples of a conversation but its longest.
     """
     if not conversations or not samples or not tokens or not repeated:
         return ""
@@ -290,7 +363,9 @@ def repetition(conversations: int | None, samples: int | None, tokens: int | Non
     if tokens < 1.05 * once:
         return ""
     return (
-        f"{count(samples, 'samples')} of {count(conversations, 'conversations')} have {tokens / once:.1f} times the "
-        f"tokens of one sample each ({tokens:,} against {once:,}): the chat template renders an earlier "
+        f"{count(samples, 'samples')} of {count(conversations, 'conversations')} have "
+        f"{tokens / once:.1f} times the "
+        f"tokens of one sample each ({tokens:,} against {once:,}): the chat template renders an "
+        "earlier "
         "turn otherwise than the last, so each answer needs its own"
     )

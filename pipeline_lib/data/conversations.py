@@ -1,6 +1,7 @@
 """The content types, and their checks for every format.
 
-They check the order of roles, that no turn is empty, and that UTF-8 and tokenizers can encode the text.
+They check the order of roles, that no turn is empty, and that UTF-8 and tokenizers can encode the
+text.
 """
 
 import math
@@ -23,7 +24,7 @@ _TYPE_NAMES: dict[type, str] = {
 
 
 class TextParts(str):
-    """The text of a message that a row gives in `parts`, joined by line ends; a template may join them otherwise."""
+    """The text of a message in `parts`, joined by line ends; a template may join otherwise."""
 
     parts: tuple[str, ...]
 
@@ -38,11 +39,16 @@ class TextParts(str):
 MAX_TURNS = 1000
 CALL_IN_TEXT = "<tool_call>"  # the tag with which templates write a call
 OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"
-MAX_DEPTH = 64  # nesting of tools and arguments; json.dumps, templates and the stack can all handle more
+MAX_DEPTH = (
+    64  # nesting of tools and arguments; json.dumps, templates and the stack can all handle more
+)
 
 
 class Reason(StrEnum):
-    """The reasons why a row cannot be used. The names are stable: ledgers and quarantine files contain them."""
+    """The reasons why a row cannot be used.
+
+    The names are stable: ledgers and quarantine files contain them.
+    """
 
     BAD_CSV = "bad_csv"
     BAD_JSON = "bad_json"
@@ -62,7 +68,10 @@ class Reason(StrEnum):
 
 @dataclass(eq=False)
 class BadRow(Exception):
-    """The error for a row that cannot be used. It never leaves the data package: the row is quarantined."""
+    """The error for a row that cannot be used.
+
+    It never leaves the data package: the row is quarantined.
+    """
 
     reason: Reason
     detail: str  # for the person who mends the row
@@ -79,10 +88,10 @@ class WrongFile(Exception):
 class Conversation:
     """Messages in the form that a chat template expects.
 
-    Each has `role` (system, user, assistant or tool) and `content`; an assistant's may have `reasoning_content` and
-    `tool_calls`, [{"type": "function", "function": {"name": str, "arguments": dict}}]. `tools` are JSON schemas.
-    `supervised` holds the indexes of the assistant messages that may be trained on, ascending and never empty
-    after `check`.
+    Each has `role` (system, user, assistant or tool) and `content`; an assistant's may have
+    `reasoning_content` and `tool_calls`, [{"type": "function", "function": {"name": str,
+    "arguments": dict}}]. `tools` are JSON schemas. `supervised` holds the indexes of the assistant
+    messages that may be trained on, ascending and never empty after `check`.
     """
 
     messages: list[Message]
@@ -109,7 +118,9 @@ def check(content: Content) -> None:
         return
     _check_roles(content.messages, content.supervised)
     for message in content.messages:
-        role, text, reasoning = message["role"], message["content"], message.get("reasoning_content", "")
+        role = message["role"]
+        text = message["content"]
+        reasoning = message.get("reasoning_content", "")
         if not text.strip() and role != "tool" and "tool_calls" not in message:
             raise BadRow(Reason.EMPTY, f"the {role}'s message has no text")
         check_text(text)
@@ -129,7 +140,9 @@ def _check_roles(messages: Sequence[Message], supervised: Collection[int]) -> No
     if not roles:
         raise BadRow(Reason.EMPTY, "no messages")
     if len(roles) > MAX_TURNS:
-        raise BadRow(Reason.TOO_MANY_TURNS, f"{len(roles)} messages; at most {MAX_TURNS} are allowed")
+        raise BadRow(
+            Reason.TOO_MANY_TURNS, f"{len(roles)} messages; at most {MAX_TURNS} are allowed"
+        )
     if "assistant" not in roles:
         raise BadRow(Reason.NO_ASSISTANT_TURN, f"only {', '.join(dict.fromkeys(roles))}")
     first = 1 if roles[0] == "system" else 0
@@ -144,7 +157,8 @@ def _check_roles(messages: Sequence[Message], supervised: Collection[int]) -> No
         order = "a system message, then user and assistant in turns, tool answers behind the calls"
         raise BadRow(
             Reason.BAD_ROLE_ORDER,
-            f"message {number + 1} is {roles[number]} {after}{_remedy(roles[number], before, number)}; the order has "
+            f"message {number + 1} is {roles[number]} "
+            f"{after}{_remedy(roles[number], before, number)}; the order has "
             f"to be {order}",
         )
 
@@ -159,23 +173,29 @@ def _may_follow(role: str, before: Message | None) -> bool:
 
 
 def _remedy(role: str, before: Message | None, number: int) -> str:
-    """Return what to do with a message of `role` after `before`, where it may not stand; "" if nothing is known."""
+    """Return what to do with a `role` message misplaced after `before`; "" if nothing is known."""
     if role == "system":
         return ": write it into the first system message, or into the message of the user"
     if role == "assistant" and before is None:
         return (
-            ", and nothing asks for it: to keep it as context write `loss: false` into its turn, or write a message of "
+            ", and nothing asks for it: to keep it as context write `loss: false` into its turn, "
+            "or write a message of "
             "the user before it"
         )
     if before is None:
         return ""
     if role == "tool" and before["role"] == "assistant":
         if CALL_IN_TEXT in before["content"]:
-            said = f"but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message {number}"
+            said = (
+                f"but in its text ({CALL_IN_TEXT}): write the call as `tool_calls` of message "
+                f"{number}"
+            )
             return f", which called no tool {said}"
         return ", which called no tool"
     if role == before["role"]:
-        return ": make them one message" + (", its text before its calls" if role == "assistant" else "")
+        return ": make them one message" + (
+            ", its text before its calls" if role == "assistant" else ""
+        )
     if role == "user" and before["role"] == "tool":
         return ": write the answer of the assistant between them"
     return ""
@@ -184,21 +204,26 @@ def _remedy(role: str, before: Message | None, number: int) -> str:
 def _check_thinking(content: str, reasoning: str) -> None:
     opens, ends = content.count(OPENS_THINKING), content.count(ENDS_THINKING)
     if opens or ends:
-        is_one_block = opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning
+        is_one_block = (
+            opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning
+        )
     else:
         is_one_block = OPENS_THINKING not in reasoning and ENDS_THINKING not in reasoning
     if not is_one_block:
         raise BadRow(
             Reason.BAD_VALUE,
             "the assistant's text has <think> tags that are not one block at its start: expected "
-            "<think>...</think> and then the answer, or the thinking in reasoning_content and no tags",
+            "<think>...</think> and then the answer, or the thinking in reasoning_content and no "
+            "tags",
         )
 
 
 def check_json(value: Any, depth: int = 0) -> None:
     """Raise BadRow unless `value` is JSON data with valid text, nested no deeper than MAX_DEPTH."""
     if depth > MAX_DEPTH:
-        raise BadRow(Reason.BAD_VALUE, f"tools or arguments are nested deeper than {MAX_DEPTH} levels")
+        raise BadRow(
+            Reason.BAD_VALUE, f"tools or arguments are nested deeper than {MAX_DEPTH} levels"
+        )
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, list):
@@ -208,18 +233,24 @@ def check_json(value: Any, depth: int = 0) -> None:
         for key, item in value.items():
             check_json(key, depth + 1)
             check_json(item, depth + 1)
-    elif not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+    elif not (
+        value is None
+        or isinstance(value, int)
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         raise BadRow(Reason.BAD_VALUE, f"tools or arguments hold {value!r:.40}, which is not JSON")
 
 
 def check_text(text: str) -> None:
-    """Raise BadRow if `text` has a NUL character or a lone surrogate, which no tokenizer accepts."""
+    """Raise BadRow if `text` has a NUL or a lone surrogate, which no tokenizer accepts."""
     if "\0" in text:
         raise BadRow(Reason.BAD_TEXT, "holds a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRow(Reason.BAD_TEXT, f"holds half of a surrogate pair at character {error.start}") from error
+        raise BadRow(
+            Reason.BAD_TEXT, f"holds half of a surrogate pair at character {error.start}"
+        ) from error
 
 
 def type_name(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Generates questions and answers about the standard library from that documentation.
 
-The answers are short and follow from the question, so that a very small model visibly learns. The rows are
-byte-identical in every run of the same Python.
+The answers are short and follow from the question, so that a very small model visibly learns. The
+rows are byte-identical in every run of the same Python.
 """
 
 import hashlib
@@ -21,7 +21,10 @@ MAX_PARAMETERS = 4  # the most parameters of an object whose parameters are aske
 
 
 def write_rows(path: Path, max_rows: int) -> int:
-    """Write at most `max_rows` conversations to `path`, one a line; return their number. Raises DataError if none."""
+    """Write at most `max_rows` conversations to `path`, one a line; return their number.
+
+    Raises DataError if none.
+    """
     rows = (json.dumps({"messages": messages}, ensure_ascii=False) for messages in conversations())
     chosen = list(islice(dict.fromkeys(rows), max_rows))
     if not chosen:
@@ -33,8 +36,9 @@ def write_rows(path: Path, max_rows: int) -> int:
 def conversations() -> Iterator[list[Message]]:
     """Yield all conversations, in an order that depends only on the version of Python.
 
-    Objects come in pseudo-random order, each with all its questions. So the first thousand conversations cover every
-    module, and held-out conversations can be answered from others about the same object.
+    Objects come in pseudo-random order, each with all its questions. So the first thousand
+    conversations cover every module, and held-out conversations can be answered from others about
+    the same object.
     """
     entries = sorted(read_entries(), key=lambda entry: _hash_of(entry.name))
     holders = Counter(entry.short for entry in entries if entry.kind in ("class", "function"))
@@ -51,20 +55,29 @@ def conversations() -> Iterator[list[Message]]:
 def _conversation(pairs: Iterable[tuple[str, str]]) -> list[Message]:
     messages = []
     for question, answer in pairs:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     if _hash_of(messages[0]["content"])[0] % 8 == 0:
         messages.insert(0, {"role": "system", "content": SYSTEM})
     return messages
 
 
 def _questions(entry: DocumentedObject, unique: bool) -> Iterator[tuple[str, str]]:
-    """Yield questions about `entry` with their answers; ask for its module only if its short name is `unique`."""
+    """Yield questions and answers on `entry`; ask for its module if its name is `unique`.
+
+    The name is the short one.
+    """
     name, code = entry.name, f"`{entry.name}`"
     if entry.kind == "module":
         yield f"What kind of object is {code}?", f"{code} is a module."
     else:
         whole = "class" if entry.kind == "method" else "module"
-        yield f"What kind of object is {code}?", f"{code} is a {entry.kind} of the {whole} `{entry.holder}`."
+        yield (
+            f"What kind of object is {code}?",
+            f"{code} is a {entry.kind} of the {whole} `{entry.holder}`.",
+        )
     if unique and entry.kind in ("class", "function"):
         yield (
             f"Which module has the {entry.kind} `{entry.short}`?",
@@ -72,7 +85,10 @@ def _questions(entry: DocumentedObject, unique: bool) -> Iterator[tuple[str, str
         )
         yield f"How do I import `{entry.short}`?", f"`from {entry.module} import {entry.short}`"
     if entry.summary:
-        yield f"What does {code} do?" if entry.kind != "module" else f"What is {code} for?", entry.summary
+        yield (
+            f"What does {code} do?" if entry.kind != "module" else f"What is {code} for?",
+            entry.summary,
+        )
     if entry.signature is not None:
         yield f"What is the signature of {code}?", f"`{name}{entry.signature}`"
     if entry.parameters is not None and len(entry.parameters) <= MAX_PARAMETERS:
@@ -81,7 +97,10 @@ def _questions(entry: DocumentedObject, unique: bool) -> Iterator[tuple[str, str
         yield f"Which parameters does {code} take?", f"`{entry.short}` takes {taken}."
     if entry.members:
         what = "methods" if entry.kind == "class" else "members"
-        yield f"Name some {what} of {code}.", _listed([f"`{name}.{member}`" for member in entry.members]) + "."
+        yield (
+            f"Name some {what} of {code}.",
+            _listed([f"`{name}.{member}`" for member in entry.members]) + ".",
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Documents and samples: token sequences with a supervision mask, and platform-independent random bits."""
+"""Documents and samples: tokens with a supervision mask, and platform-independent randomness."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# Random bits as a pure function of integers (splitmix64), equal on any machine and with any numpy version.
-# numpy's own generators guarantee no stable streams between versions, and these bits decide the sample order, the
-# packing and the weights of the tiny model.
+# Random bits as a pure function of integers (splitmix64), equal on any machine and with any numpy
+# version. numpy's own generators guarantee no stable streams between versions, and these bits
+# decide the sample order, the packing and the weights of the tiny model.
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -25,7 +25,10 @@ def key_of(*parts: int) -> int:
 
 
 def bits(key: int, count: int, start: int = 0) -> NDArray[np.uint64]:
-    """Return elements `start` to `start + count` (exclusive) of the uniform random stream `key`: uint64[count]."""
+    """Return elements `start` to `start + count` (exclusive) of stream `key`: uint64[count].
+
+    The stream is uniformly random.
+    """
     counters = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     return mix(counters * np.uint64(_GAMMA) + np.uint64(key & _MASK))
 
@@ -36,7 +39,10 @@ def permutation(key: int, count: int) -> NDArray[np.int64]:
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64 to each element: a bijection where an input bit flips half the output bits."""
+    """Apply splitmix64's finalizer to each element: a bijection that spreads every bit.
+
+    An input bit flips half the output bits.
+    """
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     return mixed ^ (mixed >> np.uint64(31))
@@ -62,7 +68,7 @@ def prompt_length(document: Document) -> int:
 
 
 def question(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt as users write it: without the reference's thinking, which `thinking: mask` leaves in it."""
+    """Return the prompt as users write it: without thinking, which `thinking: mask` leaves in."""
     prompt: list[int] = document.tokens[: prompt_length(document)].tolist()
     opening, closing = map(tokenizer.token_to_id, _THINKING)
     if opening not in prompt:
@@ -84,14 +90,14 @@ def first_answer(document: Document) -> list[int]:
     return list(document.tokens[start : start + length].tolist())
 
 
-# The output arrays of the tokenize stage: all samples concatenated, written as a stream and read memory-mapped.
+# The output arrays of the tokenize stage: all samples concatenated, written as a stream and read
+# memory-mapped.
 #
-# tokens.npy: int32[total].
-# supervised.npy: bool[total].
-# offsets.npy: int64[samples + 1], where each sample begins.
-# conversations.npy: int32[samples], the conversation that each sample came from.
+# tokens.npy: int32[total]. supervised.npy: bool[total]. offsets.npy: int64[samples + 1], where each
+# sample begins. conversations.npy: int32[samples], the conversation that each sample came from.
 # content.npy: uint64[conversations], a hash that is equal for conversations with equal samples.
-# prompts.npy: uint64[conversations], a hash of the first user message with the row's own system message, or of the
+# prompts.npy: uint64[conversations], a hash of the first user message with the row's own system
+# message, or of the
 #     text; conversations with equal hashes belong to the same side of a split.
 # source_offsets.npy: int64[sources + 1], the first sample of each source.
 

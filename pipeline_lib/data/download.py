@@ -1,4 +1,4 @@
-"""The download stage: bring a model or a data source into the store, as it was when the config was compiled.
+"""The download stage: bring a model or a source into the store, as the config was compiled.
 
 Each source is a function that fills the directory of a job; `SOURCES` lists them.
 """
@@ -51,7 +51,8 @@ Bring = Callable[[Path, Path, str, VerifiedFiles], bool]  # of arrival
 def run(job: Job) -> dict[str, Any]:
     """Fill `job.out` from the source in the spec, and return the number of files and bytes.
 
-    Raises DataError if the source differs from what was hashed when the config was compiled, or is unusable.
+    Raises DataError if the source differs from what was hashed when the config was compiled, or is
+    unusable.
     """
     kind, source = job.spec.settings["kind"], job.spec.settings["source"]
     SOURCES[kind, source](job)
@@ -61,22 +62,28 @@ def run(job: Job) -> dict[str, Any]:
         if kind == "model":
             _refuse_unusable_model(job.out, origin, Path(job.spec.where.get("path", job.out)))
     names = list_files(job.out)
-    for name in job.hashes.keys() & set(names):  # a file that is linked elsewhere may have been edited there
+    # a file that is linked elsewhere may have been edited there
+    for name in job.hashes.keys() & set(names):
         if not job.store.verified.has_sha256(job.out / name, job.hashes[name], beside=job.out):
             raise DataError(f"{source} {kind}: {name} changed while it was taken; run again")
     size_bytes = sum((job.out / name).stat().st_size for name in names)
-    job.say(f"download: {kind} from {source}: {count(len(names), 'files')}, {size_bytes / 1e6:.1f} MB")
+    job.say(
+        f"download: {kind} from {source}: {count(len(names), 'files')}, {size_bytes / 1e6:.1f} MB"
+    )
     return {"files": len(names), "bytes": size_bytes}
 
 
 def local_model(job: Job) -> None:
-    """Take the model files of a Hugging Face folder on this machine, without its generation_config.json."""
+    """Take the files of a Hugging Face model folder here, without its generation_config.json."""
     folder = Path(job.spec.where["path"])
     files = model_files(folder) if folder.is_dir() else []
     named = {name_in(folder, file): file for file in files if file.name != GENERATION_NAME}
 
     def bring(source: Path, target: Path, sha256: str, verified: VerifiedFiles) -> bool:
-        """Link weights that nobody edits in place, which would change the sealed file too; copy all other files."""
+        """Link weights, as edits in place would change the sealed file too; copy other files.
+
+        Nobody edits weights in place.
+        """
         may_link = source.suffix == WEIGHTS_SUFFIX and is_edited_by_nobody(source, job.store.root)
         return (arrival.link if may_link else arrival.copy)(source, target, sha256, verified)
 
@@ -90,7 +97,7 @@ def local_generation(job: Job) -> None:
 
 
 def tiny_model(job: Job) -> None:
-    """Build a small Qwen3 with random weights, with the tokenizer at `where` or one that is trained here."""
+    """Build a small Qwen3 with random weights, with the tokenizer at `where` or one made here."""
     settings = read_settings(TinyModel, _own_settings(job))
     tokenizer = job.spec.where.get("tokenizer")
     if tokenizer is None:
@@ -102,7 +109,8 @@ def tiny_model(job: Job) -> None:
 
 def local_files(job: Job) -> None:
     """Copy conversation files on this machine."""
-    # Copied, not linked: people edit these files, and an edit through a hard link would change sealed content.
+    # Copied, not linked: people edit these files, and an edit through a hard link would change
+    # sealed content.
     files = data_files(job.spec.where["path"], job.spec.where.get("split"))
     _take({file.name: file for file in files}, job)
 
@@ -112,45 +120,63 @@ def pydoc_rows(job: Job) -> None:
     settings = read_settings(PydocData, _own_settings(job))
     _require_same_python(job)
     rows = write_rows(job.out / "rows.jsonl", settings.max_rows)
-    job.say(f"download: {count(rows, 'conversations')} from the documentation of Python {RUNNING_PYTHON['python']}")
+    job.say(
+        f"download: {count(rows, 'conversations')} from the documentation of Python "
+        f"{RUNNING_PYTHON['python']}"
+    )
 
 
 def hub_model(job: Job) -> None:
     """Fetch a model of a hub at its pinned commit; only the files that decide its answers."""
     source = read_settings(HubModel, _own_settings(job))
-    with _snapshot(job, Repository(source.source, "model", source.name), source.revision) as snapshot:
+    with _snapshot(
+        job, Repository(source.source, "model", source.name), source.revision
+    ) as snapshot:
         names = [name for name in snapshot.files if is_model_file(name)]
         if missing := missing_model_files(names):
-            raise DataError(f"{snapshot}: it has no {', '.join(missing)}; another repository may have it converted")
+            raise DataError(
+                f"{snapshot}: it has no {', '.join(missing)}; another repository may have it "
+                "converted"
+            )
         _fetch(job, snapshot, names)
 
 
 _EXPORTED = (
-    "take rows that were exported. Hugging Face keeps those of many data sets as parquet: set revision: "
-    "refs/convert/parquet and files: [SUBSET/SPLIT/*.parquet]. Or export them with the version of `datasets` that runs "
+    "take rows that were exported. Hugging Face keeps those of many data sets as parquet: set "
+    "revision: "
+    "refs/convert/parquet and files: [SUBSET/SPLIT/*.parquet]. Or export them with the version of "
+    "`datasets` that runs "
     "the script (dataset.save_to_disk), and name that folder as {source: file, path: ...}"
 )
 
 
 def hub_data(job: Job) -> None:
-    """Fetch a data set of a hub at its pinned commit: the files of one split, or the files that the globs match."""
+    """Fetch a hub's data set at its pinned commit: one split's files, or those of the globs."""
     source = read_settings(HubData, _own_settings(job))
-    with _snapshot(job, Repository(source.source, "dataset", source.name), source.revision) as snapshot:
+    with _snapshot(
+        job, Repository(source.source, "dataset", source.name), source.revision
+    ) as snapshot:
         names = [name for name in snapshot.files if is_data_file(name) and not is_aside(name)]
         script = f"{source.name.rpartition('/')[2]}.py"
         if script in snapshot.files and not source.files:
-            raise DataError(f"{snapshot}: a script makes its rows ({script}), and none is run here: {_EXPORTED}")
+            raise DataError(
+                f"{snapshot}: a script makes its rows ({script}), and none is run here: {_EXPORTED}"
+            )
         if not names:
             suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
             raise DataError(
-                f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), only "
+                f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), "
+                "only "
                 f"{', '.join(suffixes) or 'none with a suffix'}; {_EXPORTED}"
             )
         if source.files:
-            matched = {pattern: fnmatch.filter(names, pattern) for pattern in source.files}  # `*` also matches `/`
+            # `*` also matches `/`
+            matched = {pattern: fnmatch.filter(names, pattern) for pattern in source.files}
             for pattern, files in matched.items():
                 if not files:
-                    raise DataError(f"{snapshot}: no data file matches {pattern!r}; it has {some_of(names)}")
+                    raise DataError(
+                        f"{snapshot}: no data file matches {pattern!r}; it has {some_of(names)}"
+                    )
             chosen = sorted(set().union(*matched.values()))
         else:
             chosen = files_of_split(snapshot, names, source.subset, source.split)
@@ -178,7 +204,9 @@ def _snapshot(job: Job, repository: Repository, commit: str | None) -> Iterator[
     Fetched files are kept while other jobs may need them, and if a job failed.
     """
     if commit is None or not is_commit(commit):
-        raise IntegrityError(f"{repository}: the spec names no commit but {commit!r}; run snakemake again")
+        raise IntegrityError(
+            f"{repository}: the spec names no commit but {commit!r}; run snakemake again"
+        )
     digest = sha256_text(f"{repository} at {commit}")[: len(job.spec.digest)]
     folder = job.store.run_dir(digest)
     mine = folder / "jobs" / job.spec.digest
@@ -201,11 +229,15 @@ def _fetch(job: Job, snapshot: Snapshot, names: Sequence[str]) -> None:
 
 
 def _own_settings(job: Job) -> dict[str, Any]:
-    return {key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")}
+    return {
+        key: value for key, value in job.spec.settings.items() if key not in ("kind", "content")
+    }
 
 
 def _take(files: Mapping[str, Path], job: Job, bring: Bring = arrival.copy) -> None:
-    """Bring the files by name into the job's directory with `bring`, and check names and hashes against the spec.
+    """Bring files by name into the job's directory with `bring`; check names and hashes.
+
+    The spec holds both.
 
     A file that is as it was hashed when the config was compiled is not read for its hash again.
 
@@ -215,7 +247,10 @@ def _take(files: Mapping[str, Path], job: Job, bring: Bring = arrival.copy) -> N
     place = next(iter(job.spec.where.values()))
     remedy = "run again to take it as it is now"
     if differing := sorted(files.keys() ^ wanted.keys()):
-        raise DataError(f"{place}: changed since the config was read ({', '.join(differing)} came or went); {remedy}")
+        raise DataError(
+            f"{place}: changed since the config was read ({', '.join(differing)} came or went); "
+            f"{remedy}"
+        )
     total_bytes = sum(file.stat().st_size for file in files.values())
     require_space(job.out, total_bytes, f"a copy of {place}")
     progress = Progress(job.say, f"download: {place}", "MB")
@@ -225,13 +260,16 @@ def _take(files: Mapping[str, Path], job: Job, bring: Bring = arrival.copy) -> N
         (job.out / name).parent.mkdir(exist_ok=True)
     done_bytes = 0
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        brought = pool.map(lambda name: bring(files[name], job.out / name, wanted[name], verified), files)
+        brought = pool.map(
+            lambda name: bring(files[name], job.out / name, wanted[name], verified), files
+        )
         for (name, file), is_same in zip(files.items(), brought, strict=True):
             if not is_same:
                 hashes.forget(file)
                 hashes.save()
                 raise DataError(f"{file}: changed since the config was read; {remedy}")
-            if (job.out / name).samefile(file):  # the link changed the ctime: else the next snakemake would hash it
+            # the link changed the ctime: else the next snakemake would hash it
+            if (job.out / name).samefile(file):
                 hashes.remember(file, wanted[name])
             job.hashes[name] = wanted[name]
             done_bytes += file.stat().st_size
@@ -240,13 +278,18 @@ def _take(files: Mapping[str, Path], job: Job, bring: Bring = arrival.copy) -> N
 
 
 def _check_generation(job: Job, origin: str) -> None:
-    """Raise DataError for an unusable local generation_config.json; delete a hub's, which the user cannot mend."""
+    """Raise DataError for an unusable local generation_config.json; delete a hub's instead.
+
+    The user cannot mend a hub's file.
+    """
     try:
         take_generation_config(job.out)
     except DataError as error:
         text = str(error).replace(str(job.out), origin)
         if "path" in job.spec.where:
-            raise DataError(f"{text}; mend that, or delete the file, and run snakemake again") from error
+            raise DataError(
+                f"{text}; mend that, or delete the file, and run snakemake again"
+            ) from error
         (job.out / GENERATION_NAME).unlink()
         job.say(f"download: warning: {text}; it is left out, and nothing of it is published")
 
@@ -254,7 +297,11 @@ def _check_generation(job: Job, origin: str) -> None:
 def _refuse_unusable_model(folder: Path, origin: str, taken_from: Path) -> None:
     try:
         if problems := problems_of(folder):
-            raise DataError("\n".join(["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]))
+            raise DataError(
+                "\n".join(
+                    ["this model cannot be trained:", *(f"  - {problem}" for problem in problems)]
+                )
+            )
         refuse_differences(folder, taken_from)
         refuse_not_finite(folder)
     except DataError as error:
@@ -265,6 +312,7 @@ def _require_same_python(job: Job) -> None:
     compiled = job.spec.settings["content"]
     if compiled != RUNNING_PYTHON:
         raise DataError(
-            f"the config was compiled under Python {compiled.get('python')}, and this is {RUNNING_PYTHON['python']}; "
+            f"the config was compiled under Python {compiled.get('python')}, and this is "
+            f"{RUNNING_PYTHON['python']}; "
             "run both with the same Python"
         )

@@ -1,7 +1,7 @@
 """Detection of duplicate conversations: equal ones by a 64-bit hash, similar ones by MinHash.
 
-Both run in the order of the data, so the first of several duplicates stays, on every machine. Similar conversations
-need the library datasketch (the extra `dedup`).
+Both run in the order of the data, so the first of several duplicates stays, on every machine.
+Similar conversations need the library datasketch (the extra `dedup`).
 """
 
 from typing import Any
@@ -12,20 +12,21 @@ from numpy.typing import NDArray
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.text import how_to_install
 
-PERMUTATIONS = 128  # length of a signature; the error of an estimated similarity is at most about 1 / sqrt(128) = 0.09
+# length of a signature; the error of an estimated similarity is at most about 1 / sqrt(128) = 0.09
+PERMUTATIONS = 128
 SHINGLE_CHARS = 5
 SHINGLES_AT_ONCE = 1 << 14  # each takes 1 kB while it is hashed
 
 
 class ExactDuplicates:
-    """The hashes seen so far, in sorted arrays of doubling size: 8 bytes a hash, 16 while arrays are merged."""
+    """The hashes so far, in sorted arrays of doubling size: 8 bytes a hash, 16 in merges."""
 
     def __init__(self) -> None:
         """Start without hashes."""
         self._levels: list[NDArray[np.uint64]] = []  # the largest first
 
     def seen(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return which of `hashes`, uint64[n], occurred before, here or in an earlier call; remember all of them."""
+        """Return which of `hashes`, uint64[n], occurred before, in any call; remember them all."""
         is_known = np.ones(len(hashes), dtype=np.bool_)
         is_known[np.unique(hashes, return_index=True)[1]] = False
         for level in self._levels:
@@ -44,7 +45,9 @@ class NearDuplicates:
     """The signatures of conversations that are similar to no earlier one, about 1 kB each."""
 
     def __init__(self, similarity: float) -> None:
-        """Start without signatures; `similarity` is the least estimated Jaccard similarity of near duplicates.
+        """Start without signatures; `similarity` is the least Jaccard similarity of duplicates.
+
+        It is estimated, and for near duplicates.
 
         Raises DataError without datasketch.
         """
@@ -55,14 +58,16 @@ class NearDuplicates:
         self._signatures: list[NDArray[Any]] = []
 
     def seen(self, signatures: NDArray[Any], skip: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which of `signatures`, [n, PERMUTATIONS], are similar to an earlier one; ignore those in `skip`."""
+        """Return which `signatures`, [n, PERMUTATIONS], resemble earlier ones; ignore `skip`."""
         is_known = np.zeros(len(signatures), dtype=np.bool_)
         for number in np.flatnonzero(~skip).tolist():
             signature = signatures[number]
             sketch = self._min_hash(num_perm=PERMUTATIONS)
             sketch.hashvalues = signature
             earlier = (self._signatures[key] for key in self._index.query(sketch))
-            is_known[number] = any(float(np.mean(signature == other)) >= self._similarity for other in earlier)
+            is_known[number] = any(
+                float(np.mean(signature == other)) >= self._similarity for other in earlier
+            )
             if not is_known[number]:
                 self._index.insert(len(self._signatures), sketch)
                 self._signatures.append(signature)

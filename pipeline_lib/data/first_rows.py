@@ -1,4 +1,4 @@
-"""What the first rows of a local data file show before anything runs: layout, pictures, preference data, damage."""
+"""What a local data file's first rows show before a run: layout, pictures, preferences, damage."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 25  # of text, of which a file's first rows are read
 
 @dataclass(frozen=True)
 class Stamp:
-    """What changes with the content of a file; the experiments of a sweep share what was read of one."""
+    """What changes with a file's content; a sweep's experiments share what was read of one."""
 
     size: int
     mtime_ns: int
@@ -33,7 +33,7 @@ def stamp_of(path: Path) -> Stamp:
 
 @dataclass(frozen=True)
 class FirstRow:
-    """The `format` of a file's first row, None if it is not known, and why the tokenize stage would refuse the file."""
+    """The `format` of a file's first row, or None, and why tokenize would refuse the file."""
 
     format: str | None = None
     problem: str | None = None
@@ -42,8 +42,8 @@ class FirstRow:
 def first_row(path: Path, source: FileData, *, may_be_bad: bool) -> FirstRow:
     """Return what the first row of the file at `path` of `source` shows.
 
-    If the row `may_be_bad`, the stage would put it aside and go on, so it is a problem only if the stage would stop in
-    any case.
+    If the row `may_be_bad`, the stage would put it aside and go on, so it is a problem only if the
+    stage would stop in any case.
     """
     reading = source.model_dump_json(include={"source", "path", "format", "columns", "roles"})
     return _first_row(path, stamp_of(path), reading, may_be_bad)
@@ -51,7 +51,7 @@ def first_row(path: Path, source: FileData, *, may_be_bad: bool) -> FirstRow:
 
 @lru_cache(maxsize=1024)
 def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> FirstRow:
-    """Return the first row, cached by the file's size and time: the experiments of a sweep share their files."""
+    """Return the first row, cached by the file's size and time: a sweep shares its files."""
     source = FileData.model_validate_json(reading)
     row_format = None if source.format == "auto" else source.format
     try:
@@ -64,7 +64,9 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
             row_format = layout.format
             to_content(value, layout)
         except BadRow as bad:
-            return FirstRow(row_format, None if may_be_bad else f"{row.place}: {rejected(row, bad).detail}")
+            return FirstRow(
+                row_format, None if may_be_bad else f"{row.place}: {rejected(row, bad).detail}"
+            )
         except WrongFile as wrong:
             return FirstRow(row_format, f"{row.place}: the row {wrong}")
     except DataError as error:
@@ -72,11 +74,13 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
     return FirstRow(row_format)
 
 
-def first_rows(path: Path, source: FileData, most: int, of: Callable[[Content], T]) -> tuple[list[T], float]:
-    """Return `of` the content of the first rows of the file at `path`, and how many times as many rows it has.
+def first_rows(
+    path: Path, source: FileData, most: int, of: Callable[[Content], T]
+) -> tuple[list[T], float]:
+    """Return `of` the content of the first rows at `path`, and the ratio of all rows to these.
 
-    They are `most` at most, and of MOST_BYTES about. Rows that cannot be used are left out: the tokenize stage tells
-    what is wrong with them.
+    They are `most` at most, and of MOST_BYTES about. Rows that cannot be used are left out: the
+    tokenize stage tells what is wrong with them.
     """
     file = CorpusFile(path, own_keys=source.columns.values())
     found, layout, read, share = list[T](), None, 0, 1.0

@@ -1,4 +1,4 @@
-"""Instructions for calling a trained model: the chat template's variables have to be set as in training."""
+"""Instructions for calling a trained model: set the chat template's variables as in training."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _SWITCH = "enable_thinking"
 
 @dataclass(frozen=True)
 class Mode:
-    """A setting of the chat template's variables, the number of answers trained with it, and whether it is the default.
+    """A setting of the template's variables, its number of trained answers, and if it is default.
 
     `enable_thinking` is None if the template has no such switch; `kwargs` are the other variables.
     """
@@ -28,12 +28,18 @@ class Mode:
     @property
     def variables(self) -> dict[str, Any]:
         """All variables that a prompt of this mode is rendered with."""
-        return {**({} if self.enable_thinking is None else {_SWITCH: self.enable_thinking}), **self.kwargs}
+        return {
+            **({} if self.enable_thinking is None else {_SWITCH: self.enable_thinking}),
+            **self.kwargs,
+        }
 
     @property
     def code(self) -> str:
         """The Python call that renders a prompt in this mode."""
-        return f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, {self._arguments})"
+        return (
+            "tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+            f"{self._arguments})"
+        )
 
     @property
     def request(self) -> str:
@@ -53,11 +59,14 @@ class Mode:
 
 
 def trained_modes(
-    prompts: Mapping[str, int], thinking_default: str | None, kwargs: Mapping[str, Any] | None = None
+    prompts: Mapping[str, int],
+    thinking_default: str | None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> list[Mode]:
-    """Return the modes of the counted `prompts`, the most frequent first; none if the template has no variables.
+    """Return the counted `prompts`' modes, most frequent first; none without template variables.
 
-    `thinking_default` is None if the template has no switch. `kwargs` are its other variables, as training set them.
+    `thinking_default` is None if the template has no switch. `kwargs` are its other variables, as
+    training set them.
     """
     kwargs = kwargs or {}
     if thinking_default is None:
@@ -73,7 +82,7 @@ def trained_modes(
 
 
 def warning_of(modes: Sequence[Mode]) -> str:
-    """Return a warning about prompts without the variables if none of `modes` is the default, else the empty string."""
+    """Return a warning about prompts without variables if none of `modes` is the default, or ""."""
     if not modes or any(mode.is_default for mode in modes):
         return ""
     names = list(modes[0].variables)
@@ -82,13 +91,13 @@ def warning_of(modes: Sequence[Mode]) -> str:
 
 
 def how_to_call(modes: Sequence[Mode]) -> list[str]:
-    """Return a line for each mode with its Python call and server request, then the warning if there is one."""
+    """Return each mode's line with Python call and server request, then the warning if any."""
     lines = [f"{mode.trained}: call {mode.code}, or a server with {mode.request}" for mode in modes]
     return [*lines, *filter(None, [warning_of(modes)])]
 
 
 def modes_in(tokenize: Manifest) -> list[Mode]:
-    """Return the settings of the chat template's variables that were trained, from the manifest of the tokenize stage.
+    """Return the trained settings of the chat template's variables, from tokenize's manifest.
 
     Return no modes if the template has no variables, or if they are not known.
     """

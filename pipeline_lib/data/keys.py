@@ -1,9 +1,11 @@
-"""The keys of rows, turns and calls that are not read: which are refused, because they would change what is learned.
+"""The keys of rows, turns and calls that are not read, and those refused as harmful.
 
-A key is refused by its name in the tables, or by the sense of its words: a system prompt, tools, thinking or calls
-under another name. The value decides too: a number, a name or an identifier is no prompt and no thinking. Any other
-key is counted by name. `columns: {KEY: ignore}` allows a key to be left out, a key of KEPT_IN_TURNS only in rows. Rows
-of raw text have no refused keys.
+Refused are those that would change what is learned.
+
+A key is refused by its name in the tables, or by the sense of its words: a system prompt, tools,
+thinking or calls under another name. The value decides too: a number, a name or an identifier is no
+prompt and no thinking. Any other key is counted by name. `columns: {KEY: ignore}` allows a key to
+be left out, a key of KEPT_IN_TURNS only in rows. Rows of raw text have no refused keys.
 """
 
 import re
@@ -21,7 +23,8 @@ from pipeline_lib.data.conversations import BadRow, Reason, WrongFile
 from pipeline_lib.data.read_files import printable
 from pipeline_lib.data.row_fields import Fields
 
-# Names: `systemPrompt`, `SYSTEM-PROMPT`, `System Prompt` and `system_prompts` are the words (system, prompt).
+# Names: `systemPrompt`, `SYSTEM-PROMPT`, `System Prompt` and `system_prompts` are the words
+# (system, prompt).
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 MAX_NAME_CHARS = 60
@@ -29,7 +32,7 @@ MAX_NAME_CHARS = 60
 
 @lru_cache(maxsize=4096)
 def words_of(key: str) -> tuple[str, ...]:
-    """Return the words of a `key` in lower case and in the singular; `chain of thought` is the word `cot`."""
+    """Return the words of a `key` in lower case and singular; `chain of thought` is `cot`."""
     found = _WORD.findall(key[: 4 * MAX_NAME_CHARS].replace("CoT", "Cot"))
     words = " ".join(_singular(word.lower()) for word in found)
     for long in ("chain of thought", "train of thought", "chainofthought"):
@@ -50,7 +53,8 @@ def _folded(key: str) -> str:
     return "".join(_WORD.findall(key[: 4 * MAX_NAME_CHARS])).lower()
 
 
-# What the last words of a name say that the value is; `system_id` is an identifier, and `reasoning_model` a model.
+# What the last words of a name say that the value is; `system_id` is an identifier, and
+# `reasoning_model` a model.
 
 
 def _set(words: str) -> frozenset[str]:
@@ -58,9 +62,11 @@ def _set(words: str) -> frozenset[str]:
 
 
 _VALUE_WORDS = _set("text content str string raw value json list")
-# Words before a name that make it a property of the row: `has_reasoning`, `num_tools`, `type_of_reasoning`.
+# Words before a name that make it a property of the row: `has_reasoning`, `num_tools`,
+# `type_of_reasoning`.
 _PROPERTY_WORDS = _set(
-    "is has had no not use using with without need require enable disable num n count max min avg total type kind of "
+    "is has had no not use using with without need require enable disable num n count max min avg "
+    "total type kind of "
     "level"
 )
 _SYSTEM_WORDS = _set("system sys meta developer custom")
@@ -69,11 +75,15 @@ _SYSTEM_NAMES = _set("system sys preamble preprompt 系统 系统提示 系统�
     first + last for first, last in product(_SYSTEM_WORDS, _PROMPT_WORDS)
 }
 _TOOL_NAMES = _set("tool function toolset 工具")
-_TOOL_VALUES = _VALUE_WORDS | _set("schema definition def declaration spec specification desc description set")
+_TOOL_VALUES = _VALUE_WORDS | _set(
+    "schema definition def declaration spec specification desc description set"
+)
 _THINKING_NAMES = _set(
     "think thinking thought reasoning cot rationale scratchpad monologue 思考 思考过程 推理 推理过程 思维链"
 )
-_THINKING_VALUES = _VALUE_WORDS | _set("trace step trajectory process block chain path detail output log part segment")
+_THINKING_VALUES = _VALUE_WORDS | _set(
+    "trace step trajectory process block chain path detail output log part segment"
+)
 _CALL_WORDS = _set("call use invocation")
 
 
@@ -119,7 +129,9 @@ def _is_system(words: tuple[str, ...]) -> bool:
 
 # Values.
 
-_NO_WORDS = frozenset({"", "[]", "{}", "null", "none", "true", "false", "yes", "no", "on", "off", "n/a", "na", "nan"})
+_NO_WORDS = frozenset(
+    {"", "[]", "{}", "null", "none", "true", "false", "yes", "no", "on", "off", "n/a", "na", "nan"}
+)
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]+(?:[eE][-+]?\d+)?\s*%?\s*")
 
 
@@ -142,11 +154,13 @@ def has_words(value: Any) -> bool:
 
 
 def has_schemas(value: Any) -> bool:
-    """Return whether `value` holds objects with names, as schemas and calls do, or JSON text of such."""
+    """Return whether `value` holds named objects, as schemas and calls do, or such JSON text."""
     if isinstance(value, str):
         return value.lstrip()[:1] in ("[", "{") and '"name"' in value
     if isinstance(value, dict):
-        return "name" in value or any(has_schemas(item) for item in value.values() if isinstance(item, (dict, list)))
+        return "name" in value or any(
+            has_schemas(item) for item in value.values() if isinstance(item, (dict, list))
+        )
     return isinstance(value, list) and any(map(has_schemas, value))
 
 
@@ -155,18 +169,26 @@ def has_schemas(value: Any) -> bool:
 # Keys of preference data: they compare answers, or label an answer as good or bad.
 _COMPARED = (
     *("chosen", "chosen_response", "preferred_output"),
-    *("rejected", "rejected_response", "rejected_responses", "rejected_messages", "non_preferred_output"),
+    *(
+        "rejected",
+        "rejected_response",
+        "rejected_responses",
+        "rejected_messages",
+        "non_preferred_output",
+    ),
 )
 _COMPARED_NAMES = frozenset(map(_folded, _COMPARED))
 _LABELS = _set("label ktotag")
-# Keys of a row for what its answer or trajectory came to. A turn may have them too, and a step without a reward is
-# no failure.
+# Keys of a row for what its answer or trajectory came to. A turn may have them too, and a step
+# without a reward is no failure.
 _OUTCOMES = _set("reward success resolved solved")
-_VERDICTS = _set("correct iscorrect passed successful")  # a number may be that of the right choice, or of tests
+# a number may be that of the right choice, or of tests
+_VERDICTS = _set("correct iscorrect passed successful")
 # Names that OpenAI, ms-swift and Axolotl use for the flag that an assistant's turn is trained on.
 TRAINED_KEYS = ("weight", "loss", "train", "training", "loss_scale", "loss_weight", "loss_mask")
 _TRAINED_NAMES = frozenset(map(_folded, TRAINED_KEYS))
-# Keys with one meaning in a row and another in a turn: ignoring them in rows must not ignore them in turns.
+# Keys with one meaning in a row and another in a turn: ignoring them in rows must not ignore them
+# in turns.
 KEPT_IN_TURNS = (*TRAINED_KEYS, "tools")
 # Keys that some rows of a data set may have under our name, and others under the name in `columns`.
 _MIXED = ("system", "tools", "tool_calls", "reasoning_content")
@@ -224,26 +246,34 @@ def _refusals(read: str, *tables: Mapping[str, str], **senses: str) -> Refusals:
     return Refusals(_set(read), names, {Sense(sense): remedy for sense, remedy in senses.items()})
 
 
-_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported")
+_MEDIA = dict.fromkeys(
+    ("image", "images", "video", "videos", "audio", "audios"), "only text is supported"
+)
 _ANY_ROW = {
     **_MEDIA,
     **dict.fromkeys(
         ("chat_template_kwargs", "enable_thinking"),
-        "not read: a row does not set the template's variables (tokenize.chat_template_kwargs sets them for all), and "
+        "not read: a row does not set the template's variables (tokenize.chat_template_kwargs sets "
+        "them for all), and "
         "thinking is on where an answer has reasoning_content",
     ),
     "functions": _to_read("tools"),
     "documents": "not read: write their text into the question or the system message",
-    **dict.fromkeys(TRAINED_KEYS, "rows are not weighted: remove the row, or weight the turns or the source"),
+    **dict.fromkeys(
+        TRAINED_KEYS, "rows are not weighted: remove the row, or weight the turns or the source"
+    ),
 }
-_DETAILS = {"reasoning_details": "not read: write its text as reasoning_content"}  # a list, in OpenRouter's format
+# a list, in OpenRouter's format
+_DETAILS = {"reasoning_details": "not read: write its text as reasoning_content"}
 _DETAIL_NAMES = frozenset(map(_folded, _DETAILS))
 _TO_CALL = "not read: write the row as messages, whose turns may call tools"
 _ONE_ANSWER = {**_ANY_ROW, **_DETAILS, **dict.fromkeys(("tool_calls", "function_call"), _TO_CALL)}
 _BESIDE_TURNS = {"history": "not read beside turns: write it as the first turns"}
 _IN_ITS_TURN = "not read beside turns: write it into its turn as reasoning_content"
 _IN_PROMPT = dict.fromkeys(("instruction", "input", "context"), "not read: put it into the prompt")
-_WITH_HISTORY = "not read; set format: alpaca and columns: {instruction: prompt, output: completion}"
+_WITH_HISTORY = (
+    "not read; set format: alpaca and columns: {instruction: prompt, output: completion}"
+)
 
 _ROW_SENSES = {"system": _to_read("system"), "tools": _to_read("tools")}
 _LISTED = _refusals("system tools", _ANY_ROW, _BESIDE_TURNS, thinking=_IN_ITS_TURN, **_ROW_SENSES)
@@ -258,7 +288,11 @@ IN_ROWS: Mapping[str, Refusals] = {
     "sharegpt": _LISTED,
     "messages": _LISTED,
     "prompt_completion": _refusals(
-        "system tools reasoning_content", _ONE_ANSWER, _IN_PROMPT, {"history": _WITH_HISTORY}, **_SENSES
+        "system tools reasoning_content",
+        _ONE_ANSWER,
+        _IN_PROMPT,
+        {"history": _WITH_HISTORY},
+        **_SENSES,
     ),
 }
 
@@ -268,10 +302,14 @@ _ANY_TURN = {
     **_MEDIA,
     **dict.fromkeys(("tools", "functions"), _TOOLS_OF_ROW),
     "function_call": "not read; write it as tool_calls",
-    **dict.fromkeys(("train_detail", "training_detail"), "not read: a turn is trained on as a whole"),
+    **dict.fromkeys(
+        ("train_detail", "training_detail"), "not read: a turn is trained on as a whole"
+    ),
     **dict.fromkeys(TRAINED_KEYS, "not read in this spelling: write it as `loss`"),
 }
-_MASKS = dict.fromkeys(("mask", "masked"), "not read: write `loss: false` into a turn that is not trained on")
+_MASKS = dict.fromkeys(
+    ("mask", "masked"), "not read: write `loss: false` into a turn that is not trained on"
+)
 _FIRST_TURN = "not read here: write it as a first turn of the role system"
 _USER_TURN = _refusals(_READ_IN_TURNS, _ANY_TURN, system=_FIRST_TURN, calls=_to_read("tool_calls"))
 _ASSISTANT_TURN = _refusals(
@@ -299,20 +337,22 @@ _IN_PARTS = _refusals("", thinking="not read here: write it as reasoning_content
 
 @dataclass(eq=False)
 class PreferenceData(WrongFile):
-    """The error for a row that compares answers, or that labels its answer as bad, by its `keys`."""
+    """The error for a row that compares answers, or labels its answer as bad, by its `keys`."""
 
     keys: tuple[str, ...]
 
     def __str__(self) -> str:
         ignored = ", ".join(f"{key}: {IGNORE}" for key in self.keys)
         return (
-            f"is preference data by its {' and '.join(self.keys)}: only good examples can be trained on. Keep only "
-            f"those, or take another data set. If the name means something else, set columns: {{{ignored}}}"
+            f"is preference data by its {' and '.join(self.keys)}: only good examples can be "
+            "trained on. Keep only "
+            "those, or take another data set. If the name means something else, set columns: "
+            f"{{{ignored}}}"
         )
 
 
 def check_examples(fields: Fields, *, labels: bool = True) -> None:
-    """Raise PreferenceData if the row or turn compares answers, or, if `labels`, labels its answer as bad."""
+    """Raise PreferenceData if the row or turn compares answers or, if `labels`, calls one bad."""
     keys = [key for key in _keys_of(fields) if _is_of_bad_example(fields, key, labels)]
     if keys:
         raise PreferenceData(tuple(sorted(keys)))
@@ -346,15 +386,17 @@ def _keys_of(fields: Fields) -> Collection[str]:
 
 
 def refuse(fields: Fields, refusals: Refusals) -> None:
-    """Raise BadRow for the first key of the row or turn, by name, that the `refusals` do not allow with its value.
+    """Raise BadRow for the first key of the row or turn that `refusals` forbid with its value.
 
-    Raise it also for a key of ours that has a value, if `columns` reads that key from another one that is blank.
+    Raise it also for a key of ours that has a value, if `columns` reads that key from another one
+    that is blank.
     """
     for key in fields.displaced(_MIXED):
         if is_blank(fields.peek(key)) and not is_blank(fields.values[key]):
             remedy = f"write it as {fields.shown(key)}, or give such files a source of their own"
             raise BadRow(
-                Reason.BAD_VALUE, f"{fields.where}{key}: not read, because `columns` gives another name: {remedy}"
+                Reason.BAD_VALUE,
+                f"{fields.where}{key}: not read, because `columns` gives another name: {remedy}",
             )
     found = {}
     for key in _keys_of(fields):
@@ -366,11 +408,15 @@ def refuse(fields: Fields, refusals: Refusals) -> None:
     for key in sorted(found):
         is_kept = fields.where and key in KEPT_IN_TURNS
         ignoring = "" if is_kept else f"; to leave it out set columns: {{{key}: {IGNORE}}}"
-        raise BadRow(Reason.BAD_VALUE, f"{fields.shown(key)}: {found[key].replace(_ITS_NAME, key)}{ignoring}")
+        raise BadRow(
+            Reason.BAD_VALUE, f"{fields.shown(key)}: {found[key].replace(_ITS_NAME, key)}{ignoring}"
+        )
 
 
 def _is_thinking(key: str) -> bool:
-    return key != "reasoning_content" and (sense_of(key) is Sense.THINKING or _folded(key) in _DETAIL_NAMES)
+    return key != "reasoning_content" and (
+        sense_of(key) is Sense.THINKING or _folded(key) in _DETAIL_NAMES
+    )
 
 
 def refuse_in_parts(turn: Fields) -> None:
@@ -383,10 +429,11 @@ def refuse_in_parts(turn: Fields) -> None:
 class KeyCounts:
     """Counts of the keys in rows.
 
-    `unread` counts the values of each key that was not read, `others` the values of keys beyond MAX_KEYS. A column is
-    counted under its name, a key of turns as `messages[].name`, one of their calls as `messages[].tool_calls[].name`.
-    `named` holds the names in `columns` that any row has, and `roles` those in `roles` that any turn has; `first` the
-    keys of the first row that is an object, and is empty if there was no such row.
+    `unread` counts the values of each key that was not read, `others` the values of keys beyond
+    MAX_KEYS. A column is counted under its name, a key of turns as `messages[].name`, one of their
+    calls as `messages[].tool_calls[].name`. `named` holds the names in `columns` that any row has,
+    and `roles` those in `roles` that any turn has; `first` the keys of the first row that is an
+    object, and is empty if there was no such row.
     """
 
     unread: Counter[str] = field(default_factory=Counter)
@@ -416,14 +463,19 @@ class KeyCounts:
                     self._count(f"{turns}[].{part.place}.{_shown(name)}", 1)
 
     def note(self, row: Fields, names: Collection[str], roles: Collection[str] = ()) -> None:
-        """Record which of the `names` the row or its turns have, which `roles` the turns, and the first row's keys."""
+        """Record which `names` the row or its turns have, the turns' `roles`, and first keys.
+
+        The keys are those of the first row.
+        """
         if self.first and not names and not roles:
             return
         objects = [row.values]
         for _, turn in row.turns:
             objects += [turn.values, *(part.values for part in turn.parts)]
         if not self.first:
-            self.first = tuple(sorted({_shown(key) for values in objects for key in values})[:MAX_KEYS])
+            self.first = tuple(
+                sorted({_shown(key) for values in objects for key in values})[:MAX_KEYS]
+            )
         missing = [name for name in names if name not in self.named]
         self.named.update(name for name in missing if any(name in values for values in objects))
         if len(self.roles) < len(roles):

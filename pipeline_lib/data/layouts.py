@@ -32,12 +32,11 @@ from pipeline_lib.data.tools import calls_in, calls_of, conversation_tools
 
 # Conversion of a conversation row to turns, for each layout.
 #
-# alpaca: instruction, input, output, and optionally history ([[question, answer], ...]).
-# sharegpt: conversations, a list of objects with from and value.
-# messages: messages, a list of objects with role and content, in OpenAI's format.
-# prompt_completion: prompt and completion, each a text or a list as in messages; only the completion is trained on.
-# All layouts may have system and tools, and turns may be excluded from training; an answer that is a single text may
-# have reasoning_content.
+# alpaca: instruction, input, output, and optionally history ([[question, answer], ...]). sharegpt:
+# conversations, a list of objects with from and value. messages: messages, a list of objects with
+# role and content, in OpenAI's format. prompt_completion: prompt and completion, each a text or a
+# list as in messages; only the completion is trained on. All layouts may have system and tools, and
+# turns may be excluded from training; an answer that is a single text may have reasoning_content.
 
 Format = Literal["alpaca", "sharegpt", "messages", "prompt_completion", "text"]
 Turn = tuple[Message, bool]  # a message, and whether it may be trained on if it is the assistant's
@@ -51,7 +50,13 @@ KEYS: Mapping[Format, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt", "completion"),),
     "text": (("text",),),
 }
-OPENAI_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+OPENAI_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -62,7 +67,8 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
-_KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")  # known in turns of every role, so they never count as unread
+# known in turns of every role, so they never count as unread
+_KNOWN_IN_TURNS = (*TRAINED_KEYS, "tool_call_id")
 
 
 def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
@@ -71,22 +77,38 @@ def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
     turns: list[Turn] = []
     if row_format == "alpaca":
         for number, pair in enumerate(row.items("history")):
-            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-                raise BadRow(Reason.BAD_VALUE, f"{row.shown('history')}[{number}]: expected [question, answer]")
+            if (
+                not isinstance(pair, list)
+                or len(pair) != 2
+                or not all(isinstance(text, str) for text in pair)
+            ):
+                raise BadRow(
+                    Reason.BAD_VALUE,
+                    f"{row.shown('history')}[{number}]: expected [question, answer]",
+                )
             turns += [(_message("user", pair[0]), True), (_message("assistant", pair[1]), True)]
         question = [text for key in ("instruction", "input") if (text := row.text(key)).strip()]
-        turns += [(_message("user", "\n".join(question)), True), (_message("assistant", row.text("output"), row), True)]
+        turns += [
+            (_message("user", "\n".join(question)), True),
+            (_message("assistant", row.text("output"), row), True),
+        ]
     elif row_format == "sharegpt":
         turns = _turns(row, "conversations", "from", "value", {**SHAREGPT_ROLES, **roles})
     elif row_format == "messages":
         turns = _turns(row, "messages", "role", "content", {**OPENAI_ROLES, **roles})
     else:
         prompt = _part(row, "prompt", "user", roles)
-        turns = [(message, False) for message, _ in prompt] + _part(row, "completion", "assistant", roles)
+        turns = [(message, False) for message, _ in prompt] + _part(
+            row, "completion", "assistant", roles
+        )
     turns = _with_joined_calls(turns)
     # The row's own system message replaces a first system turn that is blank or equal to it.
     system = row.text("system")
-    if turns and turns[0][0]["role"] == "system" and turns[0][0]["content"].strip() in ("", system.strip()):
+    if (
+        turns
+        and turns[0][0]["role"] == "system"
+        and turns[0][0]["content"].strip() in ("", system.strip())
+    ):
         turns = turns[1:]
     return [(_message("system", system), True), *turns] if system.strip() else turns
 
@@ -94,7 +116,8 @@ def _turns_of(row: Fields, row_format: Format, roles: Roles) -> list[Turn]:
 def _with_joined_calls(turns: list[Turn]) -> list[Turn]:
     """Return the turns with consecutive turns of calls, and those behind a text, joined into one.
 
-    Templates write a text and all its calls into one turn, as a model answers and a server returns them.
+    Templates write a text and all its calls into one turn, as a model answers and a server returns
+    them.
     """
     joined: list[Turn] = []
     for message, is_trained_on in turns:
@@ -107,13 +130,19 @@ def _with_joined_calls(turns: list[Turn]) -> list[Turn]:
 
 
 def _belongs_to(message: Message, before: Message) -> bool:
-    """Return whether `message` is nothing but calls, and `before` a text or calls of the assistant."""
-    has_only_calls = "tool_calls" in message and not message["content"] and "reasoning_content" not in message
-    return has_only_calls and before["role"] == "assistant" and bool(before["content"] or before.get("tool_calls"))
+    """Return whether `message` is only calls, and `before` the assistant's text or calls."""
+    has_only_calls = (
+        "tool_calls" in message and not message["content"] and "reasoning_content" not in message
+    )
+    return (
+        has_only_calls
+        and before["role"] == "assistant"
+        and bool(before["content"] or before.get("tool_calls"))
+    )
 
 
 def _message(role: str, content: str, answer: Fields | None = None) -> Message:
-    """Return a message with the reasoning_content of `answer`, the row or turn of an assistant's text."""
+    """Return a message with `answer`'s reasoning_content, from an assistant's row or turn."""
     message = {"role": role, "content": content}
     if answer is not None and (reasoning := answer.text("reasoning_content")):
         message["reasoning_content"] = reasoning
@@ -121,12 +150,17 @@ def _message(role: str, content: str, answer: Fields | None = None) -> Message:
 
 
 def _part(row: Fields, key: str, role: str, roles: Roles) -> list[Turn]:
-    """Return the turns of a prompt or a completion. Text is one turn of `role` and is never parsed as JSON."""
+    """Return the turns of a prompt or a completion.
+
+    Text is one turn of `role` and is never parsed as JSON.
+    """
     if isinstance(row.value(key), str):
         return [(_message(role, row.text(key), row if role == "assistant" else None), True)]
     if role == "assistant" and row.text("reasoning_content").strip():
         key = row.shown("reasoning_content")
-        raise BadRow(Reason.BAD_VALUE, f"{key}: not read beside a list of turns: write it into its turn")
+        raise BadRow(
+            Reason.BAD_VALUE, f"{key}: not read beside a list of turns: write it into its turn"
+        )
     return _turns(row, key, "role", "content", {**OPENAI_ROLES, **roles})
 
 
@@ -144,10 +178,15 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
             remedy = "set format: sharegpt and columns: {conversations: messages}"
         else:
             remedy = "if it has another name, set `columns`"
-        raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: missing; the turn has {keys:.80}; {remedy}")
+        raise BadRow(
+            Reason.BAD_VALUE, f"{turn.shown(role_key)}: missing; the turn has {keys:.80}; {remedy}"
+        )
     if not isinstance(name, str) or name not in roles:
         known = ", ".join(roles)
-        raise BadRow(Reason.BAD_VALUE, f"{turn.shown(role_key)}: {name!r:.40} is not one of {known}; see `roles`")
+        raise BadRow(
+            Reason.BAD_VALUE,
+            f"{turn.shown(role_key)}: {name!r:.40} is not one of {known}; see `roles`",
+        )
     role = roles[name]
     check_examples(turn)
     refuse(turn, IN_TURNS[role])
@@ -160,7 +199,9 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
     refuse_in_parts(turn)
     if role not in ("assistant", "function_call"):
         if calls:
-            raise BadRow(Reason.BAD_VALUE, f"{turn.shown('tool_calls')}: only the assistant calls tools")
+            raise BadRow(
+                Reason.BAD_VALUE, f"{turn.shown('tool_calls')}: only the assistant calls tools"
+            )
         return _message(role, content), True
     message = _message("assistant", content, turn)
     if calls:
@@ -182,9 +223,15 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             kind = f"{part.get('type')!r:.40}" if isinstance(part, dict) else "none"
-            detail = f'expected {{"type": "text", "text": ...}}, found a part of type {kind}; only text is supported'
+            detail = (
+                f'expected {{"type": "text", "text": ...}}, found a part of type {kind}; '
+                "only "
+                "text is supported"
+            )
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}[{number}]: {detail}")
-        turn.add_part(part, f"{turn.shown(key)}[{number}]", f"{turn.name_of(key)}[]", ("type", "text"))
+        turn.add_part(
+            part, f"{turn.shown(key)}[{number}]", f"{turn.name_of(key)}[]", ("type", "text")
+        )
         texts.append(text)
     return TextParts.of(texts)
 
@@ -203,27 +250,34 @@ def _is_trained_on(turn: Fields) -> bool:
 
 # Detection of a row's format, and conversion of the row to a Conversation or a Text.
 
-_KEYS = [(row_format, frozenset(keys)) for row_format, alternatives in KEYS.items() for keys in alternatives]
+_KEYS = [
+    (row_format, frozenset(keys))
+    for row_format, alternatives in KEYS.items()
+    for keys in alternatives
+]
 _ALL_KEYS = frozenset().union(*(keys for _, keys in _KEYS))
 
 
 @dataclass(eq=False)
 class AmbiguousRow(WrongFile):
-    """The error for a row that has the keys of several formats, so that the config has to set `format`."""
+    """The error for a row with the keys of several formats: the config has to set `format`."""
 
     formats: tuple[Format, ...]
 
     def __str__(self) -> str:
-        return f"fits {' and '.join(self.formats)}: set `format` of the source to the one that is meant"
+        return (
+            f"fits {' and '.join(self.formats)}: set `format` of the source to the one that is "
+            "meant"
+        )
 
 
 @dataclass(frozen=True)
 class Layout:
     """The settings for reading the rows of one file.
 
-    `columns` maps our name of a key, in rows and in turns, to the file's name, or a file's key to `ignore`. `roles`
-    maps the file's name of a role to ours (system, user, assistant, tool, function_call), in addition to the role
-    names of the format.
+    `columns` maps our name of a key, in rows and in turns, to the file's name, or a file's key to
+    `ignore`. `roles` maps the file's name of a role to ours (system, user, assistant, tool,
+    function_call), in addition to the role names of the format.
     """
 
     format: Format
@@ -234,8 +288,8 @@ class Layout:
 def detect(row: Any, columns: Mapping[str, str]) -> Format:
     """Return the format whose keys `row` has; a null value counts as missing.
 
-    Raises BadRow if no format matches, AmbiguousRow if several do, PreferenceData if none does and the row compares
-    answers.
+    Raises BadRow if no format matches, AmbiguousRow if several do, PreferenceData if none does and
+    the row compares answers.
     """
     fields = _fields(row, columns)
     present = {key for key in _ALL_KEYS if fields.peek(key) is not None}
@@ -244,12 +298,14 @@ def detect(row: Any, columns: Mapping[str, str]) -> Format:
         raise AmbiguousRow(fitting)
     if not fitting:
         check_examples(fields, labels=False)
-        raise BadRow(Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(fields.values, columns)}")
+        raise BadRow(
+            Reason.WRONG_FORMAT, f"none of {', '.join(KEYS)}; {_keys_text(fields.values, columns)}"
+        )
     return fitting[0]
 
 
 def layout_of(row: Any, reading: Rows) -> Layout:
-    """Return the layout of the file whose first usable row is `row`: detected, unless `reading` names it.
+    """Return the layout of the file with first usable row `row`: detected, or named by `reading`.
 
     Raises what `detect` raises.
     """
@@ -258,7 +314,10 @@ def layout_of(row: Any, reading: Rows) -> Layout:
 
 
 def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Content:
-    """Return the content of `row` in `layout`, and add its keys to `counts`. Raises BadRow, PreferenceData."""
+    """Return the content of `row` in `layout`, and add its keys to `counts`.
+
+    Raises BadRow, PreferenceData.
+    """
     counts = KeyCounts() if counts is None else counts
     fields = _fields(row, layout.columns)
     try:
@@ -270,7 +329,7 @@ def to_content(row: Any, layout: Layout, counts: KeyCounts | None = None) -> Con
 
 
 def _names_in_files(columns: Mapping[str, str]) -> list[str]:
-    """Return the names that `columns` says rows have: the file's name of a key of ours, or a key that is ignored."""
+    """Return the names that `columns` gives: the file's name of our key, or an ignored key."""
     return [ours if theirs == IGNORE else theirs for ours, theirs in columns.items()]
 
 
@@ -281,7 +340,8 @@ def _content(fields: Fields, layout: Layout) -> Content:
             check_examples(fields, labels=False)
         wanted = " or ".join(" and ".join(map(fields.shown, keys)) for keys in alternatives)
         raise BadRow(
-            Reason.WRONG_FORMAT, f"{layout.format} needs {wanted}; {_keys_text(fields.values, layout.columns)}"
+            Reason.WRONG_FORMAT,
+            f"{layout.format} needs {wanted}; {_keys_text(fields.values, layout.columns)}",
         )
     _refuse_columns(fields, layout.format)
     content: Content
@@ -290,9 +350,13 @@ def _content(fields: Fields, layout: Layout) -> Content:
     else:
         turns = _turns_of(fields, layout.format, layout.roles)
         supervised = tuple(
-            number for number, (message, trained) in enumerate(turns) if trained and message["role"] == "assistant"
+            number
+            for number, (message, trained) in enumerate(turns)
+            if trained and message["role"] == "assistant"
         )
-        content = Conversation([message for message, _ in turns], conversation_tools(fields), supervised)
+        content = Conversation(
+            [message for message, _ in turns], conversation_tools(fields), supervised
+        )
     check(content)
     return content
 
@@ -316,7 +380,10 @@ def _hint(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     if missing:
         return f"`columns` names {', '.join(missing)}"
     if is_turns([row]):
-        return 'it is a turn, not a row: write the turns of a conversation into one row, {"messages": [...]}'
+        return (
+            "it is a turn, not a row: write the turns of a conversation into one row, "
+            '{"messages": [...]}'
+        )
     for key, value in row.items():
         if is_turns(value):
             ours = "messages" if "role" in value[0] else "conversations"
@@ -331,14 +398,18 @@ def _is_rows(value: Any) -> bool:
 
 
 def _refuse_columns(fields: Fields, row_format: Format) -> None:
-    """Raise BadRow if each key that the format needs holds a column: a list of values, or values by their numbers."""
+    """Raise BadRow if each key of the format holds a column: a list, or values by number.
+
+    Only keys that the format needs count.
+    """
     kinds: tuple[type, ...] = (list,) if row_format in ("messages", "sharegpt") else (list, str)
     for keys in KEYS[row_format]:
         if all(_is_column(fields.peek(key), kinds) for key in keys):
             shown = " and ".join(map(fields.shown, keys))
             raise BadRow(
                 Reason.WRONG_FORMAT,
-                f"holds columns, not rows: all of {shown} stand in one object; write one object a row, with pandas "
+                f"holds columns, not rows: all of {shown} stand in one object; write one object a "
+                "row, with pandas "
                 "to_json(path, orient='records', lines=True, force_ascii=False)",
             )
 
@@ -346,4 +417,6 @@ def _refuse_columns(fields: Fields, row_format: Format) -> None:
 def _is_column(value: Any, kinds: tuple[type, ...]) -> bool:
     if isinstance(value, dict) and all(key.isdigit() for key in value):
         value = list(value.values())
-    return isinstance(value, list) and bool(value) and all(isinstance(item, kinds) for item in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(item, kinds) for item in value)
+    )

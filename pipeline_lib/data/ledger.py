@@ -1,4 +1,4 @@
-"""Account for every row and sample of the tokenize stage; an inconsistent ledger is never written."""
+"""Account for each row and sample of the tokenize stage; no inconsistent ledger is written."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from pipeline_lib.data.read_files import Rejected
 
 @dataclass(frozen=True)
 class TooLong:
-    """The number of rows with a sample longer than allowed, and the place and the tokens of the longest sample."""
+    """The number of rows with a sample too long, and the longest sample's place and tokens."""
 
     rows: int = 0
     tokens: int = 0
@@ -49,16 +49,21 @@ class Encoded:
     keys: KeyCounts
     place: str  # the position of the rows in their file
     content: NDArray[np.uint64]  # [conversations], equal for equal samples
-    prompts: NDArray[np.uint64]  # [conversations], equal for conversations that belong to one side of a split
+    # [conversations], equal for conversations that belong to one side of a split
+    prompts: NDArray[np.uint64]
     turns: NDArray[np.int32]  # [conversations], number of turns to be trained on
-    turns_found: NDArray[np.int32]  # [conversations], number of those turns that are in a sample or a drop
-    signatures: NDArray[Any] | None  # [conversations, PERMUTATIONS], None unless near duplicates are searched
-    drops: Sequence[tuple[int, str]]  # conversation and reason of each sample that is not trained on
+    # [conversations], number of those turns that are in a sample or a drop
+    turns_found: NDArray[np.int32]
+    # [conversations, PERMUTATIONS], None unless near duplicates are searched
+    signatures: NDArray[Any] | None
+    # conversation and reason of each sample that is not trained on
+    drops: Sequence[tuple[int, str]]
     conversations: NDArray[np.int32]  # [samples], ascending
     lengths: NDArray[np.int64]  # [samples], in tokens
     truncated: NDArray[np.bool_]  # [samples]
     split: NDArray[np.bool_]  # [samples]
-    asked_to_think: NDArray[np.int32]  # [samples, 2], number of turns whose prompts have thinking off, and on
+    # [samples, 2], number of turns whose prompts have thinking off, and on
+    asked_to_think: NDArray[np.int32]
     tokens: NDArray[np.int32]  # [sum of lengths]
     supervised: NDArray[np.bool_]  # [sum of lengths]
     how: str  # the tokenizer implementation
@@ -70,20 +75,28 @@ class Encoded:
         if len(lost):
             turns, found = int(self.turns[lost[0]]), int(self.turns_found[lost[0]])
             raise IntegrityError(
-                f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are in a sample or "
-                f"dropped for a reason ({len(lost)} such conversations there); this is a bug, report it"
+                f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are "
+                "in a sample or "
+                f"dropped for a reason ({len(lost)} such conversations there); this is a bug, "
+                "report it"
             )
 
     @property
     def repeated_tokens(self) -> int:
-        """The tokens of all samples but each conversation's longest, which they repeat; split pieces are left out."""
+        """The tokens that each conversation's longest sample repeats; split pieces do not count.
+
+        These are the tokens of all its other samples.
+        """
         longest = np.zeros(len(self.content), dtype=np.int64)
         whole = ~self.split
         np.maximum.at(longest, self.conversations[whole], self.lengths[whole])
         return int(self.lengths[whole].sum() - longest.sum())
 
     def only(self, kept: NDArray[np.bool_]) -> "Encoded":
-        """Return a copy with only the conversations in `kept`, bool[conversations], renumbered; itself if all are."""
+        """Return a copy of only the conversations in `kept`, bool[conversations], renumbered.
+
+        It is the object itself if all are kept.
+        """
         if kept.all():
             return self
         numbers = np.cumsum(kept) - 1
@@ -96,7 +109,11 @@ class Encoded:
             turns=self.turns[kept],
             turns_found=self.turns_found[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
-            drops=[(int(numbers[conversation]), reason) for conversation, reason in self.drops if kept[conversation]],
+            drops=[
+                (int(numbers[conversation]), reason)
+                for conversation, reason in self.drops
+                if kept[conversation]
+            ],
             conversations=numbers[self.conversations[samples]].astype(np.int32),
             lengths=self.lengths[samples],
             truncated=self.truncated[samples],
@@ -138,10 +155,11 @@ class FileLedger:
 class SourceLedger:
     """The counts of one source.
 
-    rows = conversations + quarantined + duplicates_dropped, and samples = kept + dropped. `duplicates` are counted
-    whether or not they are dropped. A text counts as a conversation of one turn, a piece of a split sample as a
-    sample. `turns` are the turns to be trained on; `prompts` counts the trained turns by their prompt's thinking
-    switch, on or off. `repeated_tokens` are the tokens of all samples of a conversation but its longest.
+    rows = conversations + quarantined + duplicates_dropped, and samples = kept + dropped.
+    `duplicates` are counted whether or not they are dropped. A text counts as a conversation of one
+    turn, a piece of a split sample as a sample. `turns` are the turns to be trained on; `prompts`
+    counts the trained turns by their prompt's thinking switch, on or off. `repeated_tokens` are the
+    tokens of all samples of a conversation but its longest.
     """
 
     name: str
@@ -172,7 +190,7 @@ class SourceLedger:
         return self.kept + self.dropped.total()
 
     def count_samples(self, encoded: Encoded) -> None:
-        """Add the conversations and samples of a batch from which dropped duplicates were removed."""
+        """Add a batch's conversations and samples, from which duplicates were removed."""
         self.conversations += len(encoded.content)
         self.dropped.update(reason for _, reason in encoded.drops)
         self.turns += int(encoded.turns.sum())
@@ -186,17 +204,29 @@ class SourceLedger:
         self.supervised_tokens += int(encoded.supervised.sum())
 
     def check(self) -> None:
-        """Raise IntegrityError unless every row is accounted for. `Encoded.check` does the same for turns."""
+        """Raise IntegrityError unless every row is accounted for.
+
+        `Encoded.check` does the same for turns.
+        """
         added = self.conversations + self.quarantined.total() + self.duplicates_dropped
         if self.rows != added:
             found = f"{self.rows} rows, and {added} accounted for"
-            raise IntegrityError(f"{self.name}: the ledger does not add up ({found}); this is a bug, report it")
+            raise IntegrityError(
+                f"{self.name}: the ledger does not add up ({found}); this is a bug, report it"
+            )
         if self.files and self.rows != sum(file.rows for file in self.files):
-            raise IntegrityError(f"{self.name}: the files do not add up to {self.rows} rows; this is a bug, report it")
+            raise IntegrityError(
+                f"{self.name}: the files do not add up to {self.rows} rows; this is a bug, report "
+                "it"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry for ledger.json."""
-        counters = {key: sorted_counts(value) for key, value in vars(self).items() if isinstance(value, Counter)}
+        counters = {
+            key: sorted_counts(value)
+            for key, value in vars(self).items()
+            if isinstance(value, Counter)
+        }
         files = {"files": [file.to_json() for file in self.files], "format": self.format}
         return {**vars(self), **files, **counters, "samples": self.samples}
 
@@ -217,18 +247,21 @@ def total_of(sources: Sequence[SourceLedger]) -> SourceLedger:
 
 
 def ledger_json(
-    sources: Sequence[SourceLedger], lengths: Sequence[NDArray[np.int64]], trained: int | None = None
+    sources: Sequence[SourceLedger],
+    lengths: Sequence[NDArray[np.int64]],
+    trained: int | None = None,
 ) -> dict[str, Any]:
-    """Return the content of ledger.json: the sources, their sum, and the distribution of sample lengths.
+    """Return ledger.json's content: the sources, their sum, and the sample-length distribution.
 
-    `lengths` are the lengths of the kept samples of each source, in tokens. The sources after the first `trained`, if
-    given, are held out. Raises IntegrityError if the counts are inconsistent.
+    `lengths` are the lengths of the kept samples of each source, in tokens. The sources after the
+    first `trained`, if given, are held out. Raises IntegrityError if the counts are inconsistent.
     """
     for source, found in zip(sources, lengths, strict=True):
         source.check()
         if len(found) != source.kept or int(found.sum()) != source.tokens:
             raise IntegrityError(
-                f"{source.name}: the arrays do not hold what the ledger says; this is a bug, report it"
+                f"{source.name}: the arrays do not hold what the ledger says; this is a bug, "
+                "report it"
             )
     every = np.concatenate(lengths)
     longest = int(every.max())
@@ -280,24 +313,26 @@ def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str
     if unusable <= allowed * total.rows:
         return None
     return (
-        f"{unusable:,} of {count(total.rows, 'rows')} cannot be used ({unusable / total.rows:.2%}), and "
+        f"{unusable:,} of {count(total.rows, 'rows')} cannot be used "
+        f"({unusable / total.rows:.2%}), and "
         f"tokenize.max_quarantined_fraction allows {allowed:.2%}"
     )
 
 
 def too_many_lost(source: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
-    """Return how many samples of `source` are not trained on as they are, if those are more than `limits` allow."""
+    """Return how many of `source`'s samples are not trained as they are, if above `limits`."""
     lost, allowed = sum(source.dropped.values()) + source.truncated, limits.max_dropped_fraction
     if lost <= allowed * source.samples:
         return None
     return (
-        f"{source.name}: {lost:,} of {count(source.samples, 'samples')} ({lost / source.samples:.2%}) are dropped or "
+        f"{source.name}: {lost:,} of {count(source.samples, 'samples')} "
+        f"({lost / source.samples:.2%}) are dropped or "
         f"cut, and tokenize.max_dropped_fraction allows {allowed:.2%}"
     )
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, float]:
-    """Return p1, p10, p50, p90, p99 and max of `lengths`, in tokens; an empty dict without samples."""
+    """Return p1, p10, p50, p90, p99 and max of `lengths` in tokens; empty without samples."""
     if not len(lengths):
         return {}
     found = {f"p{q}": float(np.percentile(lengths, q)) for q in PERCENTILES}
@@ -316,12 +351,14 @@ def table(sources: Sequence[SourceLedger]) -> list[str]:
         numbers = [value.total() if isinstance(value, Counter) else value for value in values]
         drawn.add_row(ledger.name, ledger.format, *(f"{number:,}" for number in numbers))
     text = StringIO()
-    Console(file=text, width=300, no_color=True, force_terminal=False, highlight=False, markup=False).print(drawn)
+    Console(
+        file=text, width=300, no_color=True, force_terminal=False, highlight=False, markup=False
+    ).print(drawn)
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
 
 
 def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
-    """Return a line on unread keys for each group of files of a source that have the same unread keys."""
+    """Return a line on unread keys for each group of a source's files with the same ones."""
     alike: dict[tuple[int, frozenset[str]], list[FileLedger]] = {}
     for number, source in enumerate(sources):
         for file in source.files:
@@ -337,6 +374,8 @@ def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
         left_out = len(keys) - LISTED_KEYS
         more = f" and {left_out:,} more" if left_out > 0 else ""
         more += f", and {count(others, 'values')} of further keys" if others else ""
-        name = files[0].name + (f" and {count(len(files) - 1, 'files')} like it" if len(files) > 1 else "")
+        name = files[0].name + (
+            f" and {count(len(files) - 1, 'files')} like it" if len(files) > 1 else ""
+        )
         lines.append(f"tokenize: {name}: columns and keys that are not read: {listed}{more}")
     return lines

@@ -1,6 +1,7 @@
 """Reads the documentation of the public objects of the running Python's standard library.
 
-It is equal in every run of the same Python: no memory addresses, no installation paths, no hash-dependent order.
+It is equal in every run of the same Python: no memory addresses, no installation paths, no
+hash-dependent order.
 """
 
 import importlib
@@ -52,28 +53,47 @@ class DocumentedObject:
 
 
 def read_entries() -> Iterator[DocumentedObject]:
-    """Yield all public objects of `MODULES`: the modules, their functions and classes, and the methods of classes."""
+    """Yield all public objects of `MODULES`: modules, functions, classes, and their methods."""
     for module_name in MODULES:
         module = importlib.import_module(module_name)
         names = _public_names(module)
-        public = [n for n in names if inspect.isclass(getattr(module, n)) or inspect.isroutine(getattr(module, n))]
+        public = [
+            n
+            for n in names
+            if inspect.isclass(getattr(module, n)) or inspect.isroutine(getattr(module, n))
+        ]
         yield _entry(module_name, module, module_name, "", "module", public)
         for name in public:
             value, full_name = getattr(module, name), f"{module_name}.{name}"
             if inspect.isclass(value):
-                methods = [key for key in sorted(vars(value)) if not key.startswith("_") and callable(vars(value)[key])]
+                methods = [
+                    key
+                    for key in sorted(vars(value))
+                    if not key.startswith("_") and callable(vars(value)[key])
+                ]
                 yield _entry(full_name, value, module_name, module_name, "class", methods)
                 for method in methods:
-                    yield _entry(f"{full_name}.{method}", vars(value)[method], module_name, full_name, "method", [])
+                    yield _entry(
+                        f"{full_name}.{method}",
+                        vars(value)[method],
+                        module_name,
+                        full_name,
+                        "method",
+                        [],
+                    )
             else:
                 yield _entry(full_name, value, module_name, module_name, "function", [])
 
 
-def _entry(name: str, value: Any, module: str, holder: str, kind: str, members: list[str]) -> DocumentedObject:
+def _entry(
+    name: str, value: Any, module: str, holder: str, kind: str, members: list[str]
+) -> DocumentedObject:
     signature, parameters = _signature(value) if kind in ("function", "method") else (None, None)
     short = name.rpartition(".")[2]
     listed = tuple(members[:MAX_MEMBERS])
-    return DocumentedObject(name, short, module, kind, holder, signature, parameters, _summary(value, short), listed)
+    return DocumentedObject(
+        name, short, module, kind, holder, signature, parameters, _summary(value, short), listed
+    )
 
 
 def _public_names(module: ModuleType) -> list[str]:
@@ -81,11 +101,18 @@ def _public_names(module: ModuleType) -> list[str]:
     if hasattr(module, "__all__"):
         return sorted(name for name in module.__all__ if name[0] != "_" and hasattr(module, name))
     own = vars(module).items()
-    return sorted(name for name, value in own if name[0] != "_" and getattr(value, "__module__", "") == module.__name__)
+    return sorted(
+        name
+        for name, value in own
+        if name[0] != "_" and getattr(value, "__module__", "") == module.__name__
+    )
 
 
 def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return the signature without annotations, and the parameter names; None if it is unknown or unsuitable."""
+    """Return the signature without annotations, and its parameters; None if unsuitable.
+
+    It is None too if the signature is unknown.
+    """
     try:
         signature = inspect.signature(value)
     except (ValueError, TypeError):
@@ -93,7 +120,8 @@ def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
     empty = inspect.Parameter.empty
     bare = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    if len(text) > MAX_SIGNATURE_CHARS or re.search("[<{]", text):  # an address, or a set without a fixed order
+    # an address, or a set without a fixed order
+    if len(text) > MAX_SIGNATURE_CHARS or re.search("[<{]", text):
         return None, None
     if sys.prefix in text or sys.base_prefix in text:  # the installation path in a default value
         return None, None
@@ -101,11 +129,15 @@ def _signature(value: Any) -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def _summary(value: Any, short: str) -> str | None:
-    """Return the first sentence of the object's own docstring; None if there is none or it is unsuitable."""
+    """Return the first sentence of the object's own docstring; None if missing or unsuitable."""
     text = value.__doc__
     if not isinstance(text, str):
         return None
-    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", inspect.cleandoc(text)) if part.strip()]
+    paragraphs = [
+        " ".join(part.split())
+        for part in re.split(r"\n\s*\n", inspect.cleandoc(text))
+        if part.strip()
+    ]
     if paragraphs and paragraphs[0].startswith(f"{short}("):  # builtins begin with their signature
         paragraphs = paragraphs[1:]
     if not paragraphs:

@@ -1,4 +1,4 @@
-"""Limits on lost data: the stage fails if it lost more than the config allows, with the numbers and a remedy."""
+"""Limits on lost data: the stage fails if it lost more than allowed, and names a remedy."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,14 @@ from pipeline_lib.core.files import read_json
 from pipeline_lib.core.stage import Sealed
 from pipeline_lib.core.text import did_you_mean
 from pipeline_lib.data.encode import Drop
-from pipeline_lib.data.ledger import FileLedger, SourceLedger, TooLong, too_many_lost, too_many_unusable, total_of
+from pipeline_lib.data.ledger import (
+    FileLedger,
+    SourceLedger,
+    TooLong,
+    too_many_lost,
+    too_many_unusable,
+    total_of,
+)
 from pipeline_lib.data.sources import DataSource
 
 NAMED_REJECTS = 5  # rows that a message lists; quarantine.jsonl has them all
@@ -21,20 +28,28 @@ ALWAYS_NAMED = (
     *(Drop.CALLS_NOT_RENDERED, Drop.TOOLS_NOT_RENDERED, Drop.MESSAGE_NOT_RENDERED),
 )
 NAMED_KEYS = 20
-OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")  # rows may lack these
+# rows may lack these
+OPTIONAL_KEYS = ("input", "history", "system", "tools", "tool_calls", "reasoning_content")
 TRUNCATED = "truncated"
-TRUNCATED_HINT = "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
+TRUNCATED_HINT = (
+    "their ends are cut off: raise tokenize.max_tokens, or set tokenize.over_long to drop or split"
+)
 
 
-def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[DataSource]) -> list[str]:
-    """Check that each key that `columns` of a source names is in a row of each file or in the file's schema.
+def refuse_missing_columns(
+    ledgers: Sequence[SourceLedger], sources: Sequence[DataSource]
+) -> list[str]:
+    """Check that each key in a source's `columns` is in a row of each file or in its schema.
 
-    An optional key may be missing in some files of a source, but not in all of them. If it is missing in all and
-    `max_rows` ended the reading, later rows may have it: then return a warning line instead of raising.
+    An optional key may be missing in some files of a source, but not in all of them. If it is
+    missing in all and `max_rows` ended the reading, later rows may have it: then return a warning
+    line instead of raising.
     """
     lines = []
     for ledger, source in zip(ledgers, sources, strict=True):
-        files = [pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first]
+        files = [
+            pair for pair in zip(ledger.files, source.files, strict=True) if pair[0].keys.first
+        ]
         is_cut = ledger.rows == source.reading.max_rows
         for ours, theirs in source.reading.columns.items():
             if theirs == IGNORE:
@@ -47,30 +62,45 @@ def refuse_missing_columns(ledgers: Sequence[SourceLedger], sources: Sequence[Da
                 where = ledger.name if ours in OPTIONAL_KEYS else missing[0].name
                 raise _missing_column(where, missing[0], source.key, ours, theirs)
             what = f"{theirs!r}, which {source.key}.columns names as {ours}"
-            lines.append(f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has {what}")
+            lines.append(
+                f"tokenize: {ledger.name}: of {units.count(ledger.rows, 'rows')} read none has "
+                f"{what}"
+            )
     return lines
 
 
 def idle_names(ledgers: Sequence[SourceLedger], sources: Sequence[DataSource]) -> Iterator[str]:
-    """Yield a warning for each ignored key and for each role of a source's settings that none of its rows has."""
+    """Yield a warning for each ignored key and each role in settings that no row has."""
     for ledger, source in zip(ledgers, sources, strict=True):
         keys = [file.keys for file in ledger.files]
-        seen = set().union(*(one.named for one in keys), *(file.schema_names() for file in source.files))
+        seen = set().union(
+            *(one.named for one in keys), *(file.schema_names() for file in source.files)
+        )
         roles = set[str]().union(*(one.roles for one in keys))
         rows = units.count(ledger.rows, "rows")
         for name in sorted(source.reading.ignored - seen):
-            yield f"tokenize: {ledger.name}: of {rows} read none has {name!r}, which {source.key}.columns ignores"
+            yield (
+                f"tokenize: {ledger.name}: of {rows} read none has {name!r}, which "
+                f"{source.key}.columns ignores"
+            )
         for name in source.reading.roles:
             if name not in roles:
                 what = f"a turn of {name!r}, which {source.key}.roles names"
                 yield f"tokenize: {ledger.name}: of {rows} read none has {what}"
 
 
-def _missing_column(where: str, file: FileLedger, source_key: str, ours: str, theirs: str) -> DataError:
+def _missing_column(
+    where: str, file: FileLedger, source_key: str, ours: str, theirs: str
+) -> DataError:
     hint = did_you_mean(theirs, file.keys.first)
-    remedy = "remove it from `columns`" if ours in OPTIONAL_KEYS else "give a file that lacks it a source of its own"
+    remedy = (
+        "remove it from `columns`"
+        if ours in OPTIONAL_KEYS
+        else "give a file that lacks it a source of its own"
+    )
     return DataError(
-        f"{where}: no row has {theirs!r}, which {source_key}.columns names as {ours}; its first row has "
+        f"{where}: no row has {theirs!r}, which {source_key}.columns names as {ours}; its first "
+        "row has "
         f"{', '.join(map(repr, file.keys.first[:NAMED_KEYS]))}{hint}. Mend the name, or {remedy}"
     )
 
@@ -81,21 +111,27 @@ def refuse_lost_rows(
     first_rejects: Sequence[Sequence[str]],
     quarantine_path: Path,
 ) -> None:
-    """Raise DataError if more rows are unusable than `settings` allow, or all of a source; it names the first."""
+    """Raise DataError if more rows are unusable than `settings` allow, or a whole source.
+
+    It names the first such row.
+    """
     total = total_of(ledgers)
     for ledger, rejects in zip(ledgers, first_rejects, strict=True):
         if ledger.quarantined.total() == ledger.rows:
             details = _rejects_text(ledger, rejects, quarantine_path)
             raise DataError(
-                f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable conversation: {details}"
+                f"{ledger.name}: of {units.count(ledger.rows, 'rows')} none is a usable "
+                f"conversation: {details}"
             )
     if problem := too_many_unusable(total, settings):
-        details = _rejects_text(total, [line for rejects in first_rejects for line in rejects], quarantine_path)
+        details = _rejects_text(
+            total, [line for rejects in first_rejects for line in rejects], quarantine_path
+        )
         raise DataError(f"{problem}: mend the rows or raise it. {details}")
 
 
 def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sealed) -> None:
-    """Raise DataError if any of the `rows` are too long; it names the `max_tokens` that holds all of them.
+    """Raise DataError if any of the `rows` are too long; it names a sufficient `max_tokens`.
 
     None is named that is beyond the positions of the model, which `model.rope` may raise.
     """
@@ -105,12 +141,21 @@ def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sea
     positions = positions_in(config.get("text_config", config))
     shorten = "shorten the rows, or set tokenize.over_long to drop, truncate or split"
     if too_long.tokens <= positions:
-        remedy = f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less), {shorten}"
+        remedy = (
+            f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no "
+            "less), "
+            f"{shorten}"
+        )
     else:
-        remedy = f"{shorten}; max_tokens beyond the {positions:,} positions of the model needs model.rope"
+        remedy = (
+            f"{shorten}; max_tokens beyond the {positions:,} positions of the model needs "
+            "model.rope"
+        )
     raise DataError(
-        f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of {rows:,}, and "
-        f"tokenize.over_long is error. The longest, {too_long.place}, has {too_long.tokens:,} tokens: {remedy}"
+        f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of "
+        f"{rows:,}, and "
+        f"tokenize.over_long is error. The longest, {too_long.place}, has {too_long.tokens:,} "
+        f"tokens: {remedy}"
     )
 
 
@@ -120,11 +165,15 @@ def refuse_lost_samples(
     length_percentiles: Sequence[Mapping[str, float]],
     hints: Mapping[str, str],
 ) -> None:
-    """Raise DataError if more samples are lost than `settings` allow, or all; `hints` say what helps, by reason."""
+    """Raise DataError if more samples are lost than `settings` allow, or all; `hints` help.
+
+    The hints say what helps, by reason.
+    """
     total = total_of(ledgers)
     if not total.kept:
         raise DataError(
-            f"no sample is left of {units.count(total.conversations, 'conversations')}:{_advice(total, hints)}"
+            "no sample is left of "
+            f"{units.count(total.conversations, 'conversations')}:{_advice(total, hints)}"
         )
     problems = []
     for ledger, lengths in zip(ledgers, length_percentiles, strict=True):
@@ -139,7 +188,8 @@ def refuse_lost_samples(
 def _advice(ledger: SourceLedger, hints: Mapping[str, str]) -> str:
     lost = ledger.dropped + Counter({TRUNCATED: ledger.truncated})
     return "".join(
-        f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}" for reason, number in lost.most_common()
+        f"\n  {number:,} {reason}: {hints.get(reason, TRUNCATED_HINT)}"
+        for reason, number in lost.most_common()
     )
 
 

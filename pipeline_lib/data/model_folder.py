@@ -1,7 +1,7 @@
 """Checks of a model folder before anything is computed with it.
 
-All small files are parsed, and the headers of the weights are checked; `refuse_not_finite` (arch/weight_files.py) reads
-the weights themselves.
+All small files are parsed, and the headers of the weights are checked; `refuse_not_finite`
+(arch/weight_files.py) reads the weights themselves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,8 +33,10 @@ from pipeline_lib.data.template_worker import check_template
 
 
 def problems_of(folder: Path) -> list[str]:
-    """Return all problems that prevent training and publishing the model in `folder`; each text names its file."""
-    stamps = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model_files(folder))
+    """Return all problems of training and publishing the model in `folder`, with their files."""
+    stamps = tuple(
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model_files(folder)
+    )
     return list(_problems(folder, stamps))
 
 
@@ -49,7 +51,7 @@ def generation_problems(folder: Path) -> list[str]:
 
 @lru_cache(maxsize=16)
 def _problems(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> tuple[str, ...]:
-    """Return the problems of `folder`, cached by the `stamps` of its files: a sweep checks the same model often."""
+    """Return `folder`'s problems, cached by its files' `stamps`: a sweep often repeats a check."""
     problems: list[str] = []
     with _collected(problems):
         config_path = folder / "config.json"
@@ -75,7 +77,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 
 def _wrong_ids(config: Mapping[str, Any], vocab: int) -> Iterator[str]:
-    """Yield a message for each invalid token id in a config.json with a vocabulary of `vocab` tokens."""
+    """Yield a message for each invalid token id in a config.json with `vocab` tokens."""
     for key in IDS:
         value = config.get(key)
         if value is None:
@@ -88,19 +90,23 @@ def _wrong_ids(config: Mapping[str, Any], vocab: int) -> Iterator[str]:
 
 
 def _check_tokenizer(folder: Path, vocab: int) -> None:
-    """Raise DataError if the tokenizer or template does not load, or if a token's id exceeds the vocabulary."""
+    """Raise DataError if tokenizer or template do not load, or a token exceeds the vocabulary."""
     if has_template(folder):
         check_template(folder)
     token, largest = max(load_tokenizer(folder).get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab:
         raise DataError(
-            f"{folder / 'tokenizer.json'}: the token {token!r} has the id {largest}, and config.json says vocab_size "
+            f"{folder / 'tokenizer.json'}: the token {token!r} has the id {largest}, and "
+            "config.json says vocab_size "
             f"{vocab}: they belong to different models; get the whole model again"
         )
 
 
 def _check_weights(folder: Path, geometry: Geometry, problems: list[str]) -> None:
-    """Append the problems of the weights' headers to `problems`. Raises DataError for a damaged index."""
+    """Append the problems of the weights' headers to `problems`.
+
+    Raises DataError for a damaged index.
+    """
     index = read_index(folder)
     headers: list[Header] = []
     damaged: list[str] = []

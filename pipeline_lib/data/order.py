@@ -1,8 +1,9 @@
 """The order of training: the blocks of each step and rank as a pure function of (seed, step).
 
-A run resumes from one integer, and the global batches do not depend on the number of ranks. After e epochs, each
-block of a group of weight w has been used floor(e * w) or ceil(e * w) times. So epochs may differ by a block per
-group, and therefore by a step; an epoch may be empty if all weights are small.
+A run resumes from one integer, and the global batches do not depend on the number of ranks. After e
+epochs, each block of a group of weight w has been used floor(e * w) or ceil(e * w) times. So epochs
+may differ by a block per group, and therefore by a step; an epoch may be empty if all weights are
+small.
 """
 
 import math
@@ -24,18 +25,21 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive blocks that an epoch uses `weight` times each. The block ids of groups follow one another."""
+    """Consecutive blocks that an epoch uses `weight` times each.
+
+    The block ids of groups follow one another.
+    """
 
     weight: float
     blocks: int
 
     @cached_property
     def per_epoch(self) -> Fraction:
-        """The blocks of an average epoch: blocks times the weight in decimal notation, so that 0.1 is exactly 1/10."""
+        """The blocks of an average epoch: blocks x decimal weight, so that 0.1 is exactly 1/10."""
         return Fraction(str(self.weight)) * self.blocks
 
     def used(self, epochs: int) -> int:
-        """Return the number of blocks that the first `epochs` epochs use in total, each use counted."""
+        """Return how many blocks the first `epochs` epochs use in total, counting each use."""
         return math.floor(epochs * self.per_epoch)
 
 
@@ -53,24 +57,30 @@ def epoch_steps(groups: Sequence[Group], batch_blocks: int, epoch: int = 0) -> i
 
 
 def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: float) -> int:
-    """Return the total number of steps of the first `epochs` epochs; a fraction of an epoch is rounded up to steps."""
+    """Return the total steps of the first `epochs` epochs; a fraction is rounded up to steps."""
     whole, fraction = divmod(Fraction(str(epochs)), 1)
     period = _period(groups)
     rounds, rest = divmod(whole, period)
     before = _steps_before(tuple(groups), batch_blocks, min(whole, period))
-    return rounds * before[-1] + before[rest] + math.ceil(fraction * epoch_steps(groups, batch_blocks, whole))
+    return (
+        rounds * before[-1]
+        + before[rest]
+        + math.ceil(fraction * epoch_steps(groups, batch_blocks, whole))
+    )
 
 
 def run_steps(train: Train, groups: Sequence[Group], batch_blocks: int) -> int:
-    """Return the number of steps that the schedule of a run spans: `max_steps`, or those of its epochs."""
+    """Return the number of steps of a run's schedule: `max_steps`, or those of its epochs."""
     return train.max_steps or total_steps(groups, batch_blocks, train.epochs)
 
 
 def run_epochs(train: Train, groups: Sequence[Group], batch_blocks: int) -> float:
-    """Return the number of epochs that the schedule of a run spans; with `max_steps`, rounded to hundredths."""
+    """Return the epochs of a run's schedule; with `max_steps`, rounded to hundredths."""
     if train.max_steps is None:
         return train.epochs
-    return round(train.max_steps * batch_blocks / float(sum(group.per_epoch for group in groups)), 2)
+    return round(
+        train.max_steps * batch_blocks / float(sum(group.per_epoch for group in groups)), 2
+    )
 
 
 def epoch_of(step: int, groups: Sequence[Group], batch_blocks: int) -> int:
@@ -78,8 +88,12 @@ def epoch_of(step: int, groups: Sequence[Group], batch_blocks: int) -> int:
     return _locate(step, tuple(groups), batch_blocks)[0]
 
 
-def step_blocks(seed: int, step: int, groups: Sequence[Group], batch_blocks: int) -> NDArray[np.int64]:
-    """Return the block ids of global step `step`, counted from 0 over all epochs: int64[<= batch_blocks].
+def step_blocks(
+    seed: int, step: int, groups: Sequence[Group], batch_blocks: int
+) -> NDArray[np.int64]:
+    """Return the block ids of global step `step`, counted over all epochs: int64[<= batch_blocks].
+
+    The count begins at 0.
 
     Each epoch is a new permutation of the blocks that it uses, cut into batches.
     """
@@ -91,17 +105,20 @@ def step_blocks(seed: int, step: int, groups: Sequence[Group], batch_blocks: int
 def rank_blocks(
     ids: NDArray[np.int64], costs: NDArray[np.int64], rank: int, world: int, micro: int
 ) -> list[NDArray[np.int64]]:
-    """Return the micro-batches of `rank` for a step of blocks `ids` that `world` ranks share: int64[micro] each.
+    """Return `rank`'s micro-batches for a step of blocks `ids` among `world`: int64[micro] each.
 
-    All ranks get the same number of micro-batches, because collectives have to match. Missing blocks are `PADDING`,
-    and the shares of ranks differ by at most one block. Over all ranks, each id occurs once.
+    All ranks get the same number of micro-batches, because collectives have to match. Missing
+    blocks are `PADDING`, and the shares of ranks differ by at most one block. Over all ranks, each
+    id occurs once.
 
-    `costs` (int64[ids], in any unit) balance the ranks. Ranks wait for each other in every micro-step, so blocks of
-    similar cost share one: blocks are dealt by descending cost, one to each rank, and the costliest of each deal goes
-    to the rank with the lowest cost so far in the micro-step.
+    `costs` (int64[ids], in any unit) balance the ranks. Ranks wait for each other in every
+    micro-step, so blocks of similar cost share one: blocks are dealt by descending cost, one to
+    each rank, and the costliest of each deal goes to the rank with the lowest cost so far in the
+    micro-step.
     """
     rows = -(-len(costs) // (world * micro)) * micro
-    dealt = np.full((rows, world), -1, dtype=np.int64)  # positions in `ids` of each rank's blocks, -1 for none
+    # positions in `ids` of each rank's blocks, -1 for none
+    dealt = np.full((rows, world), -1, dtype=np.int64)
     dearest_first = np.argsort(-costs, kind="stable")
     in_micro_step, in_step = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
     for row in range(-(-len(costs) // world)):
@@ -129,13 +146,13 @@ def _locate(step: int, groups: tuple[Group, ...], batch_blocks: int) -> tuple[in
 
 
 def _period(groups: Sequence[Group]) -> int:
-    """Return the number of epochs after which epoch lengths repeat: 1 if all weights are integers."""
+    """Return after how many epochs their lengths repeat: 1 if all weights are integers."""
     return math.lcm(*(group.per_epoch.denominator for group in groups))
 
 
 @lru_cache(maxsize=128)
 def _steps_before(groups: tuple[Group, ...], batch_blocks: int, epochs: int) -> list[int]:
-    """Return the number of steps before each of the first `epochs` epochs, then their total: [epochs + 1]."""
+    """Return the steps before each of the first `epochs` epochs, then their total: [epochs + 1]."""
     used = (sum(group.used(epoch) for group in groups) for epoch in range(epochs + 1))
     steps = (-(-(end - first) // batch_blocks) for first, end in pairwise(used))
     return list(accumulate(steps, initial=0))
@@ -145,8 +162,10 @@ def _steps_before(groups: tuple[Group, ...], batch_blocks: int, epochs: int) -> 
 def _epoch_order(seed: int, epoch: int, groups: tuple[Group, ...]) -> NDArray[np.int64]:
     taken, start = [], 0
     for number, group in enumerate(groups):
-        # A group's blocks are used in a fixed cyclic order; each epoch continues where the one before it ended.
-        cycle = permutation(key_of(seed, number, 0), group.blocks)  # three parts, so that it is not the key of an epoch
+        # A group's blocks are used in a fixed cyclic order; each epoch continues where the one
+        # before it ended.
+        # three parts, so that it is not the key of an epoch
+        cycle = permutation(key_of(seed, number, 0), group.blocks)
         first, end = group.used(epoch), group.used(epoch + 1)
         taken.append(start + cycle[(first % group.blocks + np.arange(end - first)) % group.blocks])
         start += group.blocks

@@ -1,10 +1,11 @@
-"""Which samples are held out, and which share a block: pure functions of the tokenize stage's arrays.
+"""Which samples are held out, and which share a block: pure functions of tokenize's arrays.
 
 So the evaluation knows from which source a held-out document comes, though blocks do not record it.
 
-Documents are packed into bins of constant capacity: best-fit decreasing within random windows of documents. Windows
-bound the work and mix the documents; only the last few bins of a window are not nearly full. The result is two flat
-arrays, because Python objects for ten million documents would need too much memory.
+Documents are packed into bins of constant capacity: best-fit decreasing within random windows of
+documents. Windows bound the work and mix the documents; only the last few bins of a window are not
+nearly full. The result is two flat arrays, because Python objects for ten million documents would
+need too much memory.
 """
 
 from bisect import bisect_left, insort
@@ -25,7 +26,7 @@ WINDOW_DOCUMENTS = 1 << 17
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of documents: bin b holds the numbers `documents[offsets[b]:offsets[b + 1]]`, the longest document first."""
+    """Bins of documents: bin b is `documents[offsets[b]:offsets[b + 1]]`, the longest first."""
 
     documents: NDArray[np.int64]  # [documents]
     offsets: NDArray[np.int64]  # [bins + 1]
@@ -40,13 +41,16 @@ class Bins:
 
 
 def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Bins:
-    """Pack documents of `lengths` (int[documents], in tokens) into bins of at most `capacity` tokens.
+    """Pack documents of `lengths` (int[documents], tokens) into bins of at most `capacity` tokens.
 
-    Each document is in exactly one bin and is never cut. Raises DataError if one is longer than `capacity`.
+    Each document is in exactly one bin and is never cut. Raises DataError if one is longer than
+    `capacity`.
     """
     if len(lengths) and int(lengths.max()) > capacity:
         number = int(lengths.argmax())
-        raise DataError(f"document {number} has {lengths[number]} tokens, more than the {capacity} of a block")
+        raise DataError(
+            f"document {number} has {lengths[number]} tokens, more than the {capacity} of a block"
+        )
     shuffled = permutation(key_of(seed), len(lengths))
     documents, sizes = [shuffled[:0]], [shuffled[:0]]
     for window in np.array_split(shuffled, max(1, -(-len(lengths) // WINDOW_DOCUMENTS))):
@@ -89,10 +93,10 @@ DEFAULT_FRACTION = Data.model_fields["validation_fraction"].default
 
 @dataclass(frozen=True)
 class Split:
-    """The settings of a shard stage: its section, and what is held out of the samples, of which sources' weights.
+    """A shard stage's settings: its section, and what it holds out, of which sources' weights.
 
-    All samples of the last `validation_sources` sources are held out, and `fraction` of those of the others. `weights`
-    are those of the others, None if all are 1.
+    All samples of the last `validation_sources` sources are held out, and `fraction` of those of
+    the others. `weights` are those of the others, None if all are 1.
     """
 
     layout: Shard
@@ -108,7 +112,9 @@ class Split:
         validation_sources = int(left.pop(VALIDATION_SOURCES, 0))
         weights = left.pop("weights", None)
         layout = read_settings(Shard, {**left, **where})
-        return Split(layout, fraction, validation_sources, None if weights is None else tuple(weights))
+        return Split(
+            layout, fraction, validation_sources, None if weights is None else tuple(weights)
+        )
 
     def held_out(self, samples: Samples) -> NDArray[np.bool_]:
         """Return the mask of the samples that belong to validation: bool[samples]."""
@@ -123,16 +129,17 @@ class Split:
         return Bins(numbers[bins.documents], bins.offsets)
 
     def held_out_order(self, samples: Samples) -> NDArray[np.int64]:
-        """Return the number of each held-out sample in the order of the validation blocks: int64[documents]."""
+        """Return each held-out sample's number in validation block order: int64[documents]."""
         return self.pack(samples, np.flatnonzero(self.held_out(samples))).documents
 
 
 def choose_held_out(samples: Samples, fraction: float, seed: int) -> NDArray[np.bool_]:
     """Return the mask of the samples that belong to validation: bool[samples].
 
-    A conversation is held out if the hash of its first user message and its row's own system message, mixed with the
-    seed, falls below `fraction` of the hash range. So equal conversations, several answers to one question, and turns
-    of one conversation in separate rows are never on both sides, and data added later moves no sample.
+    A conversation is held out if the hash of its first user message and its row's own system
+    message, mixed with the seed, falls below `fraction` of the hash range. So equal conversations,
+    several answers to one question, and turns of one conversation in separate rows are never on
+    both sides, and data added later moves no sample.
     """
     drawn = mix(samples.prompts ^ np.uint64(key_of(seed)))
     held_out: NDArray[np.bool_] = (drawn < np.uint64(int(fraction * 2**64)))[samples.conversations]

@@ -1,8 +1,9 @@
-"""The parts of a conversation and what a chat template makes of them: whether each changes the rendered text.
+"""The parts of a conversation and whether each changes what a chat template renders.
 
-A template may leave out calls, tools, roles or texts in silence, and then the model would learn something else than
-the row says. What it renders depends on the shape of a conversation more than on its words, so a conversation of each
-shape is rendered once with a mark in the place of each text, and the marks are looked for.
+A template may leave out calls, tools, roles or texts in silence, and then the model would learn
+something else than the row says. What it renders depends on the shape of a conversation more than
+on its words, so a conversation of each shape is rendered once with a mark in the place of each
+text, and the marks are looked for.
 """
 
 import json
@@ -29,13 +30,14 @@ class TemplatePart(StrEnum):
     TOOLS = "tools"
 
 
-_KEPT = frozenset({"type", "required"})  # keys of a schema whose values decide how a template writes it
+# keys of a schema whose values decide how a template writes it
+_KEPT = frozenset({"type", "required"})
 _NAMED = frozenset({"properties"})  # keys of a schema below which names are the author's own
 
 
 @dataclass
 class Marker:
-    """Replaces each text by a mark of its own, and remembers which part of the conversation has it."""
+    """Replaces each text by its own mark, and remembers which part of the conversation has it."""
 
     part: TemplatePart = TemplatePart.MESSAGE
     marks: dict[str, TemplatePart] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Marker:
         return mark
 
     def values(self, value: Any) -> Any:
-        """Return `value` with a mark for each text and number at every depth, and for each key of the author's."""
+        """Return `value` with marks for all texts and numbers at any depth, and authors' keys."""
         if isinstance(value, dict):
             return {self.text(): self.values(item) for item in value.values()}
         if isinstance(value, list):
@@ -56,7 +58,7 @@ class Marker:
         return value if is_plain else self.text()
 
     def schema(self, value: Any) -> Any:
-        """Return a tool with a mark for each text at every depth; keys stay, because templates look for them."""
+        """Return a tool with a mark for each text at any depth; keys stay: templates read them."""
         if isinstance(value, dict):
             return {key: item if key in _KEPT else self.schema(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -80,7 +82,7 @@ class Marker:
 
 
 def shape_of(value: Any) -> Any:
-    """Return the shape of a tool or of arguments: equal shapes are rendered alike, whatever their words."""
+    """Return the shape of a tool or of arguments: equal shapes render alike, whatever the words."""
     if isinstance(value, dict):
         return frozenset((key, _shape_below(key, item)) for key, item in value.items())
     if isinstance(value, list):
@@ -99,7 +101,9 @@ def _values(value: Any) -> list[Any]:
 def kind_of(message: Message) -> tuple[Any, ...]:
     """Return what a template may distinguish in `message` beside its words."""
     calls = message.get("tool_calls") or ()
-    arguments = frozenset(frozenset(map(shape_of, _values(call["function"]["arguments"]))) for call in calls)
+    arguments = frozenset(
+        frozenset(map(shape_of, _values(call["function"]["arguments"]))) for call in calls
+    )
     return message["role"], bool(message["content"].strip()), min(2, len(calls)), arguments
 
 
@@ -114,9 +118,10 @@ class RenderedParts:
     def left_out(
         self, messages: Sequence[Message], tools: Tools, tools_shape: Any, full: str, begin: int
     ) -> TemplatePart | None:
-        """Return the first part of `messages` and `tools` that is not in `full`, their text; None if all are.
+        """Return the first part of `messages` and `tools` whose text is not in `full`, or None.
 
-        `tools_shape` is the shape of `tools`. The texts of messages before number `begin` are known to be rendered.
+        `tools_shape` is the shape of `tools`. The texts of messages before number `begin` are known
+        to be rendered.
         """
         kinds = [kind_of(message) for message in messages]
         before = [None, *kinds[:-1]]
@@ -141,14 +146,16 @@ class RenderedParts:
 
 
 def _is_in(text: str, full: str) -> bool:
-    """Return whether `full` has all of `text`, which a template may write as JSON or with other white space."""
+    """Return whether `full` has all of `text`, also as JSON or with other white space."""
     if text in full or json.dumps(text, ensure_ascii=False)[1:-1] in full:
         return True
     return all(word in full for word in text.split())
 
 
-def unrendered_default(render: Callable[..., str], system: Sequence[Message], tools: Tools) -> str | None:
-    """Return which key of the config the template of `render` leaves out: `tools`, `system`, or None."""
+def unrendered_default(
+    render: Callable[..., str], system: Sequence[Message], tools: Tools
+) -> str | None:
+    """Return which config key the template of `render` leaves out: `tools`, `system`, or None."""
     question: list[Message] = [*system, {"role": "user", "content": "A question."}]
     try:
         full = render(question, tools)
@@ -166,7 +173,8 @@ _BARRED = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # how control tokens are w
 def control_tokens_of(render: Callable[..., str], added: Collection[str]) -> set[str]:
     """Return those of the `added` tokens that the template of `render` writes for turns.
 
-    R1's tokenizer does not call <｜User｜> special. Tags such as <think> are not among them: rows may hold them.
+    R1's tokenizer does not call <｜User｜> special. Tags such as <think> are not among them: rows may
+    hold them.
     """
     call = {"type": "function", "function": {"name": "a_name", "arguments": {}}}
     messages: list[Message] = [

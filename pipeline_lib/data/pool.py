@@ -1,8 +1,9 @@
-"""Worker processes that run untrusted code (a model's chat template) within limits and return results in order.
+"""Worker processes that run untrusted code (a chat template) in limits, with ordered results.
 
-Results arrive in the order of their tasks for any number of workers. A worker that dies, hangs or exceeds its limits
-becomes a `WorkerLost` that names the item it worked on. No worker outlives the process that started it. The number of
-tasks in flight is bounded, and so is the memory. This is no protection against kernel exploits.
+Results arrive in the order of their tasks for any number of workers. A worker that dies, hangs or
+exceeds its limits becomes a `WorkerLost` that names the item it worked on. No worker outlives the
+process that started it. The number of tasks in flight is bounded, and so is the memory. This is no
+protection against kernel exploits.
 """
 
 import ctypes
@@ -27,9 +28,9 @@ from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.signals import handle_stops
 
-# The worker side: load the state, then answer tasks.
-# A chat template is untrusted code. The kernel limits the memory of the process and the CPU time of each piece of
-# work, so that an endless loop or a memory bomb in a template costs no more than a worker.
+# The worker side: load the state, then answer tasks. A chat template is untrusted code. The kernel
+# limits the memory of the process and the CPU time of each piece of work, so that an endless loop
+# or a memory bomb in a template costs no more than a worker.
 
 State = TypeVar("State")
 Result = TypeVar("Result")
@@ -41,8 +42,9 @@ NOWHERE = -1  # the position of a worker that runs no untrusted code
 class Limits:
     """The resources that a worker may use before it is killed."""
 
-    # Address space beyond what the worker has after loading. The longest line that is read takes some 1.5 GiB, unless
-    # it has to go whole through `tokenizers`, which takes 0.2 GiB for a million characters.
+    # Address space beyond what the worker has after loading. The longest line that is read takes
+    # some 1.5 GiB, unless it has to go whole through `tokenizers`, which takes 0.2 GiB for a
+    # million characters.
     memory_bytes: int = 4 << 30
     cpu_s: float = 10.0  # CPU time of one guarded piece of work
     cpu_s_per_mb: float = 2.0  # and for each MB of its input
@@ -51,21 +53,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class Guard:
-    """A worker's guard: it publishes the item in work, and the kernel ends the process when that takes too long."""
+    """A worker's guard: it publishes its item, and the kernel ends the process after too long."""
 
     cursor: Any  # the position for the parent to read
     limits: Limits
 
     @contextmanager
     def at(self, position: int, size_bytes: int = 0) -> Iterator[None]:
-        """Guard work on item number `position` of the task, of `size_bytes`: the kernel limits its CPU time."""
+        """Guard work on the task's item `position`, of `size_bytes`: the kernel limits CPU time."""
         self.cursor.value = position
-        signal.setitimer(signal.ITIMER_PROF, self.limits.cpu_s + size_bytes / 1e6 * self.limits.cpu_s_per_mb)
+        signal.setitimer(
+            signal.ITIMER_PROF, self.limits.cpu_s + size_bytes / 1e6 * self.limits.cpu_s_per_mb
+        )
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        self.cursor.value = NOWHERE  # not in `finally`: after a failure the parent still reads the position
+        self.cursor.value = (
+            NOWHERE  # not in `finally`: after a failure the parent still reads the position
+        )
 
 
 # Work for a worker: picklable. `Pool.map` raises its PipelineError again in the parent.
@@ -79,8 +85,8 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
     die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain the user's data
     native = ctypes.CDLL(None)
-    # There is one worker for each core, so native libraries must start no threads. `load` is unpickled after this,
-    # because that imports the libraries that read these variables.
+    # There is one worker for each core, so native libraries must start no threads. `load` is
+    # unpickled after this, because that imports the libraries that read these variables.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         native.setenv(name.encode(), b"1", 1)
     native.setenv(b"TOKENIZERS_PARALLELISM", b"false", 1)
@@ -106,18 +112,24 @@ def serve(connection: Connection, cursor: Any, load: bytes, limits: Limits, pare
             with _PanicForMemory():
                 connection.send(task(state, guard))
         except MemoryError:
-            connection.send(MemoryError())  # a new one: the frames of the original keep the memory alive
+            # a new one: the frames of the original keep the memory alive
+            connection.send(MemoryError())
         except PipelineError as error:
             connection.send(error)
 
 
 class _PanicForMemory:
-    """A block in which a panic of Rust for want of memory is a MemoryError; its class cannot be imported."""
+    """A block that turns Rust's panic for lack of memory into MemoryError.
+
+    The panic's class cannot be imported.
+    """
 
     def __enter__(self) -> None:
         """Do nothing."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """Raise MemoryError in the place of the panic."""
         if kind is not None and kind.__name__ == "PanicException" and "memory" in str(error):
             raise MemoryError from error
@@ -127,7 +139,9 @@ class _PanicForMemory:
 
 # Spawned, not forked: the parent may have threads and use a GPU.
 _CONTEXT = multiprocessing.get_context("spawn")
-TASKS_PER_WORKER = 4  # the most tasks in flight per worker, from reading a task to yielding its result
+TASKS_PER_WORKER = (
+    4  # the most tasks in flight per worker, from reading a task to yielding its result
+)
 _POLL_S = 2.0
 
 
@@ -143,7 +157,7 @@ class LossCause(StrEnum):
 
 @dataclass(eq=False)
 class WorkerLost(Exception):
-    """The loss of a worker: `task` is what it worked on, `position` the item of the task; None if there was none."""
+    """A worker's loss: `task` is what it worked on, `position` the task's item, or None."""
 
     cause: LossCause
     detail: str
@@ -175,9 +189,14 @@ class _Worker:
 
 
 class Pool(Generic[State]):
-    """Worker processes that each `load()` their own state and then run tasks on it. Use in a `with` block."""
+    """Worker processes that each `load()` their own state and then run tasks on it.
 
-    def __init__(self, load: Callable[[], State], workers: int, limits: Limits | None = None) -> None:
+    Use in a `with` block.
+    """
+
+    def __init__(
+        self, load: Callable[[], State], workers: int, limits: Limits | None = None
+    ) -> None:
         """Prepare `workers` processes; `load` must be picklable."""
         self._load = load
         self._count = workers
@@ -205,14 +224,16 @@ class Pool(Generic[State]):
     ) -> Iterator[Result]:
         """Yield the result of each task, in order. `tasks` is read as workers become free.
 
-        If the worker of a task is lost, the task that `replace` returns is run in its place. Raises WorkerLost if it
-        returns None, or the PipelineError that a task raised, in place of the result.
+        If the worker of a task is lost, the task that `replace` returns is run in its place. Raises
+        WorkerLost if it returns None, or the PipelineError that a task raised, in place of the
+        result.
         """
         on_their_way: dict[int, Task[State, Result]] = {}
         replies: dict[int, Any] = {}
         again: list[int] = []  # numbers of tasks that replace others
         numbered = enumerate(tasks)
-        following = next(numbered, None)  # read ahead, so that a worker that becomes free need not wait for the disk
+        # read ahead, so that a worker that becomes free need not wait for the disk
+        following = next(numbered, None)
         turn = 0
         while on_their_way or following is not None:
             while worker := next((worker for worker in self._workers if worker.idle), None):
@@ -225,7 +246,9 @@ class Pool(Generic[State]):
                     following = next(numbered, None)
                 else:
                     break
-            for number, reply in self._replies(on_their_way, 0 if turn in replies else self._poll_s).items():
+            for number, reply in self._replies(
+                on_their_way, 0 if turn in replies else self._poll_s
+            ).items():
                 task = replace(reply) if isinstance(reply, WorkerLost) else None
                 if task is None:
                     replies[number] = reply
@@ -256,16 +279,19 @@ class Pool(Generic[State]):
         return _Worker(process, ours, cursor)
 
     def _replies(self, tasks: dict[int, Task[State, Any]], timeout_s: float) -> dict[int, Any]:
-        """Wait for a reply, at most `timeout_s`; return the replies and WorkerLost errors by number of the task."""
+        """Wait at most `timeout_s`; return the replies and WorkerLost errors by task number."""
         begun_s = time.monotonic()
         ready = wait([worker.connection for worker in self._workers], timeout_s)
-        waited_s = min(time.monotonic() - begun_s, self._poll_s)  # a suspended machine does not make workers silent
+        # a suspended machine does not make workers silent
+        waited_s = min(time.monotonic() - begun_s, self._poll_s)
         replies = {}
         for worker in list(self._workers):
             if worker.connection in ready:
                 reply = self._receive(worker, tasks)
             elif self._is_silent(worker, waited_s):
-                reply = self._lost(worker, tasks, LossCause.SILENT, f"no progress in {self._limits.silence_s:g} s")
+                reply = self._lost(
+                    worker, tasks, LossCause.SILENT, f"no progress in {self._limits.silence_s:g} s"
+                )
             else:
                 continue
             if worker.number is not None:
@@ -280,9 +306,13 @@ class Pool(Generic[State]):
             reply = worker.connection.recv()
         except (EOFError, OSError):
             worker.process.join()
-            return self._lost(worker, tasks, *_cause_of_death(worker.process.exitcode or 0, self._limits))
+            return self._lost(
+                worker, tasks, *_cause_of_death(worker.process.exitcode or 0, self._limits)
+            )
         if isinstance(reply, MemoryError):
-            return self._lost(worker, tasks, LossCause.MEMORY, _memory_text(self._limits), dead=False)
+            return self._lost(
+                worker, tasks, LossCause.MEMORY, _memory_text(self._limits), dead=False
+            )
         return reply
 
     def _is_silent(self, worker: _Worker, waited_s: float) -> bool:

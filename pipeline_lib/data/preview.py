@@ -1,4 +1,7 @@
-"""The preview: samples from all sources as text, cut where supervision begins and ends, to show what is trained on."""
+"""The preview: samples from all sources as text, cut where supervision begins and ends.
+
+It shows what is trained on.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +23,19 @@ class Preview:
     """A task for a worker, which has the tokenizer: decode the samples of the preview."""
 
     sources: Sequence[str]  # [samples], the name of each sample's source
-    samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]  # tokens and their supervision mask
+    # tokens and their supervision mask
+    samples: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]
 
     def __call__(self, state: Encoder, guard: Guard) -> list[dict[str, Any]]:
-        """Return the content of preview.json: source, number of tokens and pieces of each sample."""
+        """Return preview.json's content: source, number of tokens and pieces of each sample."""
         entries = []
         for source, (tokens, supervised) in zip(self.sources, self.samples, strict=True):
             bounds = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(tokens)]
             pieces = [
                 {
-                    "text": state.tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False),
+                    "text": state.tokenizer.decode(
+                        tokens[start:end].tolist(), skip_special_tokens=False
+                    ),
                     "supervised": bool(supervised[start]),
                 }
                 for start, end in pairwise(bounds)
@@ -39,13 +45,18 @@ class Preview:
 
 
 def preview_of(samples: Samples, names: Sequence[str]) -> Preview:
-    """Return the preview of the first sources, `names`: at least one sample of each, the rest in proportion to size."""
+    """Return the preview of the first sources, `names`: a sample each, the rest by size.
+
+    Each gets at least one sample; the rest is in proportion to size.
+    """
     sizes = np.diff(samples.source_offsets)[: len(names)]
     counts = np.minimum(sizes, 1)
     while counts.sum() < min(PREVIEW_SAMPLES, sizes.sum()):  # D'Hondt's method
         counts[np.argmax(np.where(counts < sizes, sizes / (counts + 1), 0.0))] += 1
     sources, arrays = [], []
-    for name, first, size, count in zip(names, samples.source_offsets[: len(names)], sizes, counts, strict=True):
+    for name, first, size, count in zip(
+        names, samples.source_offsets[: len(names)], sizes, counts, strict=True
+    ):
         for number in np.linspace(first, first + size - 1, count):
             document = samples[int(number)]
             sources.append(name)

@@ -1,15 +1,17 @@
 """Reads the rows of a parquet or Arrow file as plain values, a few at a time.
 
-Arrow files are those of `datasets` (IPC streams) and of Feather (IPC files). They are memory-mapped, so rows become
-values without a copy of the file in memory, unless its batches are compressed.
+Arrow files are those of `datasets` (IPC streams) and of Feather (IPC files). They are
+memory-mapped, so rows become values without a copy of the file in memory, unless its batches are
+compressed.
 
-Arrow gives every struct of a column all keys that any row has, and null where a row lacks one. So a null in a struct
-means a missing key and is left out; in maps and lists it is a value.
+Arrow gives every struct of a column all keys that any row has, and null where a row lacks one. So a
+null in a struct means a missing key and is left out; in maps and lists it is a value.
 
-A text that a row group stores once can be the value of all its rows, so a small file may decompress to any size. No
-value is larger than its decompressed row group, so the number of rows read at a time fits MAX_LINE_BYTES even if each
-is that large. This does not bound a single row whose list repeats a stored text: it is rejected, but only after it was
-decompressed. Import this module only where there is such a file: pyarrow takes memory and starts a thread.
+A text that a row group stores once can be the value of all its rows, so a small file may decompress
+to any size. No value is larger than its decompressed row group, so the number of rows read at a
+time fits MAX_LINE_BYTES even if each is that large. This does not bound a single row whose list
+repeats a stored text: it is rejected, but only after it was decompressed. Import this module only
+where there is such a file: pyarrow takes memory and starts a thread.
 """
 
 import json
@@ -41,14 +43,16 @@ _MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh", "BioStructure")
 
 
 def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
-    """Yield each row of `path`, which messages call `name`, and the fraction of the file that is read with it.
+    """Yield each row of `path`, which messages call `name`, and the fraction of the file read.
 
     Raises DataError if the file is damaged, not whole or repeats a column.
     """
     is_parquet = _is_parquet(path)
     number, read = 0, 0.0
     try:
-        for batch, fraction in _parquet_batches(path, name) if is_parquet else _arrow_batches(path, name):
+        for batch, fraction in (
+            _parquet_batches(path, name) if is_parquet else _arrow_batches(path, name)
+        ):
             if not number:
                 cleaners = {field.name: _cleaner(field.type) for field in batch.schema}
             for position, (value, bad) in enumerate(_values(batch), 1):
@@ -60,7 +64,9 @@ def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
             read = fraction
     except (pa.ArrowException, OSError) as error:
         reason, kind = str(error).partition("\n")[0], "parquet" if is_parquet else "Arrow"
-        raise DataError(f"{name}: not {kind}, or damaged, after row {number}: {reason}; get the file again") from error
+        raise DataError(
+            f"{name}: not {kind}, or damaged, after row {number}: {reason}; get the file again"
+        ) from error
 
 
 def _is_parquet(path: Path) -> bool:
@@ -69,7 +75,9 @@ def _is_parquet(path: Path) -> bool:
 
 def _parquet_batches(path: Path, name: str) -> Iterator[tuple[Any, float]]:
     """Yield batches of a few rows, and the fraction of the file that is read with each."""
-    with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as file:
+    with pq.ParquetFile(
+        path, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True
+    ) as file:
         _refuse_repeated(file.schema_arrow, name)
         rows = 0
         for group in range(file.metadata.num_row_groups):
@@ -81,7 +89,10 @@ def _parquet_batches(path: Path, name: str) -> Iterator[tuple[Any, float]]:
 
 
 def _arrow_batches(path: Path, name: str) -> Iterator[tuple[Any, float]]:
-    """Yield the same of an Arrow file. Raises DataError if a stream has no end: rows would be missing."""
+    """Yield the same of an Arrow file.
+
+    Raises DataError if a stream has no end: rows would be missing.
+    """
     with pa.memory_map(str(path)) as source:
         if _is_arrow_file(source):
             file = pa.ipc.open_file(source)
@@ -113,12 +124,20 @@ def _is_arrow_file(source: Any) -> bool:
 
 def _slices(batch: Any) -> Iterator[tuple[Any, float]]:
     """Yield a few rows of `batch` at a time, and the fraction of it that is read with them."""
-    batch.validate(full=True)  # its offsets are used as they are, so wrong ones would read any memory
+    # its offsets are used as they are, so wrong ones would read any memory
+    batch.validate(full=True)
     for begin in range(0, batch.num_rows, BATCH_ROWS):
         few = batch.slice(begin, BATCH_ROWS)
-        # A dictionary counts as a whole for the size of each row, however few of its texts they use.
-        columns = [column.dictionary_decode() if _is_dictionary(column) else column for column in few.columns]
-        yield pa.RecordBatch.from_arrays(columns, names=few.schema.names), (begin + few.num_rows) / batch.num_rows
+        # A dictionary counts as a whole for the size of each row, however few of its texts they
+        # use.
+        columns = [
+            column.dictionary_decode() if _is_dictionary(column) else column
+            for column in few.columns
+        ]
+        yield (
+            pa.RecordBatch.from_arrays(columns, names=few.schema.names),
+            (begin + few.num_rows) / batch.num_rows,
+        )
 
 
 def _is_dictionary(column: Any) -> bool:
@@ -135,7 +154,7 @@ def _refuse_repeated(schema: Any, name: str) -> None:
 def _without_filling(
     value: dict[str, Any], cleaners: Mapping[str, Cleaner | None]
 ) -> tuple[dict[str, Any] | None, BadRow | None]:
-    """Return the row without the nulls that Arrow filled in, or why it is bad: JSON in it may not parse."""
+    """Return the row without nulls from Arrow, or why it is bad: its JSON may not parse."""
     try:
         return {key: _cleaned(item, cleaners[key]) for key, item in value.items()}, None
     except ValueError as error:
@@ -157,27 +176,43 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRow | None]]:
 
 def _value(row: Any) -> tuple[Any, BadRow | None]:
     if row.nbytes > read_json.MAX_LINE_BYTES:
-        return None, BadRow(Reason.LINE_TOO_LONG, f"more than {read_json.MAX_LINE_BYTES} bytes in one row")
+        return None, BadRow(
+            Reason.LINE_TOO_LONG, f"more than {read_json.MAX_LINE_BYTES} bytes in one row"
+        )
     try:
         return row.to_pylist(maps_as_pydicts="strict")[0], None
     except UnicodeDecodeError as error:
-        return None, BadRow(Reason.BAD_UTF8, f"text that is not UTF-8: {error.reason} at byte {error.start + 1} of it")
-    except (ValueError, KeyError, OverflowError) as error:  # a map with a key twice, a date before Christ
+        return None, BadRow(
+            Reason.BAD_UTF8,
+            f"text that is not UTF-8: {error.reason} at byte {error.start + 1} of it",
+        )
+    except (
+        ValueError,
+        KeyError,
+        OverflowError,
+    ) as error:  # a map with a key twice, a date before Christ
         return None, BadRow(Reason.BAD_VALUE, str(error).partition("\n")[0])
 
 
 def schema_names(path: Path) -> set[str]:
-    """Return the names of the columns of the file `path`, and of the fields of their structs. Raises DataError."""
+    """Return the names of the columns of the file `path`, and of the fields of their structs.
+
+    Raises DataError.
+    """
     return set(_names(pa.struct(list(_schema(path)))))
 
 
 def media_columns(path: Path) -> dict[str, str]:
-    """Return the columns, and keys in them, that hold pictures, sound or the like by the features of `datasets`.
+    """Return the columns, and keys in them, that hold pictures, sound or the like by `datasets`.
+
+    The features in its metadata tell.
 
     The value is the name of the feature: `Image`. Raises DataError.
     """
     try:
-        features = json.loads((_schema(path).metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        features = json.loads((_schema(path).metadata or {}).get(b"huggingface", b"{}"))["info"][
+            "features"
+        ]
     except (ValueError, TypeError, LookupError, RecursionError):
         return {}
     return dict(_media(features, ""))
@@ -195,15 +230,22 @@ def _media(features: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _schema(path: Path) -> Any:
-    """Return the schema of the file `path`, of which no row is read. Raises DataError if it does not read."""
+    """Return the schema of the file `path`, of which no row is read.
+
+    Raises DataError if it does not read.
+    """
     try:
         if _is_parquet(path):
             return pq.read_schema(path)
         with pa.memory_map(str(path)) as source:
-            return (pa.ipc.open_file if _is_arrow_file(source) else pa.ipc.open_stream)(source).schema
+            return (pa.ipc.open_file if _is_arrow_file(source) else pa.ipc.open_stream)(
+                source
+            ).schema
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise DataError(f"{path}: the schema does not read: {reason}; get the file again") from error
+        raise DataError(
+            f"{path}: the schema does not read: {reason}; get the file again"
+        ) from error
 
 
 def _names(kind: Any) -> Iterator[str]:
@@ -220,7 +262,7 @@ def _names(kind: Any) -> Iterator[str]:
 
 
 def _cleaner(kind: Any) -> Cleaner | None:
-    """Return a function that removes nulls from the structs in a value of type `kind`, and parses its JSON.
+    """Return a function that removes nulls from structs in a `kind` value, and parses its JSON.
 
     Return None if it has neither.
     """

@@ -1,7 +1,7 @@
-"""Read data files row by row in bounded memory: .json, .jsonl and .csv, each also with .gz, .parquet and .arrow.
+"""Read data files by row in bounded memory: .json, .jsonl, .csv (also .gz), .parquet and .arrow.
 
-Every row is yielded with its position, and with the reason if it is unusable; no row is lost. `value_of` parses the
-JSON, so that workers can parse rows in parallel.
+Every row is yielded with its position, and with the reason if it is unusable; no row is lost.
+`value_of` parses the JSON, so that workers can parse rows in parallel.
 """
 
 import gzip
@@ -43,7 +43,10 @@ ROWS_PER_UPDATE = 256  # of fraction_read
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that cannot be used, with its beginning. Credentials in `detail` and `excerpt` are masked."""
+    """A row that cannot be used, with its beginning.
+
+    Credentials in `detail` and `excerpt` are masked.
+    """
 
     reason: Reason
     detail: str
@@ -57,7 +60,10 @@ class Rejected:
 
 
 class CorpusFile:
-    """An iterable over the rows of one file, in order. `fraction_read` is the progress, from 0 to 1."""
+    """An iterable over the rows of one file, in order.
+
+    `fraction_read` is the progress, from 0 to 1.
+    """
 
     def __init__(self, path: Path, name: str | None = None, own_keys: Collection[str] = ()) -> None:
         """Read from `path`, whose suffix determines its file type; messages call it `name`.
@@ -71,7 +77,10 @@ class CorpusFile:
         self._is_columnar = path.suffix.lower() in (".parquet", ".arrow")
 
     def __iter__(self) -> Iterator[RawRow]:
-        """Yield all rows. Raises DataError if the file has no rows, has an unknown type, or is damaged."""
+        """Yield all rows.
+
+        Raises DataError if the file has no rows, has an unknown type, or is damaged.
+        """
         number = 0
         for row in self._columns() if self._is_columnar else self._text():
             number += 1
@@ -81,7 +90,10 @@ class CorpusFile:
         self.fraction_read = 1.0
 
     def schema_names(self) -> set[str]:
-        """Return the names of columns and keys in the file's schema; empty unless the file is parquet or Arrow."""
+        """Return the names of columns and keys in the file's schema, if parquet or Arrow.
+
+        It is empty for other files.
+        """
         if not self._is_columnar:
             return set()
         from pipeline_lib.data.read_arrow import schema_names
@@ -89,7 +101,10 @@ class CorpusFile:
         return schema_names(self.path)
 
     def refuse_media(self, ignored: Collection[str]) -> None:
-        """Raise DataError if a column or key that is not among `ignored` holds pictures or sound by the schema."""
+        """Raise DataError if a column or key holds media by the schema and is not `ignored`.
+
+        Media are pictures and sound.
+        """
         if not self._is_columnar:
             return
         from pipeline_lib.data.read_arrow import media_columns
@@ -97,7 +112,8 @@ class CorpusFile:
         for key, kind in media_columns(self.path).items():
             if key not in ignored:
                 raise DataError(
-                    f"{self.name}: {key!r} is of type {kind}, by the features that `datasets` wrote: only text is "
+                    f"{self.name}: {key!r} is of type {kind}, by the features that `datasets` "
+                    "wrote: only text is "
                     f"supported; to leave it out set columns: {{{key}: {IGNORE}}}"
                 )
 
@@ -130,12 +146,16 @@ class CorpusFile:
             name = name.removesuffix(".gz")
             file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=stored)), 1 << 16)
         if wide := utf_16_name(file.peek(4)[:4]):
-            raise DataError(f"{self.name}: the text is UTF-16; convert the file to UTF-8: iconv -f {wide} -t UTF-8")
+            raise DataError(
+                f"{self.name}: the text is UTF-16; convert the file to UTF-8: iconv -f {wide} -t "
+                "UTF-8"
+            )
         if name.endswith(".csv"):
             return records(file, self.name)
         if not name.endswith((".json", ".jsonl")):
             raise DataError(
-                f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), .parquet or .arrow; rename it"
+                f"{self.name}: expected .json, .jsonl or .csv (each also with .gz), .parquet or "
+                ".arrow; rename it"
             )
         head = _head_of(file)
         form = form_of(head, self._own_keys)
@@ -154,13 +174,20 @@ class CorpusFile:
         if first == b"{":
             return self._lines(file, checked=True)
         if first != b"[":
-            what = "the file is empty" if not first else f"begins with {first.decode(errors='replace')!r}"
+            what = (
+                "the file is empty"
+                if not first
+                else f"begins with {first.decode(errors='replace')!r}"
+            )
             problem = f"{what}; expected an array of rows, or one object a line"
             raise DataError(f"{self.name}: {problem}; mend it, or remove it from the config")
         return iter(JsonArray(file, self.name))
 
     def _lines(self, file: BinaryIO, *, checked: bool = False) -> Iterator[RawRow]:
-        """Yield the rows of a file with one row a line. If `checked`, raise DataError unless the first line is JSON."""
+        """Yield the rows of a file with one row a line.
+
+        If `checked`, raise DataError unless the first line is JSON.
+        """
         is_first = True
         for line in lines(file):
             if line.text.strip() or line.bad:
@@ -170,11 +197,19 @@ class CorpusFile:
                         json.JSONDecoder(strict=False).decode(line.text.decode(errors="replace"))
                     except (ValueError, RecursionError) as error:
                         problem = "begins with an object that is not whole on its line"
-                        remedy = "a .json file has to be one array of rows, [{...}, ...], or to have one object a line"
-                        raise DataError(f"{self.name}:{line.number}: {problem}; {remedy}") from error
-                elif is_first and line.text.lstrip().startswith(b"[") and not _is_of_turns(line.text):
+                        remedy = (
+                            "a .json file has to be one array of rows, [{...}, ...], or to "
+                            "have one object a line"
+                        )
+                        raise DataError(
+                            f"{self.name}:{line.number}: {problem}; {remedy}"
+                        ) from error
+                elif (
+                    is_first and line.text.lstrip().startswith(b"[") and not _is_of_turns(line.text)
+                ):
                     bad = BadRow(
-                        Reason.NOT_AN_OBJECT, "begins with '[': a file that is one array is called .json; rename it"
+                        Reason.NOT_AN_OBJECT,
+                        "begins with '[': a file that is one array is called .json; rename it",
                     )
                 is_first = False
                 place = RowPosition(self.name, line=line.number, byte_offset=line.byte_offset)
@@ -184,7 +219,8 @@ class CorpusFile:
 def count_rows(path: Path, own_keys: Collection[str] = ()) -> int:
     """Return the number of rows in the file at `path`, unusable ones too; all of it is read.
 
-    `own_keys` are the keys of rows that the config names. Raises DataError as CorpusFile does, and OSError.
+    `own_keys` are the keys of rows that the config names. Raises DataError as CorpusFile does, and
+    OSError.
     """
     return sum(1 for _ in CorpusFile(path, own_keys=own_keys))
 
@@ -227,9 +263,15 @@ def _json_remedy(text: bytes) -> str:
     if b"\r" in text:
         return "; lines that end in CR alone are not told apart: let them end in LF"
     if _PYTHON.match(text):
-        return "; this is an object as Python prints it, in single quotes: write each row with json.dumps"
+        return (
+            "; this is an object as Python prints it, in single quotes: write each row with "
+            "json.dumps"
+        )
     if text in (b"{", b"[", b"}", b"]", b"},"):
-        return "; an object goes over several lines: write one row a line, or one array into a .json file"
+        return (
+            "; an object goes over several lines: write one row a line, or one array into a "
+            ".json file"
+        )
     return ""
 
 

@@ -1,6 +1,7 @@
-"""Rows with their positions, and the reading of lines and of JSON over several lines in bounded memory.
+"""Rows with their positions, and reading lines and multi-line JSON in bounded memory.
 
-Text that is not UTF-8 is not converted: errors name the probable encoding and the command that converts the file.
+Text that is not UTF-8 is not converted: errors name the probable encoding and the command that
+converts the file.
 """
 
 import codecs
@@ -18,7 +19,9 @@ from pipeline_lib.data.conversations import BadRow, Reason
 
 @dataclass(frozen=True)
 class RowPosition:
-    """The position of a row: its first line, or its number in an array or table, from 1; its first byte if known.
+    """A row's position: its first line, or its number in an array or table, from 1.
+
+    Its first byte is given if it is known.
 
     In a compressed file, byte offsets refer to the decompressed data.
     """
@@ -29,7 +32,9 @@ class RowPosition:
     byte_offset: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line is not None else f"{self.file}: row {self.row}"
+        return (
+            f"{self.file}:{self.line}" if self.line is not None else f"{self.file}: row {self.row}"
+        )
 
 
 @dataclass(frozen=True)
@@ -56,18 +61,24 @@ _UTF_16 = {
 
 
 def utf_16_name(beginning: bytes) -> str | None:
-    """Return the UTF-16 variant of a file from its first 4 bytes (byte order mark or zero bytes); None if no UTF-16."""
+    """Return a file's UTF-16 variant from its first 4 bytes (mark or zero bytes), or None."""
     return next((name for name, pattern in _UTF_16.items() if pattern.match(beginning)), None)
 
 
 def guess(text: bytes) -> str:
-    """Return the probable encoding of `text`, which is not UTF-8, and the command that converts its file."""
+    """Return the probable encoding of the non-UTF-8 `text`, and the command that converts it."""
     if (zero := text.find(b"\0")) >= 0:  # one of the two bytes of each character that ASCII has
-        return f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} -t UTF-8"
-    # In GBK text nearly all characters are two bytes above 127; in Western text two such bytes rarely touch.
+        return (
+            f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} "
+            "-t "
+            "UTF-8"
+        )
+    # In GBK text nearly all characters are two bytes above 127; in Western text two such bytes
+    # rarely touch.
     runs = _HIGH.findall(text)
     if 2 * sum(len(run) for run in runs if len(run) > 1) > sum(map(len, runs)):
-        with suppress(UnicodeDecodeError):  # `text` may be cut at its end, which the incremental decoder accepts
+        # `text` may be cut at its end, which the incremental decoder accepts
+        with suppress(UnicodeDecodeError):
             codecs.getincrementaldecoder("gb18030")().decode(text)
             return "the file is probably GBK: iconv -f GB18030 -t UTF-8"
     return "the file is probably Windows-1252 or Latin-1: iconv -f CP1252 -t UTF-8"
@@ -76,13 +87,17 @@ def guess(text: bytes) -> str:
 # Reads lines of bytes with their positions, in bounded memory however long a line is.
 
 BOM = b"\xef\xbb\xbf"
-MAX_LINE_BYTES = 64 << 20  # limit for a line, and for a row in file types where a row may span several lines
+# limit for a line, and for a row in file types where a row may span several lines
+MAX_LINE_BYTES = 64 << 20
 KEPT_BYTES = 4096  # kept of a line that is too long, to show how it begins
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line with its line ending; `number` counts from 1. A line that is too long is cut, and `bad` is set."""
+    """A line with its line ending; `number` counts from 1.
+
+    A line that is too long is cut, and `bad` is set.
+    """
 
     number: int
     byte_offset: int
@@ -91,7 +106,10 @@ class Line:
 
 
 def lines(file: BinaryIO) -> Iterator[Line]:
-    """Yield all lines of `file`, blank ones included, without a byte order mark; the last needs no line ending."""
+    """Yield all lines of `file`, also blank ones, without a byte order mark.
+
+    The last needs no line ending.
+    """
     offset = 0
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -100,7 +118,9 @@ def lines(file: BinaryIO) -> Iterator[Line]:
         bad = None
         if size_bytes > MAX_LINE_BYTES:
             ends = "; its lines may end in CR alone" if b"\r" in raw[:KEPT_BYTES] else ""
-            bad = BadRow(Reason.LINE_TOO_LONG, f"more than {MAX_LINE_BYTES} bytes in one line{ends}")
+            bad = BadRow(
+                Reason.LINE_TOO_LONG, f"more than {MAX_LINE_BYTES} bytes in one line{ends}"
+            )
             part = raw
             while part and not part.endswith(b"\n"):
                 part = file.readline(1 << 20)
@@ -113,7 +133,17 @@ def lines(file: BinaryIO) -> Iterator[Line]:
 # The form of a file: how its rows stand in it, by its beginning.
 
 HEAD_BYTES = 1 << 20
-WRAPPERS = ("data", "rows", "train", "examples", "instances", "samples", "records", "items", "dataset")
+WRAPPERS = (
+    "data",
+    "rows",
+    "train",
+    "examples",
+    "instances",
+    "samples",
+    "records",
+    "items",
+    "dataset",
+)
 _WRAPPED = re.compile(r'\s*\{\s*"(\w+)"\s*:\s*\[\s*(?=\{)')
 _ROLES = ("role", "from")  # keys of turns
 
@@ -128,7 +158,7 @@ class Form(StrEnum):
 
 
 def form_of(head: bytes, own_keys: Collection[str]) -> Form:
-    """Return the form of a file with rows of JSON that begins with `head`: LINES if no other is clear.
+    """Return the form of a file with JSON rows that begins with `head`: LINES if none is clear.
 
     `own_keys` are keys of rows, which wrap no rows.
     """
@@ -142,7 +172,9 @@ def form_of(head: bytes, own_keys: Collection[str]) -> Form:
         is_cut = error.pos >= len(line.rstrip()) and not error.msg.startswith("Unterminated")
         if _is_wrapped(text, own_keys) and (is_cut or not more):
             return Form.WRAPPED
-        is_over_lines = is_cut and bool(more) and text.startswith("{") and _begins_with_value(text, len(head))
+        is_over_lines = (
+            is_cut and bool(more) and text.startswith("{") and _begins_with_value(text, len(head))
+        )
         return Form.SEQUENCE if is_over_lines else Form.LINES
     except RecursionError:
         return Form.LINES
@@ -159,7 +191,7 @@ def _begins_with_value(text: str, read_bytes: int) -> bool:
 
 
 def _is_wrapped(text: str, own_keys: Collection[str]) -> bool:
-    """Return whether `text` begins with an object whose first key holds rows, and not the turns of a row."""
+    """Return whether `text` begins with an object whose first key holds rows, not turns."""
     found = _WRAPPED.match(text)
     if found is None or found[1] not in WRAPPERS or found[1] in own_keys:
         return False
@@ -170,18 +202,21 @@ def _is_wrapped(text: str, own_keys: Collection[str]) -> bool:
     return not any(key in first for key in _ROLES)
 
 
-# Splits one large JSON array, or a sequence of objects, into its elements, a chunk of the file at a time.
-# Elements are returned as bytes. The decoder only finds where they end: it accepts errors that affect a single
-# element (NaN, a control character, a byte that is not UTF-8), so that only that row is rejected later.
+# Splits one large JSON array, or a sequence of objects, into its elements, a chunk of the file at a
+# time. Elements are returned as bytes. The decoder only finds where they end: it accepts errors
+# that affect a single element (NaN, a control character, a byte that is not UTF-8), so that only
+# that row is rejected later.
 
 CHUNK_BYTES = 1 << 16
 _SPACE = re.compile(r"[ \t\r\n]*")
 _ANY_VALUE = json.JSONDecoder(parse_int=str, parse_float=str, strict=False)  # numbers of any size
-_LONGEST_WORD = 16  # characters; a value or an error this near the end of the text may be an effect of the cut
+_LONGEST_WORD = (
+    16  # characters; a value or an error this near the end of the text may be an effect of the cut
+)
 
 
 class JsonArray:
-    """An iterable over the elements of the JSON array in a file, as rows with the text of an element each.
+    """An iterable over a file's JSON array elements, as rows with the text of one element each.
 
     The array may be wrapped, or a sequence without brackets.
     """
@@ -198,7 +233,10 @@ class JsonArray:
         self._offset, self._line, self._column = 0, 1, 1  # position of `_at` in the file
 
     def __iter__(self) -> Iterator[RawRow]:
-        """Yield all elements in order. Raises DataError with line and column where the file is not a JSON array."""
+        """Yield all elements in order.
+
+        Raises DataError with line and column where the file is not a JSON array.
+        """
         if self._peek() == "\ufeff":
             self._offset += len(self._take(self._at + 1))
             self._column = 1
@@ -222,7 +260,10 @@ class JsonArray:
         self._expect("]")
         if self._form == Form.WRAPPED:
             if self._peek() == ",":
-                raise self._error("the object holds more than its list of rows: write that list alone, [{...}, ...]")
+                raise self._error(
+                    "the object holds more than its list of rows: write that list alone, [{...}, "
+                    "...]"
+                )
             self._expect("}")
         if self._peek():
             raise self._error("more text after the end of the array")
@@ -239,7 +280,7 @@ class JsonArray:
         return RawRow(place, self._value())
 
     def _peek(self) -> str:
-        """Skip whitespace and return the next character without consuming it; "" at the end of the file."""
+        """Skip whitespace and return the next character without consuming it; "" at the end."""
         while True:
             space = _SPACE.match(self._text, self._at)
             self._take(space.end() if space else self._at)
@@ -249,7 +290,11 @@ class JsonArray:
 
     def _expect(self, mark: str) -> None:
         if self._peek() != mark:
-            found = "the file ends" if self._at == len(self._text) else f"found {self._text[self._at]!r}"
+            found = (
+                "the file ends"
+                if self._at == len(self._text)
+                else f"found {self._text[self._at]!r}"
+            )
             raise self._error(f"expected {mark!r}, {found}")
         self._take(self._at + 1)
 
@@ -261,14 +306,19 @@ class JsonArray:
                 if whole or self._ended:
                     return self._take(end)
             except json.JSONDecodeError as error:
-                cut = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - _LONGEST_WORD
+                cut = (
+                    error.msg.startswith("Unterminated")
+                    or error.pos >= len(self._text) - _LONGEST_WORD
+                )
                 if self._ended or not cut:
                     self._take(error.pos)
                     raise self._error(error.msg) from error
             except RecursionError as error:
                 raise self._error("nested too deeply") from error
             if len(self._text) - self._at > MAX_LINE_BYTES:
-                raise self._error(f"a row of more than {MAX_LINE_BYTES} bytes; is a quote or a bracket missing?")
+                raise self._error(
+                    f"a row of more than {MAX_LINE_BYTES} bytes; is a quote or a bracket missing?"
+                )
             self._read()
 
     def _take(self, end: int) -> bytes:
@@ -286,7 +336,10 @@ class JsonArray:
         return raw
 
     def _read(self) -> None:
-        """Read more of the file: twice as much each time while a value does not end, so that its cost stays linear."""
+        """Read more of the file: twice as much each time, so that costs stay linear.
+
+        It reads more while a value does not end.
+        """
         raw = self._file.read(max(CHUNK_BYTES, len(self._text) - self._at))
         self._ended = not raw
         self._text = self._text[self._at :] + self._decode(raw, self._ended)
@@ -299,4 +352,7 @@ class JsonArray:
             raw.decode()
         except UnicodeDecodeError:
             encoding = f" ({guess(raw)})"
-        return DataError(f"{self._name}:{self._line}:{self._column}: not JSON: {problem}; mend the file{encoding}")
+        return DataError(
+            f"{self._name}:{self._line}:{self._column}: not JSON: {problem}; mend the "
+            f"file{encoding}"
+        )

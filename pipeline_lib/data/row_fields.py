@@ -1,7 +1,7 @@
 """Access to the values of a row by our names of its keys; `columns` maps them to the file's names.
 
-Csv and parquet files may store lists and objects as JSON text, so a text is parsed where another type is expected.
-Messages use the file's names of keys.
+Csv and parquet files may store lists and objects as JSON text, so a text is parsed where another
+type is expected. Messages use the file's names of keys.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -17,7 +17,7 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def names_of(columns: Mapping[str, str]) -> Names:
-    """Return the file's name of each key where it differs from ours; None if the file's key is not read."""
+    """Return the file's name of each key if it differs from ours; None if it is not read."""
     named = {ours: None if theirs == IGNORE else theirs for ours, theirs in columns.items()}
     return {**dict.fromkeys(columns.values()), **named}
 
@@ -29,8 +29,10 @@ class Fields:
     values: Mapping[str, Any]
     names: Names
     where: str = ""  # the path within the row: empty, or `messages[2].`
-    turns: list[tuple[str, "Fields"]] = field(default_factory=list)  # returned by `objects`, with the name of the list
-    parts: list["Fields"] = field(default_factory=list)  # objects of a turn: its calls, the parts of its content
+    # returned by `objects`, with the name of the list
+    turns: list[tuple[str, "Fields"]] = field(default_factory=list)
+    # objects of a turn: its calls, the parts of its content
+    parts: list["Fields"] = field(default_factory=list)
     place: str = ""  # of a part within its turn: `tool_calls[].function`
     _read: set[str | None] = field(default_factory=set)
 
@@ -50,26 +52,30 @@ class Fields:
         return sorted(key for key in {*self.values, *self.names} if key in keys)
 
     def displaced(self, keys: Sequence[str]) -> list[str]:
-        """Return those of our `keys` that the object has, but that `columns` reads from another key."""
+        """Return the `keys` that the object has, but that `columns` reads from another key."""
         theirs = self.names.values()
         return [
             key
             for key in keys
-            if key in self.values and self.names.get(key, key) not in (key, None) and key not in theirs
+            if key in self.values
+            and self.names.get(key, key) not in (key, None)
+            and key not in theirs
         ]
 
     def mark_read(self, keys: Collection[str]) -> None:
         """Count the file's `keys` as read."""
         self._read.update(keys)
 
-    def add_part(self, values: Mapping[str, Any], where: str, place: str, read: Collection[str]) -> None:
-        """Add a part of this turn, of whose keys `read` are read; `where` and `place` are its path."""
+    def add_part(
+        self, values: Mapping[str, Any], where: str, place: str, read: Collection[str]
+    ) -> None:
+        """Add a part of this turn, whose keys `read` are read; `where` and `place` are its path."""
         part = Fields(values, self.names, f"{where}.", place=place)
         part.mark_read(read)
         self.parts.append(part)
 
     def unread(self) -> list[str]:
-        """Return the file's names of the keys that have a value, were not read and are not ignored."""
+        """Return the file's names of keys that have a value, were not read and are not ignored."""
         return [
             name
             for name, value in self.values.items()
@@ -88,7 +94,10 @@ class Fields:
         return self.names.get(key) or key
 
     def text(self, key: str) -> str:
-        """Return the text under `key`; "" if it is missing or null. Raises BadRow for any other type."""
+        """Return the text under `key`; "" if it is missing or null.
+
+        Raises BadRow for any other type.
+        """
         value = self.value(key)
         if value is None:
             return ""
@@ -97,7 +106,10 @@ class Fields:
         return value
 
     def items(self, key: str) -> list[Any]:
-        """Return the list under `key`; empty if it is missing, null or blank text. Raises BadRow for any other type."""
+        """Return the list under `key`; empty if it is missing, null or blank text.
+
+        Raises BadRow for any other type.
+        """
         value = self.value(key)
         if value is None:
             return []
@@ -109,9 +121,14 @@ class Fields:
     def objects(self, key: str, kept: Collection[str] = ()) -> list["Fields"]:
         """Return the objects in the list under `key`. Raises BadRow if an item is not an object.
 
-        They use the key names of this object, but do not ignore the keys in `kept` that this object ignores.
+        They use the key names of this object, but do not ignore the keys in `kept` that this object
+        ignores.
         """
-        names = {ours: theirs for ours, theirs in self.names.items() if ours not in kept or not self._is_ignored(ours)}
+        names = {
+            ours: theirs
+            for ours, theirs in self.names.items()
+            if ours not in kept or not self._is_ignored(ours)
+        }
         found = []
         for number, item in enumerate(self.items(key)):
             where = f"{self.shown(key)}[{number}]"
@@ -121,7 +138,9 @@ class Fields:
 
     def unlike(self, key: str, expected: str, value: Any) -> BadRow:
         """Return the error for a `value` of the wrong type."""
-        return BadRow(Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}")
+        return BadRow(
+            Reason.BAD_VALUE, f"{self.shown(key)}: expected {expected}, found {type_name(value)}"
+        )
 
 
 def is_turns(value: Any) -> bool:
@@ -132,7 +151,10 @@ def is_turns(value: Any) -> bool:
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value` as an object, parsed if it is JSON text. Raises BadRow if it is not an object."""
+    """Return `value` as an object, parsed if it is JSON text.
+
+    Raises BadRow if it is not an object.
+    """
     value = parsed(value, where)
     if not isinstance(value, dict):
         raise BadRow(Reason.BAD_VALUE, f"{where}: expected an object, found {type_name(value)}")
@@ -140,7 +162,7 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def parsed(value: Any, where: str) -> Any:
-    """Return `value`, parsed if it is text that begins like a list or an object; blank text is an empty list.
+    """Return `value`, parsed if it is text like a list or an object; blank text is an empty list.
 
     Raises BadRow if such a text is not JSON.
     """

@@ -1,4 +1,4 @@
-"""What rows are compared by: hashes of what is trained on and of the question, and a signature of the text."""
+"""What rows are compared by: hashes of the trained text and the question, and a signature."""
 
 import hashlib
 import unicodedata
@@ -16,25 +16,34 @@ from pipeline_lib.data.encode import Rendered
 
 
 def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
-    """Return a 64-bit hash of the rendered turns: equal for equal prompts and trained text, whatever the row's format.
+    """Return a 64-bit hash of rendered turns: equal for equal prompts and trained text.
 
-    It covers each turn to be trained on, whether its sample is kept or dropped, so equal hashes hide no loss. Without
-    such a turn, it is a hash of the content itself.
+    The row's format does not matter.
+
+    It covers each turn to be trained on, whether its sample is kept or dropped, so equal hashes
+    hide no loss. Without such a turn, it is a hash of the content itself.
     """
-    turns = [(turn.prompt, turn.full, turn.thinking, *filter(None, [turn.drop])) for turn in rendered]
+    turns = [
+        (turn.prompt, turn.full, turn.thinking, *filter(None, [turn.drop])) for turn in rendered
+    ]
     return _hash(canonical_json(turns or vars(content)))
 
 
 def prompt_hash(content: Content, shared_system: str | None = None) -> int:
-    """Return a 64-bit hash of the first question, or of the text; equal for all rows and answers of a conversation.
+    """Return a 64-bit hash of the first question, or the text; equal within a conversation.
 
-    A row's own system message is part of the question, because it may contain the document that is asked about.
-    `shared_system` is not part of it: rows without a system message get it, and must equal rows that contain it.
-    Surrounding whitespace and Unicode composition do not matter, because templates trim and tokenizers normalize.
+    All its rows and answers share it.
+
+    A row's own system message is part of the question, because it may contain the document that is
+    asked about. `shared_system` is not part of it: rows without a system message get it, and must
+    equal rows that contain it. Surrounding whitespace and Unicode composition do not matter,
+    because templates trim and tokenizers normalize.
     """
     if isinstance(content, Text):
         return _hash(_composed(content.text))
-    question = _composed(next(message["content"] for message in content.messages if message["role"] == "user"))
+    question = _composed(
+        next(message["content"] for message in content.messages if message["role"] == "user")
+    )
     first = content.messages[0]
     system = _composed(first["content"]) if first["role"] == "system" else ""
     is_own = system not in ("", _composed(shared_system or ""))
@@ -42,11 +51,13 @@ def prompt_hash(content: Content, shared_system: str | None = None) -> int:
 
 
 def _composed(text: str) -> str:
-    """Return `text` without surrounding whitespace in NFC, in linear time: Python sorts marks in quadratic time."""
+    """Return `text` stripped and in NFC, in linear time: Python sorts marks in quadratic time."""
     text = text.strip()
     if unicodedata.is_normalized("NFC", text):
         return text
-    decomposed = text.translate({ord(letter): unicodedata.normalize("NFD", letter) for letter in set(text)})
+    decomposed = text.translate(
+        {ord(letter): unicodedata.normalize("NFD", letter) for letter in set(text)}
+    )
     in_order: list[str] = []
     for is_mark, run in groupby(decomposed, key=_is_mark):
         letters = list(run)
@@ -75,13 +86,16 @@ def prints_of(content: Content, turns: Sequence[Rendered], settings: Tokenize) -
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little"
+    )
 
 
 def _text_of(content: Content) -> str:
-    """Return the messages, thinking and calls of `content` as text, without template text and roles.
+    """Return `content`'s messages, thinking and calls as text, without template text and roles.
 
-    Assistant messages that are not trained on are left out, so that they do not make conversations similar.
+    Assistant messages that are not trained on are left out, so that they do not make conversations
+    similar.
     """
     if isinstance(content, Text):
         return content.text

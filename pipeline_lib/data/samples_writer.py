@@ -1,4 +1,4 @@
-"""Writes the arrays that `documents.Samples` reads, batch by batch, so that they never have to fit into memory."""
+"""Writes the arrays that `documents.Samples` reads, batch by batch, in bounded memory."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline_lib.data.ledger import Encoded
 
 
 class NpyWriter:
-    """A writer that appends to a .npy file; the file is a valid array once the `with` block ends."""
+    """A writer that appends to a .npy file, a valid array once the `with` block has ended."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         """Create `path` with an empty array of `dtype`."""
@@ -51,7 +51,8 @@ class SampleWriter(ExitStack):
         """Create empty arrays in `folder`."""
         super().__init__()
         self._arrays = {
-            name: self.enter_context(NpyWriter(folder / f"{name}.npy", dtype)) for name, dtype in ARRAYS.items()
+            name: self.enter_context(NpyWriter(folder / f"{name}.npy", dtype))
+            for name, dtype in ARRAYS.items()
         }
         self._sources = 0
         self._arrays["offsets"].append(np.zeros(1, dtype=np.int64))
@@ -73,7 +74,7 @@ class SampleWriter(ExitStack):
         self._begin(sources + 1)
 
     def _begin(self, sources: int) -> None:
-        """Record where the sources before number `sources` begin, including sources without samples."""
+        """Record where the sources before number `sources` begin, also those without samples."""
         while self._sources < sources:
             self._arrays["source_offsets"].append(np.array([self._arrays["conversations"].length]))
             self._sources += 1

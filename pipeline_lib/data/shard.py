@@ -1,7 +1,8 @@
-"""The shard stage: split samples into training and validation, by source or by first question, and pack them.
+"""The shard stage: split samples for training and validation, by source or question; pack them.
 
-Sources of equal weight are packed together into one group of blocks; the order of training uses a group as often as
-its weight says. Validation is a single group of weight 1 and is never packed with training.
+Sources of equal weight are packed together into one group of blocks; the order of training uses a
+group as often as its weight says. Validation is a single group of weight 1 and is never packed with
+training.
 """
 
 from collections import Counter
@@ -24,7 +25,8 @@ from pipeline_lib.data.documents import ARRAYS, Document, Samples
 from pipeline_lib.data.order import Group, epoch_blocks
 from pipeline_lib.data.packing import Bins, Split
 
-# Writes packed training blocks, a shard at a time, in the format that the module `blocks` describes and reads.
+# Writes packed training blocks, a shard at a time, in the format that the module `blocks` describes
+# and reads.
 
 SHARD_BYTES = 1 << 28  # the maximum, because a shard is built in memory
 PACKED_BYTES_PER_POSITION = 5  # a token (4) and its supervision (1)
@@ -37,11 +39,12 @@ def write_blocks(
     shards: int,
     groups: Sequence[Group] = (),
 ) -> BlockIndex:
-    """Write each bin of documents as a block, spread evenly over `shards` files, and write and return the index.
+    """Write each bin as a block, spread evenly over `shards` files; write and return the index.
 
-    There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`: none without blocks.
-    `bins` is read lazily, so that a sequence that creates its items on demand needs the memory of one shard. Padding
-    positions hold 0. Without `groups`, all blocks are one group of weight 1.
+    There are fewer files if there are fewer blocks, and more if a file would exceed `SHARD_BYTES`:
+    none without blocks. `bins` is read lazily, so that a sequence that creates its items on demand
+    needs the memory of one shard. Padding positions hold 0. Without `groups`, all blocks are one
+    group of weight 1.
     """
     folder.mkdir(parents=True)
     groups = list(groups) or [Group(1.0, len(bins))]
@@ -126,12 +129,16 @@ def run(job: Job) -> dict[str, Any]:
     if split.weights is not None:
         weights[: len(split.weights)] = split.weights
     weight_of = np.repeat(weights, sizes)
-    by_weight = {weight: np.flatnonzero(~held_out & (weight_of == weight)) for weight in np.unique(weight_of).tolist()}
+    by_weight = {
+        weight: np.flatnonzero(~held_out & (weight_of == weight))
+        for weight in np.unique(weight_of).tolist()
+    }
     train = _write_side(job, "train", samples, by_weight, split, split.layout.shards)
     validation = _write_side(job, "validation", samples, {1.0: np.flatnonzero(held_out)}, split, 1)
     if train.documents + validation.documents != len(samples):
         raise IntegrityError(
-            f"{len(samples)} samples, and {train.documents} in training and {validation.documents} in validation "
+            f"{len(samples)} samples, and {train.documents} in training and {validation.documents} "
+            "in validation "
             "blocks; this is a bug, report it"
         )
     return {"train": _counts(train), "validation": _counts(validation)}
@@ -141,8 +148,10 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], split: Split) -
     number = int(held_out.sum())
     if split.validation_sources and not number:
         raise DataError(
-            "data.validation: no sample of its sources is left, so there is nothing to judge the training by; with "
-            "tokenize.duplicates: drop, rows that are also in data.train are dropped here: give other rows"
+            "data.validation: no sample of its sources is left, so there is nothing to judge the "
+            "training by; with "
+            "tokenize.duplicates: drop, rows that are also in data.train are dropped here: give "
+            "other rows"
         )
     sides = {"validation": number, "training": len(held_out) - number}
     if not split.fraction:
@@ -151,9 +160,12 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], split: Split) -
     for side, of_side in sides.items():
         if not of_side:
             raise DataError(
-                f"of {count(len(held_out), 'samples')} none is in the {side} split with data.validation_fraction "
-                f"{split.fraction}; {'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add "
-                "conversations (those with the same first question and system message stay together, and there are "
+                f"of {count(len(held_out), 'samples')} none is in the {side} split with "
+                "data.validation_fraction "
+                f"{split.fraction}; {'raise' if side == 'validation' else 'lower'} it, change "
+                "shard.seed, or add "
+                "conversations (those with the same first question and system message stay "
+                "together, and there are "
                 f"{questions} different ones)"
             )
 
@@ -164,8 +176,10 @@ def _warnings(samples: Samples, held_out: NDArray[np.bool_], split: Split) -> It
         known = begin_as_training(samples, held_out)
         if known:
             yield (
-                f"{known:,} of {count(int(held_out.sum()), 'held-out samples')} begin as a training sample does, with "
-                "the same first question and system message: the held-out loss is lower than on questions that are "
+                f"{known:,} of {count(int(held_out.sum()), 'held-out samples')} begin as a "
+                "training sample does, with "
+                "the same first question and system message: the held-out loss is lower than on "
+                "questions that are "
                 "new; leave these rows out of data.train or of data.validation"
             )
     elif warning := _far_from_fraction(samples, held_out, split.fraction):
@@ -173,22 +187,30 @@ def _warnings(samples: Samples, held_out: NDArray[np.bool_], split: Split) -> It
 
 
 def begin_as_training(samples: Samples, held_out: NDArray[np.bool_]) -> int:
-    """Return how many of the held-out samples have the first question and system message of a training sample."""
+    """Return how many held-out samples share a training sample's question and system message.
+
+    The question is the first one.
+    """
     beginnings = samples.prompts[samples.conversations]
     return int(np.isin(beginnings[held_out], beginnings[~held_out]).sum())
 
 
 def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> str:
-    """Return a warning if the share of validation samples is far from `fraction`, else the empty string."""
+    """Return a warning if the validation samples' share is far from `fraction`, or ""."""
     number, wanted = int(held_out.sum()), fraction * len(held_out)
     if wanted / 2 <= number <= 2 * wanted or abs(number - wanted) <= FEW_SAMPLES:
         return ""
     side, chosen = ("validation", held_out) if number > wanted else ("training", ~held_out)
-    most = int(np.unique(samples.prompts[samples.conversations[chosen]], return_counts=True)[1].max())
+    most = int(
+        np.unique(samples.prompts[samples.conversations[chosen]], return_counts=True)[1].max()
+    )
     return (
-        f"{number:,} of {len(held_out):,} samples ({number / len(held_out):.1%}) are in validation, and "
-        f"data.validation_fraction is {fraction}: all samples with the same first question and system message stay "
-        f"together, and the most frequent of these beginnings has {most:,} ({most / len(held_out):.1%}), all in "
+        f"{number:,} of {len(held_out):,} samples ({number / len(held_out):.1%}) are in "
+        "validation, and "
+        f"data.validation_fraction is {fraction}: all samples with the same first question and "
+        "system message stay "
+        f"together, and the most frequent of these beginnings has {most:,} "
+        f"({most / len(held_out):.1%}), all in "
         f"{side}; change shard.seed to draw again, or give these conversations different beginnings"
     )
 
@@ -207,12 +229,21 @@ class _PackedDocuments(Sequence[Sequence[Document]]):
 
     def __getitem__(self, position: Any) -> Any:
         numbers = self._bins[position]
-        bounds = zip(self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist(), strict=True)
-        return [Document(self._tokens[start:end], self._supervised[start:end]) for start, end in bounds]
+        bounds = zip(
+            self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist(), strict=True
+        )
+        return [
+            Document(self._tokens[start:end], self._supervised[start:end]) for start, end in bounds
+        ]
 
 
 def _write_side(
-    job: Job, side: str, samples: Samples, by_weight: dict[float, NDArray[np.int64]], split: Split, shards: int
+    job: Job,
+    side: str,
+    samples: Samples,
+    by_weight: dict[float, NDArray[np.int64]],
+    split: Split,
+    shards: int,
 ) -> BlockIndex:
     groups, documents, sizes = [], [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
     for weight, numbers in by_weight.items():
@@ -221,7 +252,9 @@ def _write_side(
             groups.append(Group(weight, len(group)))
             documents.append(group.documents)
             sizes.append(np.diff(group.offsets))
-    bins = _PackedDocuments(samples, Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes))))
+    bins = _PackedDocuments(
+        samples, Bins(np.concatenate(documents), np.cumsum(np.concatenate(sizes)))
+    )
     index = write_blocks(job.out / side, bins, split.layout.block_tokens, shards, groups=groups)
     if not index.blocks:
         job.say("shard: nothing is held out (data.validation_fraction: 0)")
@@ -231,7 +264,8 @@ def _write_side(
         parts = ", ".join(f"{group.blocks:,} x {group.weight:g}" for group in index.groups)
         epoch = f"; the first epoch uses {count(index.epoch_blocks, 'blocks')} ({parts})"
     job.say(
-        f"shard: {side}: {count(index.documents, 'documents')} in {count(index.blocks, 'blocks')} of "
+        f"shard: {side}: {count(index.documents, 'documents')} in {count(index.blocks, 'blocks')} "
+        "of "
         f"{index.block_tokens:,} tokens, {index.packing_efficiency:.1%} full, "
         f"{count(len(index.shards), 'files')}{epoch}"
     )

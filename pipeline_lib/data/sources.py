@@ -1,7 +1,7 @@
 """The data sources: their files, the settings for their rows, and the rows in batches.
 
-A file with format `auto` has the format of its first usable row. A batch is bounded in rows and in bytes, so that
-long rows need no more memory than short ones.
+A file with format `auto` has the format of its first usable row. A batch is bounded in rows and in
+bytes, so that long rows need no more memory than short ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ MADE_HERE = ("pydoc",)
 
 @dataclass
 class DataSource:
-    """An entry of data.train or data.validation by its `key`, with the progress of reading its files."""
+    """An entry of data.train or data.validation by its `key`, with its files' progress."""
 
     number: int
     key: str
@@ -42,7 +42,10 @@ class DataSource:
         return self.key.startswith("data.validation")
 
     def batches(self) -> Iterator[RowBatch]:
-        """Yield the rows in batches, up to `max_rows`. Raises DataError if a file is unreadable or not usable."""
+        """Yield the rows in batches, up to `max_rows`.
+
+        Raises DataError if a file is unreadable or not usable.
+        """
         left = self.reading.max_rows
         for number, file in enumerate(self.files):
             if left == 0:
@@ -55,7 +58,11 @@ class DataSource:
 
     def _batches_of(self, file: Iterator[RawRow]) -> Iterator[RowBatch]:
         reading = self.reading
-        layout = None if reading.format == "auto" else Layout(reading.format, reading.columns, reading.roles)
+        layout = (
+            None
+            if reading.format == "auto"
+            else Layout(reading.format, reading.columns, reading.roles)
+        )
         first = None
         rows: list[RawRow] = []
         size_bytes = 0
@@ -71,18 +78,24 @@ class DataSource:
             rows.append(row)
             size_bytes += size_of(row)
             if len(rows) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
-                yield RowBatch(rows, self.number, self.key, self.file, layout, reading.columns, first)
+                yield RowBatch(
+                    rows, self.number, self.key, self.file, layout, reading.columns, first
+                )
                 rows, size_bytes = [], 0
         if rows:
             yield RowBatch(rows, self.number, self.key, self.file, layout, reading.columns, first)
 
 
-def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation_sources: int = 0) -> list[DataSource]:
-    """Return the sources of the job in the order of the config; `readings` are their `Rows` settings.
+def open_sources(
+    job: Job, readings: Sequence[dict[str, Any]] | None, validation_sources: int = 0
+) -> list[DataSource]:
+    """Return the job's sources in the config's order; `readings` are their `Rows` settings.
 
     The last `validation_sources` are those of data.validation.
     """
-    names = sorted((name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:]))
+    names = sorted(
+        (name for name in job.inputs if name.startswith("data.")), key=lambda name: int(name[5:])
+    )
     sources: list[DataSource] = []
     taken: set[str] = set()
     for number, input_name in enumerate(names):
@@ -103,7 +116,9 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation
         taken.update(file.name for file in files)
         # Without local paths: the ledger must not depend on where the files are.
         if "name" in origin:  # of a hub
-            source_name = ":".join(str(origin[key]) for key in ("name", "subset", "split") if key in origin)
+            source_name = ":".join(
+                str(origin[key]) for key in ("name", "subset", "split") if key in origin
+            )
         else:
             source_name = ", ".join(file.name for file in files[:LISTED_FILES])
             if len(files) > LISTED_FILES:
@@ -114,9 +129,11 @@ def open_sources(job: Job, readings: Sequence[dict[str, Any]] | None, validation
 
 
 def fraction_read(sources: Sequence[DataSource], current: int) -> float:
-    """Return the fraction of the bytes of all files that was read, with source number `current` in work."""
+    """Return the fraction of all files' bytes that was read, with source `current` in work."""
     total = sum(sum(source.sizes) for source in sources)
     done = sum(sum(source.sizes) for source in sources[:current])
     source = sources[current]
     done += sum(source.sizes[: source.file])
-    return (done + source.sizes[source.file] * source.files[source.file].fraction_read) / max(1, total)
+    return (done + source.sizes[source.file] * source.files[source.file].fraction_read) / max(
+        1, total
+    )

@@ -1,4 +1,4 @@
-"""The jinja2 sandbox for chat templates: transformers' dialect, and no access to Python or to files.
+"""The jinja2 sandbox for chat templates: transformers' dialect, no access to Python or files.
 
 It provides the same names as `transformers.utils.chat_template_utils`; a test compares the two.
 """
@@ -17,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-# `format` and `format_map` are left out, because format strings can access attributes of Python objects.
+# `format` and `format_map` are left out, because format strings can access attributes of Python
+# objects.
 _HARMLESS: Mapping[type, frozenset[str]] = {
     str: frozenset({"split", "strip", "lstrip", "rstrip", "startswith", "endswith"}),
     LoopContext: frozenset({"first", "last", "index0", "index"}),
@@ -25,7 +26,7 @@ _HARMLESS: Mapping[type, frozenset[str]] = {
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment whose templates can access neither files nor Python and cannot modify their inputs."""
+    """Return an environment whose templates cannot access files or Python, nor modify inputs."""
     # The output is a prompt, not HTML: escaping it would change the tokens.
     environment = _Environment(
         trim_blocks=True,
@@ -43,14 +44,17 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _only_data(value: Any) -> Any:
-    """Raise TemplateError for functions and other objects: their text contains an address that differs between runs."""
+    """Raise TemplateError for functions and other objects: their text has a varying address.
+
+    The address differs between runs.
+    """
     if value is None or isinstance(value, (str, int, float, list, tuple, dict, jinja2.Undefined)):
         return value
     raise jinja2.TemplateError(f"it writes a {type(value).__name__}, which is not text")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that is twice as fast at the most frequent operations; all others go through jinja2's checks."""
+    """A sandbox twice as fast at the most frequent operations; jinja2 checks all others."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -58,20 +62,28 @@ class _Environment(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if attribute in _HARMLESS.get(kind, ()):
             return getattr(obj, attribute)
-        if kind is _TemplateNamespace and type(value := getattr(obj, attribute, None)) in (bool, int):
+        if kind is _TemplateNamespace and type(value := getattr(obj, attribute, None)) in (
+            bool,
+            int,
+        ):
             return value
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
-        if type(__obj) is BuiltinMethodType and __obj.__name__ in _HARMLESS.get(type(__obj.__self__), ()):
-            for name in ("_loop_vars", "_block_vars"):  # jinja2's own arguments, for functions that take its context
+        if type(__obj) is BuiltinMethodType and __obj.__name__ in _HARMLESS.get(
+            type(__obj.__self__), ()
+        ):
+            for name in (
+                "_loop_vars",
+                "_block_vars",
+            ):  # jinja2's own arguments, for functions that take its context
                 kwargs.pop(name, None)
             return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
 class _Generation(Extension):
-    """An extension that accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
+    """An extension for `{% generation %}...{% endgeneration %}`, around the assistant's text."""
 
     tags = {"generation"}
 
@@ -111,7 +123,9 @@ class _TemplateNamespace(Namespace):
 
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a template may not store the private attribute {name!r}")
+        raise jinja2.exceptions.SecurityError(
+            f"a template may not store the private attribute {name!r}"
+        )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -126,11 +140,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Return `value` as JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(pattern: str) -> NoReturn:
     raise jinja2.TemplateError(
-        f"it writes today's date (strftime_now({pattern!r:.40})), so that the same data would give other "
+        f"it writes today's date (strftime_now({pattern!r:.40})), so that the same data would give "
+        "other "
         "samples tomorrow; put a fixed date into the template"
     )

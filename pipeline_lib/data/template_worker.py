@@ -1,6 +1,7 @@
 """Rendering through a model's chat template in a limited process, and the errors for a lost worker.
 
-jinja2 computes constant expressions while it compiles a template, so a template is compiled within the limits too.
+jinja2 computes constant expressions while it compiles a template, so a template is compiled within
+the limits too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pipeline_lib.data.pool import Guard, Limits, LossCause, Pool, WorkerLost
 
 
 def _no_state() -> None:
-    """Return the state of a worker whose task compiles the template: what a worker loads has no limits."""
+    """Return the state of a worker that compiles the template: what it loads has no limits."""
 
 
 def _check_template(folder: Path, state: None, guard: Guard) -> None:
@@ -32,9 +33,10 @@ def _check_template(folder: Path, state: None, guard: Guard) -> None:
 
 
 def check_template(folder: Path, limits: Limits | None = None) -> None:
-    """Compile the chat template of the model in `folder` in a limited process, and render a question.
+    """Compile the template of the model in `folder` in a limited process; render a question.
 
-    Raises DataError if it does not compile or exceeds its limits, Interrupted if the process is killed.
+    Raises DataError if it does not compile or exceeds its limits, Interrupted if the process is
+    killed.
     """
     with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
         list(pool.map([partial(_check_template, folder)]))
@@ -63,10 +65,12 @@ def render_prompts(
     kwargs: Mapping[str, Any] | None = None,
     **variables: Any,
 ) -> list[str]:
-    """Return the generation prompt of each conversation for the model in `folder`, rendered in a limited process.
+    """Return each conversation's generation prompt for the model in `folder`.
 
-    `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError if the template
-    fails or exceeds its limits, Interrupted if the process is killed.
+    It is rendered in a limited process.
+
+    `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError
+    if the template fails or exceeds its limits, Interrupted if the process is killed.
     """
     load = partial(ChatTemplate.load, folder, kwargs)
     with losses_explained(folder), Pool(_no_state, 1, limits) as pool:
@@ -75,10 +79,10 @@ def render_prompts(
 
 
 def end_of_turn(folder: Path, limits: Limits | None = None) -> int | None:
-    """Return the id of the token that ends an answer of the model in `folder`, found in a limited process.
+    """Return the token id that ends an answer of the model in `folder`, by a limited process.
 
-    Return None if the chat template ends no answer with a control token, fails or exceeds its limits: then no
-    conversation was trained. Raises Interrupted if the process is killed.
+    Return None if the chat template ends no answer with a control token, fails or exceeds its
+    limits: then no conversation was trained. Raises Interrupted if the process is killed.
     """
     load = partial(Encoder, folder, Tokenize(max_tokens=MOST_TOKENS), fast=False)
     try:
@@ -94,12 +98,17 @@ def _end_of_turn(state: Encoder, guard: Guard) -> int | None:
         return state.end_of_turn()
 
 
-def refuse_unrendered_defaults(folder: Path, settings: Tokenize, limits: Limits | None = None) -> None:
-    """Raise DataError if the template in `folder` leaves out the system message or the tools of `settings`.
+def refuse_unrendered_defaults(
+    folder: Path, settings: Tokenize, limits: Limits | None = None
+) -> None:
+    """Raise DataError if the template in `folder` omits the system message or tools of `settings`.
 
     It is rendered in a limited process. Raises Interrupted if the process is killed.
     """
-    with losses_explained(folder), Pool(partial(Encoder, folder, settings, fast=False), 1, limits) as pool:
+    with (
+        losses_explained(folder),
+        Pool(partial(Encoder, folder, settings, fast=False), 1, limits) as pool,
+    ):
         list(pool.map([_refuse_unrendered_defaults]))
 
 
@@ -110,24 +119,29 @@ def _refuse_unrendered_defaults(state: Encoder, guard: Guard) -> None:
 
 @contextmanager
 def losses_explained(model: Path) -> Iterator[None]:
-    """Convert WorkerLost into DataError or Interrupted, with the template or row in work and a remedy."""
+    """Convert WorkerLost to DataError or Interrupted, with template or row and a remedy."""
     try:
         yield
     except WorkerLost as lost:
         place = f"{lost.task.place_of(lost.position)}: " if isinstance(lost.task, RowBatch) else ""
         if lost.cause is LossCause.KILLED:
             raise Interrupted(
-                f"{place}a worker process was {lost.detail}, most likely because memory ran out: give the job more, "
+                f"{place}a worker process was {lost.detail}, most likely because memory ran out: "
+                "give the job more, "
                 "or fewer cores, and run again"
             ) from lost
         if lost.position is None:
-            doing, remedy = "tokenizing", "Look for rows of many megabytes there, or for a template that writes as much"
+            doing = "tokenizing"
+            remedy = "Look for rows of many megabytes there, or for a template that writes as much"
         else:
             doing = f"rendering the chat template of {model}"
             remedy = "Take the template of the model's publisher"
             if place:
                 remedy = (
-                    f"Look at the row; if it is in order, the template is not. {remedy}, or allow such rows to be put "
+                    f"Look at the row; if it is in order, the template is not. {remedy}, or allow "
+                    "such rows to be put "
                     "aside with tokenize.max_quarantined_fraction"
                 )
-        raise DataError(f"{place}a worker process was ended while {doing}: {lost.detail}. {remedy}") from lost
+        raise DataError(
+            f"{place}a worker process was ended while {doing}: {lost.detail}. {remedy}"
+        ) from lost

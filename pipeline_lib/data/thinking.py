@@ -1,4 +1,6 @@
-"""The thinking of an assistant's message: in `reasoning_content`, or in one `<think>` block at the start of its text.
+"""The thinking of an assistant's message: reasoning_content, or an initial `<think>` block.
+
+It is in `reasoning_content`, or in one block at the start of the text.
 
 `conversations.check` refuses rows with think tags anywhere else.
 """
@@ -24,9 +26,10 @@ def thinking_of(message: Message) -> str:
 
 
 def thinking_modes(messages: Sequence[Message]) -> list[bool]:
-    """Return for each message whether thinking is on for the question (user message) that it belongs to.
+    """Return for each message whether thinking is on for its question (the user message).
 
-    A caller sets the thinking switch once for a question: it is on for all its tool-call steps if any of them thinks.
+    A caller sets the thinking switch once for a question: it is on for all its tool-call steps if
+    any of them thinks.
     """
     questions = list(accumulate(message["role"] == "user" for message in messages))
     thinking = {
@@ -38,7 +41,7 @@ def thinking_modes(messages: Sequence[Message]) -> list[bool]:
 
 
 def without_thinking(message: Message) -> Message:
-    """Return `message` without an assistant's thinking, neither in reasoning_content nor in the text."""
+    """Return `message` without an assistant's thinking, in reasoning_content or in its text."""
     if message["role"] != "assistant":
         return message
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -50,13 +53,13 @@ _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 def last_question(prompt: str) -> str:
-    """Return the last user turn of a rendered prompt; the whole prompt if the template is of another kind."""
+    """Return a rendered prompt's last user turn; the whole prompt for other templates."""
     turns = _USER_TURN.findall(prompt)
     return str(turns[-1]).strip() if turns else prompt
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Return whether `prompt` ends within a thinking block, so that the model cannot choose not to think."""
+    """Return whether `prompt` ends within a thinking block, so that the model has to think."""
     return prompt.rstrip().endswith(OPENS_THINKING)
 
 
@@ -65,14 +68,18 @@ def with_thinking_apart(message: Message) -> Message:
     block = _BLOCK.match(message["content"]) if message["role"] == "assistant" else None
     if block is None:
         return message
-    return {**message, "reasoning_content": block[1].strip(), "content": message["content"][block.end() :]}
+    return {
+        **message,
+        "reasoning_content": block[1].strip(),
+        "content": message["content"][block.end() :],
+    }
 
 
 def end_of_thinking(message: Message, rendered: str, start: int) -> int | None:
-    """Return the index in `rendered` after the thinking of `message`, which begins at `start`, and its line ends.
+    """Return the index in `rendered` after `message`'s thinking from `start`, and line ends.
 
-    Return 0 if `message` has no thinking and the template writes no empty block either, None if the end of the
-    thinking cannot be determined.
+    Return 0 if `message` has no thinking and the template writes no empty block either, None if the
+    end of the thinking cannot be determined.
     """
     thought = thinking_of(message)
     if not thought:

@@ -1,7 +1,7 @@
 """Builds a Qwen3 model folder with random weights of any size, for the demo and the tests.
 
-The weights are a pure function of the seed and the shapes, computed in integers until the last multiplication, so
-that every machine builds the same file.
+The weights are a pure function of the seed and the shapes, computed in integers until the last
+multiplication, so that every machine builds the same file.
 """
 
 import math
@@ -32,7 +32,7 @@ _CHUNK = 1 << 20
 
 
 def build_tiny(settings: TinyModel, out: Path, say: Say) -> None:
-    """Write a model to `out` for the tokenizer in that folder, or for one trained here if there is none.
+    """Write a model to `out` for the tokenizer in that folder, or else for one trained here.
 
     Raises DataError if the tokenizer lacks an end-of-turn or padding token.
     """
@@ -45,11 +45,19 @@ def build_tiny(settings: TinyModel, out: Path, say: Say) -> None:
     shapes = weight_shapes(config)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     require_space(out, 4 * parameters, "the tiny model")
-    weights = {name: _weight(shape, key_of(settings.seed, n)) for n, (name, shape) in enumerate(shapes.items())}
+    weights = {
+        name: _weight(shape, key_of(settings.seed, n))
+        for n, (name, shape) in enumerate(shapes.items())
+    }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     write_json(out / "config.json", config)
-    write_json(out / "generation_config.json", {"eos_token_id": ids["eos"], "pad_token_id": ids["pad"]})
-    say(f"download: built a Qwen3 of {parameters:,} parameters, vocabulary of {vocab_tokens:,} tokens")
+    write_json(
+        out / "generation_config.json", {"eos_token_id": ids["eos"], "pad_token_id": ids["pad"]}
+    )
+    say(
+        f"download: built a Qwen3 of {parameters:,} parameters, vocabulary of {vocab_tokens:,} "
+        "tokens"
+    )
 
 
 def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -70,7 +78,9 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (feed_forward, hidden),
         "mlp.down_proj": (hidden, feed_forward),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
     for number in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     return {**shapes, "model.norm.weight": (hidden,)}
@@ -109,26 +119,38 @@ def _config(settings: TinyModel, vocab_size: int, ids: Mapping[str, Any]) -> dic
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
-    """Return the ids of the tokens that end a text (the end of a turn first), and of the padding token."""
+    """Return the ids of the tokens that end a text (the turn's end first), and of padding."""
     tokenizer: Tokenizer = load_tokenizer(folder)
     named = special_tokens(read_tokenizer_config(folder))
-    ids = {role: tokenizer.token_to_id(named[role]) for role in ("eos_token", "pad_token") if role in named}
+    ids = {
+        role: tokenizer.token_to_id(named[role])
+        for role in ("eos_token", "pad_token")
+        if role in named
+    }
     for role in ("eos_token", "pad_token"):
         if ids.get(role) is None:
-            raise DataError(f"{folder}: tokenizer_config.json names no {role} that the tokenizer has; add it")
-    return {"eos": list(dict.fromkeys([ids["eos_token"], ids["pad_token"]])), "pad": ids["pad_token"]}
+            raise DataError(
+                f"{folder}: tokenizer_config.json names no {role} that the tokenizer has; add it"
+            )
+    return {
+        "eos": list(dict.fromkeys([ids["eos_token"], ids["pad_token"]])),
+        "pad": ids["pad_token"],
+    }
 
 
 def _weight(shape: tuple[int, ...], key: int) -> NDArray[np.float32]:
-    """Return ones for a vector (the weight of a norm), else random values with standard deviation `WEIGHT_STD`."""
+    """Return ones for a vector (a norm's weight), else random values of deviation `WEIGHT_STD`."""
     if len(shape) == 1:
         return np.ones(shape, dtype=np.float32)
     count = math.prod(shape)
     chunks = []
     for start in range(0, count, _CHUNK):
-        # Approximately normal draws: centered sums of twelve uniforms, which have a variance of one.
+        # Approximately normal draws: centered sums of twelve uniforms, which have a variance of
+        # one.
         size = min(_CHUNK, count - start)
-        total = bits(key, 3 * size, 3 * start).view("<u2").reshape(size, 12).sum(axis=1, dtype=np.int64)
+        total = (
+            bits(key, 3 * size, 3 * start).view("<u2").reshape(size, 12).sum(axis=1, dtype=np.int64)
+        )
         chunks.append(((total - 6 * 0xFFFF) / 0x10000).astype(np.float32))
     weight: NDArray[np.float32] = np.concatenate(chunks) * np.float32(WEIGHT_STD)
     return weight.reshape(shape)

@@ -1,4 +1,4 @@
-"""Trains a small byte-level BPE tokenizer in Qwen3's format, and adds a chat template in Qwen3's format."""
+"""Trains a small byte-level BPE tokenizer, and adds a chat template, both in Qwen3's format."""
 
 import shutil
 from collections.abc import Iterable
@@ -17,9 +17,16 @@ PAD_TOKEN = "<|endoftext|>"  # noqa: S105 - a token of the vocabulary
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = [PAD_TOKEN, "<|im_start|>", END_OF_TURN]
 
-# Tags that the template writes around thinking, calls and their results. As in Qwen3 each is one token but not a
-# control token, so a text may contain them.
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+# Tags that the template writes around thinking, calls and their results. As in Qwen3 each is one
+# token but not a control token, so a text may contain them.
+MARKS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 
 def write_tokenizer(texts: Iterable[str], vocab_tokens: int, out: Path) -> None:

@@ -1,7 +1,9 @@
-"""The tokenize stage: convert conversations to supervised token arrays and account for every row and sample.
+"""The tokenize stage: convert conversations to supervised tokens and account for all of them.
 
-The parent reads and writes in the order of the data; workers encode. The model's chat template runs only in workers,
-within limits. The output is byte-identical for any number of workers.
+The account has every row and sample.
+
+The parent reads and writes in the order of the data; workers encode. The model's chat template runs
+only in workers, within limits. The output is byte-identical for any number of workers.
 """
 
 import json
@@ -22,7 +24,12 @@ from pipeline_lib.core.files import canonical_json, read_json, sha256_file, sha2
 from pipeline_lib.core.stage import Job, open_sealed
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import Progress
-from pipeline_lib.data.batches import PuttingAside, hints_of, lacks_generation_prompt, thinking_default
+from pipeline_lib.data.batches import (
+    PuttingAside,
+    hints_of,
+    lacks_generation_prompt,
+    thinking_default,
+)
 from pipeline_lib.data.bpe import WrongIds
 from pipeline_lib.data.chat_template import TEMPLATE_NAME, read_tokenizer_config, repetition
 from pipeline_lib.data.documents import Samples
@@ -59,19 +66,24 @@ from pipeline_lib.data.template_worker import losses_explained
 
 LIMITS = Limits()
 READ_OF_MODEL = (*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*")
-BYTES_PER_WORKER = 1 << 20  # bytes of input; loading the tokenizer again costs as much as half a second of encoding
+# bytes of input; loading the tokenizer again costs as much as half a second of encoding
+BYTES_PER_WORKER = 1 << 20
 QUARANTINE_NAME = "quarantine.jsonl"
 NO_GENERATION_PROMPT = (
-    "tokenize: the chat template writes no generation prompt, so the model learns to begin its answers itself, with "
-    "what the template writes before them; a server that adds a prompt of its own asks otherwise than in training"
+    "tokenize: the chat template writes no generation prompt, so the model learns to begin its "
+    "answers itself, with "
+    "what the template writes before them; a server that adds a prompt of its own asks otherwise "
+    "than in training"
 )
 
 
 def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
-    """Write the token arrays, ledger.json, quarantine.jsonl and preview.json; return the total counts and digests.
+    """Write token arrays, ledger.json, quarantine.jsonl and preview.json; return the counts.
 
-    At most `workers` processes encode, by default one for each core that this process may use. Raises DataError,
-    Interrupted.
+    It returns the digests too.
+
+    At most `workers` processes encode, by default one for each core that this process may use.
+    Raises DataError, Interrupted.
     """
     cores = workers or len(os.sched_getaffinity(0))
     try:
@@ -88,8 +100,14 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     if (model / TEMPLATE_NAME).is_file():
         template_sha256 = sha256_file(model / TEMPLATE_NAME)
     else:
-        template_sha256 = sha256_text(canonical_json(read_tokenizer_config(model).get("chat_template")))
-    named = {name: sha256_file(model / name) for name in tokenizer_files(model) if name.startswith(TEMPLATES_FOLDER)}
+        template_sha256 = sha256_text(
+            canonical_json(read_tokenizer_config(model).get("chat_template"))
+        )
+    named = {
+        name: sha256_file(model / name)
+        for name in tokenizer_files(model)
+        if name.startswith(TEMPLATES_FOLDER)
+    }
     if named:
         template_sha256 = sha256_text(canonical_json([named, template_sha256]))
     return {
@@ -101,7 +119,9 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
 
 
 def refuse_losses(spec: Spec, store: Store) -> None:
-    """Raise DataError if the sealed stage left out more than the limits of `spec` allow, which no digest has.
+    """Raise DataError if the sealed stage left out more than `spec` allows.
+
+    No digest has these limits.
 
     A run of another config, with other limits, may have made it meanwhile.
     """
@@ -118,22 +138,34 @@ def _settings_of(spec: Spec) -> Tokenize:
 
 
 def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
-    """Write all of `job.out` but quarantine.jsonl. Raises DataError, Interrupted, WrongIds if the `fast` ids differ."""
+    """Write all of `job.out` but quarantine.jsonl.
+
+    Raises DataError, Interrupted, WrongIds if the `fast` ids differ.
+    """
     given, settings = job.spec.settings, _settings_of(job.spec)
     sources = open_sources(job, given.get("sources"), given.get(VALIDATION_SOURCES, 0))
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)
-    with losses_explained(model), Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool:
+    with (
+        losses_explained(model),
+        Pool(partial(Encoder, model, settings, fast), workers, LIMITS) as pool,
+    ):
         books = _Books(job, settings, sources)
         progress = Progress(job.say, "tokenize", "rows")
-        with SampleWriter(job.out) as writer, books.quarantine_path.open("w", encoding="utf-8") as quarantine:
+        with (
+            SampleWriter(job.out) as writer,
+            books.quarantine_path.open("w", encoding="utf-8") as quarantine,
+        ):
             batches = (batch for source in sources for batch in source.batches())
             for encoded in pool.map(batches, PuttingAside(settings)):
                 books.take(encoded, writer, quarantine)
                 progress.update(books.rows, fraction_read(sources, encoded.source))
             writer.finish(len(sources))
         refuse_too_long(books.too_long, books.rows, settings, job.inputs["model"])
-        for line in (*refuse_missing_columns(books.ledgers, sources), *idle_names(books.ledgers, sources)):
+        for line in (
+            *refuse_missing_columns(books.ledgers, sources),
+            *idle_names(books.ledgers, sources),
+        ):
             job.say(line)
         if total_of(books.ledgers).prompts.total():
             (books.thinking_default,) = pool.map([thinking_default])
@@ -149,30 +181,39 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
 
 
 def worker_count(size_bytes: int, cores: int) -> int:
-    """Return the number of workers for an input of `size_bytes`: at most `cores`, fewer for a small input."""
+    """Return the number of workers for `size_bytes` of input: at most `cores`, fewer if small."""
     return min(cores, 1 + size_bytes // BYTES_PER_WORKER)
 
 
 class _Books:
-    """The ledgers of a run: they count encoded batches in order and write their samples and unusable rows."""
+    """A run's ledgers: they count encoded batches in order and write samples and unusable rows."""
 
     def __init__(self, job: Job, settings: Tokenize, sources: Sequence[DataSource]) -> None:
         self.ledgers = [
-            SourceLedger(source.name, [FileLedger(file.name) for file in source.files]) for source in sources
+            SourceLedger(source.name, [FileLedger(file.name) for file in source.files])
+            for source in sources
         ]
         # Those of the sources to train on; the others are held out.
-        self.trained = [ledger for ledger, source in zip(self.ledgers, sources, strict=True) if not source.is_held_out]
+        self.trained = [
+            ledger
+            for ledger, source in zip(self.ledgers, sources, strict=True)
+            if not source.is_held_out
+        ]
         self.quarantine_path = job.run_dir / QUARANTINE_NAME
         self.first_rejects: list[list[str]] = [[] for _ in sources]
         self.rows = 0
         self.too_long = TooLong()
         self.how: set[str] = set()  # the tokenizer implementations used
-        self.thinking_default: str | None = None  # the chat template's default; None if it has no switch
+        self.thinking_default: str | None = (
+            None  # the chat template's default; None if it has no switch
+        )
         self._say = job.say
         self._formats: set[tuple[int, str]] = set()
         self._drops_duplicates = settings.duplicates == "drop"
         self._exact = ExactDuplicates()
-        self._near = None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
+        self._near = (
+            None if settings.near_duplicates is None else NearDuplicates(settings.near_duplicates)
+        )
 
     def take(self, encoded: Encoded, writer: SampleWriter, quarantine: TextIO) -> None:
         """Count and write one batch. Raises IntegrityError if a turn was lost during encoding."""
@@ -181,7 +222,10 @@ class _Books:
         file = ledger.files[encoded.file]
         if encoded.format:
             file.format = encoded.format
-            if (encoded.source, file.format) not in self._formats:  # once, though a source may have a thousand files
+            if (
+                encoded.source,
+                file.format,
+            ) not in self._formats:  # once, though a source may have a thousand files
                 self._formats.add((encoded.source, file.format))
                 self._say(f"tokenize: {file.name}: format {file.format}")
         file.rows += encoded.rows
@@ -213,7 +257,11 @@ class _Books:
 
 
 def _report(
-    job: Job, books: _Books, settings: Tokenize, lengths: Sequence[NDArray[np.int64]], pool: Pool[Encoder]
+    job: Job,
+    books: _Books,
+    settings: Tokenize,
+    lengths: Sequence[NDArray[np.int64]],
+    pool: Pool[Encoder],
 ) -> None:
     total = total_of(books.ledgers)
     hints: dict[str, str] = {}
@@ -222,13 +270,23 @@ def _report(
     how = f"tokenize: tokenized by {', '.join(sorted(books.how))}"
     cost = repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens)
     prompts = total_of(books.trained).prompts
-    calls = how_to_call(trained_modes(prompts, books.thinking_default, settings.chat_template_kwargs))
+    calls = how_to_call(
+        trained_modes(prompts, books.thinking_default, settings.chat_template_kwargs)
+    )
     drops = [
-        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: {hints[reason]}"
+        f"{total.dropped[reason]:,} of {total.samples:,} samples dropped as {reason}: "
+        f"{hints[reason]}"
         for reason in ALWAYS_NAMED
         if total.dropped[reason]
     ]
-    for line in (how, *table(books.ledgers), *unread_lines(books.ledgers), *filter(None, [cost]), *calls, *drops):
+    for line in (
+        how,
+        *table(books.ledgers),
+        *unread_lines(books.ledgers),
+        *filter(None, [cost]),
+        *calls,
+        *drops,
+    ):
         job.say(line)
     refuse_lost_rows(books.ledgers, settings, books.first_rejects, books.quarantine_path)
     refuse_lost_samples(books.ledgers, settings, [percentiles(found) for found in lengths], hints)

@@ -1,4 +1,4 @@
-"""Measurements of several ranks together: within a node, between pairs of nodes, and over all ranks."""
+"""Measurements of several ranks: within a node, between pairs of nodes, and over all ranks."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,10 +16,12 @@ from pipeline_lib.doctor.gpus import clocks
 from pipeline_lib.launch.rendezvous import Rendezvous
 from pipeline_lib.model.gpu import why_no_kernels
 
-# Measurements within a node: bandwidth of collectives in a small process group, and the GPU under load.
+# Measurements within a node: bandwidth of collectives in a small process group, and the GPU under
+# load.
 #
-# Bus bandwidth is the rate in bytes/s over the slowest link: the bytes that a rank holds, divided by the time, times
-# 2(n-1)/n for an all-reduce and (n-1)/n for an all-gather, as nccl-tests defines it (its doc/PERFORMANCE.md).
+# Bus bandwidth is the rate in bytes/s over the slowest link: the bytes that a rank holds, divided
+# by the time, times 2(n-1)/n for an all-reduce and (n-1)/n for an all-gather, as nccl-tests defines
+# it (its doc/PERFORMANCE.md).
 
 SIZES_BYTES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (64 << 10, 1 << 20, 16 << 20)}
 PATIENCE_S = 0.4  # per size and collective
@@ -44,7 +46,7 @@ def torch_facts() -> Section:
 
 
 def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
-    """Join the group that `environ` describes; return bytes/s by collective and size, and the GPU under load."""
+    """Join the group of `environ`; return bytes/s by collective and size, and GPUs under load."""
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if device_kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -65,7 +67,10 @@ def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of KINDS that took `seconds` over `ranks` ranks, each with `size_bytes` at the end."""
+    """A collective of KINDS that took `seconds` over `ranks` ranks, with `size_bytes` each.
+
+    Each rank has these bytes at the end.
+    """
 
     kind: str
     size_bytes: int
@@ -74,7 +79,7 @@ class Collective:
 
     @property
     def rounds(self) -> int:
-        """The number of passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
+        """The passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
         return 2 if self.kind == "all_reduce" else 1
 
     @property
@@ -92,7 +97,7 @@ def collectives(
     patience_s: float = PATIENCE_S,
     kinds: Collection[str] = KINDS,
 ) -> list[Collective]:
-    """Measure collectives at every size for up to `patience_s` each; all ranks of `group` call this together."""
+    """Measure collectives at each size for up to `patience_s`; all ranks of `group` call it."""
     ranks, found = dist.get_world_size(group), []
     for size_bytes in SIZES_BYTES[device.type]:
         values = torch.zeros(size_bytes // 4, device=device)
@@ -104,14 +109,19 @@ def collectives(
             "all_to_all": partial(dist.all_to_all_single, parts, values[: len(parts)], group=group),
         }
         for kind, call in ((kind, calls[kind]) for kind in kinds):
-            found.append(Collective(kind, size_bytes, ranks, duration_s(call, device, group, patience_s)))
+            found.append(
+                Collective(kind, size_bytes, ranks, duration_s(call, device, group, patience_s))
+            )
     return found
 
 
 def duration_s(
-    collective: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None, patience_s: float
+    collective: Callable[[], object],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    patience_s: float,
 ) -> float:
-    """Return the mean seconds of the calls that fit into `patience_s`; all ranks make the same number of calls."""
+    """Return the mean seconds of the calls within `patience_s`, as many on each rank."""
     collective()
     one_s = timed(collective, 1, device)
     agreed = torch.tensor([one_s], device=device)
@@ -134,12 +144,13 @@ def timed(work: Callable[[], object], times: int, device: torch.device) -> float
 
 
 def gpu_at_work(device: torch.device) -> Section:
-    """Return the operations per second of bf16 matrix products, and the GPU's clocks while it computes them."""
+    """Return the operations per second of bf16 matrix products, and the GPU's clocks meanwhile."""
     a = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
     b = torch.randn(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.bfloat16)
     one_s = min(timed(lambda: a @ b, 5, device) / 5 for _ in range(3))
     found: Section = {"bf16_flops": 2 * WORK_SIZE**3 / one_s}
-    for _ in range(int(1.0 / one_s)):  # queue a second of work, which runs while the clocks are read
+    # queue a second of work, which runs while the clocks are read
+    for _ in range(int(1.0 / one_s)):
         a @ b
     time.sleep(0.6)
     with suppress(Unmeasured):
@@ -148,11 +159,15 @@ def gpu_at_work(device: torch.device) -> Section:
     return found
 
 
-# Measurements between nodes: each pair of nodes, then all ranks at once. The first rank of each node, its leader, acts
-# for it. The ranks meet in a store on the first rank with timeouts, so that none waits forever for a missing one.
+# Measurements between nodes: each pair of nodes, then all ranks at once. The first rank of each
+# node, its leader, acts for it. The ranks meet in a store on the first rank with timeouts, so that
+# none waits forever for a missing one.
 
 PAIR_S = 0.2  # the shortest transfer that counts as a measurement
-PAIR_SIZES_BYTES = {"cuda": tuple(4**k << 18 for k in range(6)), "cpu": tuple(4**k << 18 for k in range(4))}
+PAIR_SIZES_BYTES = {
+    "cuda": tuple(4**k << 18 for k in range(6)),
+    "cpu": tuple(4**k << 18 for k in range(4)),
+}
 PINGS = 20
 MEET_S = 90.0  # the slowest node may still test its disk, and a cold file server loads torch slowly
 ALL_S = 30.0
@@ -189,12 +204,16 @@ class ExchangeRank:
         """Sign off from the store. The first rank, which hosts it, waits for the others."""
         deadline_s = time.monotonic() + MEET_S
         self.store.add("gone", 1)
-        while self.rank == 0 and self.store.add("gone", 0) < self.world and time.monotonic() < deadline_s:
+        while (
+            self.rank == 0
+            and self.store.add("gone", 0) < self.world
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.05)
 
 
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return every pair of `nodes` once, in rounds of disjoint pairs (round-robin tournament, circle method)."""
+    """Return every pair of `nodes` once, in rounds of disjoint pairs (the circle method)."""
     seats = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: a node paired with it pauses
     rounds = []
     for _ in range(len(seats) - 1):
@@ -206,7 +225,7 @@ def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def clock_offsets(place: ExchangeRank) -> dict[int, float]:
-    """Return, by node, the seconds that its clock is ahead of the first node's; only the first rank gets values."""
+    """Return each node's clock lead over the first node in seconds; only to the first rank."""
     found: dict[int, float] = {}
     for number, leader in enumerate(place.leaders[1:], start=1):
         if place.rank == leader:
@@ -221,7 +240,10 @@ def clock_offsets(place: ExchangeRank) -> dict[int, float]:
 
 
 def measure_pairs(place: ExchangeRank, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Measure all pairs of nodes; called by the leaders. The leader with the lower number reports the result."""
+    """Measure all pairs of nodes; called by the leaders.
+
+    The leader with the lower number reports the result.
+    """
     for number, pairs in enumerate(rounds_of(len(place.leaders))):
         for low, high in pairs:
             if place.node == low:
@@ -246,7 +268,9 @@ def _as_first(place: ExchangeRank, other: int) -> dict[str, float]:
         values = torch.zeros(size_bytes // 4, device=place.device)
         there_s = timed(partial(_swap, values, word, other), 1, place.device)
         back_s = timed(partial(_swap, word, values, other), 1, place.device)
-        enough = there_s + back_s > 2 * PAIR_S or size_bytes == PAIR_SIZES_BYTES[place.device.type][-1]
+        enough = (
+            there_s + back_s > 2 * PAIR_S or size_bytes == PAIR_SIZES_BYTES[place.device.type][-1]
+        )
         dist.send(torch.full_like(word, float(enough)), other)
         if enough:
             break
@@ -276,7 +300,7 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, other: int) -> None:
 
 
 def measure_all(place: ExchangeRank, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Measure all-reduce over all ranks, from small to large sizes while ALL_S allows; the first rank reports."""
+    """Measure all-reduce over all ranks, by rising size while ALL_S allows; rank 0 reports."""
     spent_s = 0.0
     for size_bytes in SIZES_BYTES[place.device.type]:
         values = torch.zeros(size_bytes // 4, device=place.device)
@@ -289,5 +313,6 @@ def measure_all(place: ExchangeRank, tell: Callable[[dict[str, Any]], None]) -> 
             one = Collective("all_reduce", size_bytes, place.world, one_s)
             tell({"all": size_bytes, "seconds": one_s, "bus_bytes_per_s": one.bus_bytes / one_s})
         spent_s += 3 * one_s
-        if spent_s + 3 * 16 * one_s > ALL_S:  # the next size is 16 times as large and runs about three times
+        # the next size is 16 times as large and runs about three times
+        if spent_s + 3 * 16 * one_s > ALL_S:
             break

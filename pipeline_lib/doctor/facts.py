@@ -1,4 +1,4 @@
-"""Facts: measured values by section and name; a section that could not be measured has the reason instead."""
+"""Facts: measured values by section and name; an unmeasured section has the reason instead."""
 
 from collections.abc import Callable
 from typing import Any

@@ -8,13 +8,22 @@ from typing import Any
 
 from pipeline_lib.doctor.facts import Section, Unmeasured
 
-# Throttle reasons that indicate a problem; an idle GPU, or one at its power cap under load, is normal.
-WRONG_REASONS = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
+# Throttle reasons that indicate a problem; an idle GPU, or one at its power cap under load, is
+# normal.
+WRONG_REASONS = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+}
 
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """Yield the initialized NVML. Raise Unmeasured if it is missing, or if a call in the block fails."""
+    """Yield the initialized NVML.
+
+    Raise Unmeasured if it is missing, or if a call in the block fails.
+    """
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -27,25 +36,34 @@ def _nvml() -> Iterator[Any]:
 
 
 def gpus() -> Section:
-    """Return each GPU by number (name, memory, capability, power limit, clocks), and the driver's version.
+    """Return each GPU by number (name, memory, capability, power, clocks), and the driver.
 
-    Numbers are the driver's. Values that a driver does not report are missing. Raise Unmeasured without NVML or a
-    driver.
+    Power is the limit; the driver is its version.
+
+    Numbers are the driver's. Values that a driver does not report are missing. Raise Unmeasured
+    without NVML or a driver.
     """
     with _nvml() as nvml:
         found: Section = {"driver": _text(nvml.nvmlSystemGetDriverVersion())}
         for number in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
             major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-            gpu: Section = {"name": _text(nvml.nvmlDeviceGetName(handle)), "capability": f"{major}.{minor}"}
+            gpu: Section = {
+                "name": _text(nvml.nvmlDeviceGetName(handle)),
+                "capability": f"{major}.{minor}",
+            }
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             gpu |= {"memory_bytes": int(memory.total), "memory_used_bytes": int(memory.used)}
             with suppress(nvml.NVMLError):
                 gpu["power_limit_w"] = nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000
             with suppress(nvml.NVMLError):
-                gpu["power_limit_default_w"] = nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000
+                gpu["power_limit_default_w"] = (
+                    nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000
+                )
             with suppress(nvml.NVMLError):
-                gpu["sm_clock_most_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+                gpu["sm_clock_most_mhz"] = nvml.nvmlDeviceGetMaxClockInfo(
+                    handle, nvml.NVML_CLOCK_SM
+                )
             found[str(number)] = gpu
     return found
 
@@ -55,7 +73,10 @@ def _text(value: Any) -> str:
 
 
 def clocks(uuid: str) -> Section:
-    """Return the current clock, power and problematic slowdowns of the GPU with torch's `uuid`. Raise Unmeasured."""
+    """Return the current clock, power and problematic slowdowns of the GPU with torch's `uuid`.
+
+    Raise Unmeasured.
+    """
     with _nvml() as nvml:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -69,7 +90,7 @@ def clocks(uuid: str) -> Section:
 
 
 def links(topology: str) -> dict[str, str]:
-    """Return the connection of each pair of GPUs in the output of `nvidia-smi topo -m`, like `{"0-1": "NV18"}`.
+    """Return each GPU pair's connection by `nvidia-smi topo -m`, like `{"0-1": "NV18"}`.
 
     NV# means # NVLinks; PIX, PXB, PHB, NODE and SYS are PCIe connections, from near to far.
     """

@@ -1,4 +1,4 @@
-"""Examination of hosts without a scheduler: the checks of a training, then the tasks that SLURM's nodes have too."""
+"""Examination of hosts without scheduler: a training's checks, then the tasks as on SLURM."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,10 @@ _STACK = ("frame #", "<omitting python frames>")  # of torch's C++ below its err
 
 @dataclass(frozen=True)
 class HostsExamination:
-    """An examination of `hosts`, each as `cluster` describes it; without one, of the GPUs that all have, or CPUs."""
+    """An examination of `hosts`, as `cluster` describes them, or else of shared GPUs or CPUs.
+
+    Without `cluster`, it has the GPUs that all hosts have.
+    """
 
     hosts: Sequence[Host]
     cluster: Cluster | None
@@ -35,9 +38,14 @@ class HostsExamination:
     environ: Mapping[str, str]
 
     def findings(self, say: Say) -> Findings:
-        """Check the hosts, and measure on them and between them. Raises ConfigError with all problems, Interrupted."""
+        """Check the hosts, and measure on them and between them.
+
+        Raises ConfigError with all problems, Interrupted.
+        """
         wanted = HostNeeds.by(self.cluster or Cluster(cpu_ranks=1))
-        with of_hosts(self.hosts, wanted, CHECK_TIMEOUT_S, self.store, self.site, say) as allocation:
+        with of_hosts(
+            self.hosts, wanted, CHECK_TIMEOUT_S, self.store, self.site, say
+        ) as allocation:
             if (group := allocation.group) is None:
                 raise PipelineError("doctor --hosts: there are no hosts")
             return self._measured(allocation, group, say)
@@ -66,7 +74,9 @@ class HostsExamination:
         _add_ends(found, ended)
         found.said = said
         if not found.nodes:
-            raise Interrupted("\n  ".join(["the hosts told nothing of themselves:", *_failures(found), *said]))
+            raise Interrupted(
+                "\n  ".join(["the hosts told nothing of themselves:", *_failures(found), *said])
+            )
         return found
 
     def _environ(self, allocation: Allocation, group: HostGroup) -> dict[str, str]:
@@ -74,17 +84,26 @@ class HostsExamination:
         return {**self.environ, **rendezvous, "OMP_NUM_THREADS": "1"}
 
 
-def place_of(cluster: Cluster | None, facts: Mapping[str, HostFacts], allocation: Allocation) -> RankPlacement:
-    """Return where the tasks run: as `cluster` says, else on all GPUs that each host has, else one on each host."""
+def place_of(
+    cluster: Cluster | None, facts: Mapping[str, HostFacts], allocation: Allocation
+) -> RankPlacement:
+    """Return where the tasks run: as `cluster` says, else on all common GPUs, else one a host."""
     nodes = len(facts)
-    wanted = cluster or Cluster(gpus_per_node=min(len(found.gpus) for found in facts.values()), cpu_ranks=1)
-    return RankPlacement("spawn", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation)
+    wanted = cluster or Cluster(
+        gpus_per_node=min(len(found.gpus) for found in facts.values()), cpu_ranks=1
+    )
+    return RankPlacement(
+        "spawn", nodes, wanted.ranks_per_node, wanted.cpus_per_rank, wanted.device, allocation
+    )
 
 
 def _add_ends(found: Findings, ended: Ended) -> None:
-    """Put hosts that were lost before what the others complain of; name the host whose tasks failed without a word."""
+    """Put lost hosts before what others complain of; name the host whose tasks failed silently."""
     lost = {host: [reason] for host, reason in ended.lost.items()}
-    found.failures = {**lost, **{host: [*lost.get(host, []), *texts] for host, texts in found.failures.items()}}
+    found.failures = {
+        **lost,
+        **{host: [*lost.get(host, []), *texts] for host, texts in found.failures.items()},
+    }
     if ended.exit_code and not ended.lost and not found.failures:
         found.fail(ended.host, f"its tasks ended with code {ended.exit_code}")
 

@@ -21,7 +21,9 @@ def deadline(budget_s: float) -> Within:
     return lambda most_s: min(most_s, end_s - time.monotonic())
 
 
-def measure_machine(store: Path, environ: Mapping[str, str], within: Within, say: Callable[[str], None]) -> Facts:
+def measure_machine(
+    store: Path, environ: Mapping[str, str], within: Within, say: Callable[[str], None]
+) -> Facts:
     """Return the facts that one process can measure about its machine and the disk of `store`."""
     facts: Facts = {
         "versions": versions(),
@@ -38,12 +40,16 @@ def measure_machine(store: Path, environ: Mapping[str, str], within: Within, say
         facts["links"] = {UNMEASURED: "there are fewer than two GPUs"}
     else:
         facts["links"] = measured(lambda: topology(within(4)))
-    facts["disk"] = measured(lambda: probe("disk", environ, within(10), "--store", str(store.absolute())))
+    facts["disk"] = measured(
+        lambda: probe("disk", environ, within(10), "--store", str(store.absolute()))
+    )
     return facts
 
 
-def examine(store: Path, ranks: int | None, environ: Mapping[str, str], say: Callable[[str], None]) -> Facts:
-    """Return all facts of this machine, the disk of `store` and `ranks` ranks (None: one for each GPU).
+def examine(
+    store: Path, ranks: int | None, environ: Mapping[str, str], say: Callable[[str], None]
+) -> Facts:
+    """Return all facts of this machine, the disk of `store` and `ranks` ranks (None: one per GPU).
 
     The sections are in the order of the report.
     """

@@ -14,7 +14,9 @@ PIECE_CHARACTERS = 300  # fits a line of up to a kilobyte even after escaping
 def lines_of(sender: str, number: int, message: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that transmit `message`, the message `number` of `sender`."""
     text = json.dumps(message)
-    pieces = [text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS)]
+    pieces = [
+        text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS)
+    ]
     for place, piece in enumerate(pieces):
         yield MARK + json.dumps([f"{sender}.{number}", place, len(pieces), piece])
 
@@ -27,7 +29,7 @@ class Inbox:
         self._pieces: dict[str, dict[int, str]] = {}
 
     def take(self, line: str) -> dict[str, Any] | None:
-        """Return the message that `line` completes; None if it completes none, or is no message line."""
+        """Return the message that `line` completes; None if none, or if it is no message line."""
         if not line.startswith(MARK):
             return None
         try:

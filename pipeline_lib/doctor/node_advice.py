@@ -26,7 +26,15 @@ _SAME = {
     "processors": "ask for nodes of one kind (`constraint` in the site file)",
     "limits": "have the limits of the nodes made equal",
 }
-_NOT_COMPARED = ("memory_used", "sm_clock_mhz", "load_1_min", "allowed", "cgroup_limit", "_free_bytes", "system")
+_NOT_COMPARED = (
+    "memory_used",
+    "sm_clock_mhz",
+    "load_1_min",
+    "allowed",
+    "cgroup_limit",
+    "_free_bytes",
+    "system",
+)
 
 
 def together(found: Findings) -> list[str]:
@@ -37,7 +45,7 @@ def together(found: Findings) -> list[str]:
 
 
 def _once(problems: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield each text once, after the names of all nodes that have it; `problems` are (name, text)."""
+    """Yield each text once, after the names of all its nodes; `problems` are (name, text)."""
     by_text: dict[str, list[str]] = {}
     for name, text in problems:
         by_text.setdefault(text, []).append(name)
@@ -52,7 +60,9 @@ def _failures(found: Findings) -> Iterator[str]:
             yield f"{name}: node {number} told nothing of itself in time"
     if (silent := found.asked - len(found.numbers)) > 0:
         yield f"{silent} of {count(found.asked, 'nodes')} told nothing at all"
-    if found.said and (silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2):
+    if found.said and (
+        silent > 0 or found.failures or len(found.pairs) < found.asked * (found.asked - 1) // 2
+    ):
         speaker = "SLURM says:" if found.job else "the hosts say:"
         yield "\n      ".join([speaker, *found.said[:6]])
     names = [found.numbers[number] for number in sorted(found.numbers)]
@@ -60,18 +70,24 @@ def _failures(found: Findings) -> Iterator[str]:
         measured = {frozenset((pair.first, pair.second)) for pair in found.pairs}
         missing = [f"{a} <-> {b}" for a, b in combinations(names, 2) if {a, b} not in measured]
         yield (
-            f"no exchange between {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: can the nodes reach"
-            " each other by the interface that was taken? Name another in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+            f"no exchange between {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: "
+            "can the nodes reach"
+            " each other by the interface that was taken? Name another in NCCL_SOCKET_IFNAME and "
+            "GLOO_SOCKET_IFNAME"
         )
 
 
 def _stores(found: Findings) -> Iterator[str]:
     for name, facts in found.nodes.items():
         if reason := facts.get("store", {}).get(UNMEASURED):
-            yield f"{name} cannot use the store: {reason}; PIPELINE_STORE has to be a folder that all nodes share"
+            yield (
+                f"{name} cannot use the store: {reason}; PIPELINE_STORE has to be a folder that "
+                "all nodes share"
+            )
     for name in found.unseen:
         yield (
-            f"{name} wrote into the store, and it is not seen here: its folder of that name is another one; set"
+            f"{name} wrote into the store, and it is not seen here: its folder of that name is "
+            "another one; set"
             " PIPELINE_STORE to a folder that all nodes share"
         )
 
@@ -99,24 +115,38 @@ def grouped(values: dict[str, str]) -> str:
 
 
 def _odd_nodes(found: Findings) -> Iterator[str]:
-    """Report nodes with other code than this machine, less host memory than others, or a clock that differs."""
-    codes = {name: facts["code"]["pipeline_lib"] for name, facts in found.nodes.items() if "code" in facts}
+    """Report nodes with other code, less host memory than others, or a clock that differs.
+
+    The code is compared with this machine's.
+    """
+    codes = {
+        name: facts["code"]["pipeline_lib"]
+        for name, facts in found.nodes.items()
+        if "code" in facts
+    }
     if other := [name for name, code in codes.items() if code != found.code_here]:
-        yield f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone that all nodes share"
-    memory = {name: facts.get("memory", {}).get("total_bytes") for name, facts in found.nodes.items()}
+        yield (
+            f"{', '.join(other)}: pipeline_lib is not the one of this machine; run from a clone "
+            "that all nodes share"
+        )
+    memory = {
+        name: facts.get("memory", {}).get("total_bytes") for name, facts in found.nodes.items()
+    }
     totals = {name: total for name, total in memory.items() if total is not None}
     most = max(totals.values(), default=0)
     for name, total in totals.items():
         if total < LESS * most:
             yield (
-                f"{name} has {total / 1e9:.0f} GB of host memory, where others have {most / 1e9:.0f} GB; ask for no"
+                f"{name} has {total / 1e9:.0f} GB of host memory, where others have "
+                f"{most / 1e9:.0f} GB; ask for no"
                 " more (cluster.memory_gb), or leave it out"
             )
     for name, ahead_s in found.clocks.items():
         if abs(ahead_s) > CLOCK_S:
             way = "ahead of" if ahead_s > 0 else "behind"
             yield (
-                f"the clock of {name} is {abs(ahead_s):.1f} s {way} that of {found.name_of(0)}; have its time service"
+                f"the clock of {name} is {abs(ahead_s):.1f} s {way} that of {found.name_of(0)}; "
+                "have its time service"
                 " checked: whether a lock is stale is told by the times of files"
             )
 
@@ -131,25 +161,34 @@ def _slow_pairs(found: Findings) -> Iterator[str]:
     slow = [pair for pair in pairs if pair.worst < SLOW * good]
     for pair in sorted(slow, key=lambda pair: pair.worst):
         yield (
-            f"{pair.first} <-> {pair.second}: {pair.worst * GBIT:.3g} Gbit/s, the median of the pairs is"
+            f"{pair.first} <-> {pair.second}: {pair.worst * GBIT:.3g} Gbit/s, the median of the "
+            "pairs is"
             f" {middle * GBIT:.3g}, the fast ones have {good * GBIT:.3g}"
         )
     for name in found.numbers.values():
         own = [pair for pair in pairs if name in (pair.first, pair.second)]
         if len(pairs) > len(own) and own and all(pair in slow for pair in own):
-            yield f"{name}: all of its pairs are slow, so it is its own link; have it checked, and leave the node out"
+            yield (
+                f"{name}: all of its pairs are slow, so it is its own link; have it checked, "
+                "and "
+                "leave the node out"
+            )
     for pair in pairs:
         fast, low = max(pair.there, pair.back), pair.worst
         if pair not in slow and low < SLOW * fast:
             way = (pair.first, pair.second) if pair.there < pair.back else (pair.second, pair.first)
             yield (
-                f"{way[0]} -> {way[1]}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other way; have the link"
+                f"{way[0]} -> {way[1]}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other "
+                "way; have the link"
                 " checked"
             )
 
 
 def _slow_links(found: Findings) -> Iterator[str]:
-    """Report if the best pair is far below the interfaces' nominal speed; two nodes have no other pair to compare."""
+    """Report if the best pair is far below the nominal speed; two nodes have no other pair.
+
+    The nominal speed is that of the interfaces.
+    """
     speeds = []
     for facts in found.nodes.values():
         interface = facts.get("between nodes", {}).get("interface", "")
@@ -162,19 +201,27 @@ def _slow_links(found: Findings) -> Iterator[str]:
     good = max(max(pair.there, pair.back) for pair in found.pairs) * GBIT
     if good < SLOW_OF_LINK * link / 1000:
         yield (
-            f"the best pairs send {good:.3g} Gbit/s through interfaces of {link / 1000:g} Gbit/s; is the network shared"
-            " or limited, or another interface the right one (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)?"
+            f"the best pairs send {good:.3g} Gbit/s through interfaces of {link / 1000:g} Gbit/s; "
+            "is the network shared"
+            " or limited, or another interface the right one (NCCL_SOCKET_IFNAME, "
+            "GLOO_SOCKET_IFNAME)?"
         )
 
 
 def _sockets(found: Findings) -> Iterator[str]:
     for name, facts in found.nodes.items():
-        active = [port for port, text in facts.get("network", {}).items() if " port " in port and "ACTIVE" in str(text)]
+        active = [
+            port
+            for port, text in facts.get("network", {}).items()
+            if " port " in port and "ACTIVE" in str(text)
+        ]
         used = facts.get("between nodes", {}).get("transports", [])
         if active and any(transport.startswith("NET/Socket") for transport in used):
             yield (
-                f"{name}: NCCL sends through TCP sockets, although {', '.join(active)} is active; unset"
-                " NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory (`ulimit -l unlimited`)"
+                f"{name}: NCCL sends through TCP sockets, although {', '.join(active)} is active; "
+                "unset"
+                " NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory (`ulimit -l "
+                "unlimited`)"
             )
 
 
@@ -185,7 +232,10 @@ def to_set(found: Findings) -> list[str]:
     if rate := found.sent_gbit_s:
         why = f"what a node sends while all ranks reduce {max(found.all_reduce) / 1e6:.3g} MB"
         lines.append(f"cluster.internode_gbit_s: {rate:.3g}   # {why}")
-    used = {name: facts.get("between nodes", {}).get("interface", "") for name, facts in found.nodes.items()}
+    used = {
+        name: facts.get("between nodes", {}).get("interface", "")
+        for name, facts in found.nodes.items()
+    }
     if any(used.values()) and nodes > 1:
         kinds = sorted(set(filter(None, used.values())))
         how = f"NCCL_SOCKET_IFNAME={','.join(kinds)} and GLOO_SOCKET_IFNAME={kinds[0]}"
@@ -194,6 +244,8 @@ def to_set(found: Findings) -> list[str]:
         named = grouped(used) if len(kinds) > 1 else kinds[0]
         lines.append(f"interface between the nodes: {named}   # to name it: {how}")
     between = [facts.get("between nodes", {}) for facts in found.nodes.values()]
-    if transports := {transport for section in between for transport in section.get("transports", [])}:
+    if transports := {
+        transport for section in between for transport in section.get("transports", [])
+    }:
         lines.append(f"NCCL sends through {', '.join(sorted(transports))}")
     return lines

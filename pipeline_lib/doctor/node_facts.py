@@ -1,4 +1,4 @@
-"""Facts of a node, measured by one of its processes: those of any machine, its network, and its view of the store."""
+"""Facts of a node, measured by one process: the machine, its network and its view of the store."""
 
 import socket
 from collections.abc import Mapping
@@ -12,15 +12,18 @@ from pipeline_lib.hosts.facts import code_digest
 from pipeline_lib.launch.heartbeat import host_of
 
 BUDGET_S = 60.0
-PATIENCE = 3.0  # times the deadlines of one machine with local packages, since many nodes read them at once
+# times the deadlines of one machine with local packages, since many nodes read them at once
+PATIENCE = 3.0
 INFINIBAND = Path("/sys/class/infiniband")
 NOT_LINKS = ("lo", "docker", "virbr", "br-")
 
 
 def node_facts(share: Path, token: str, environ: Mapping[str, str]) -> Facts:
-    """Return the facts that need no other node; `share` is the store's folder, and `token` names a file in it."""
+    """Return the facts about this node alone; `share` is the store, `token` names a file in it."""
     within = deadline(BUDGET_S)
-    facts = measure_machine(share, environ, lambda most_s: within(PATIENCE * most_s), lambda _: None)
+    facts = measure_machine(
+        share, environ, lambda most_s: within(PATIENCE * most_s), lambda _: None
+    )
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):  # specific to this task
         facts["variables"].pop(name, None)
     facts["code"] = {"pipeline_lib": code_digest()}
@@ -30,7 +33,10 @@ def node_facts(share: Path, token: str, environ: Mapping[str, str]) -> Facts:
 
 
 def _store_facts(share: Path, token: str, environ: Mapping[str, str]) -> Section:
-    """Check that this node reads the submitting machine's token, and write an answer beside it. Raise Unmeasured."""
+    """Check that this node reads the submitting machine's token, and write an answer beside it.
+
+    Raise Unmeasured.
+    """
     try:
         if (share / token).read_text() != token:
             raise Unmeasured(f"{share / token} holds something else here")
@@ -47,8 +53,16 @@ def network() -> Section:
     for name in sorted(state):
         ipv4 = [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET]
         if state[name].isup and ipv4 and not name.startswith(NOT_LINKS):
-            found[name] = {"address": ipv4[0], "mbit_per_s": state[name].speed or "?", "mtu": state[name].mtu}
+            found[name] = {
+                "address": ipv4[0],
+                "mbit_per_s": state[name].speed or "?",
+                "mtu": state[name].mtu,
+            }
     for port in sorted(INFINIBAND.glob("*/ports/*")):
-        texts = [(port / name).read_text().strip() for name in ("state", "rate") if (port / name).exists()]
+        texts = [
+            (port / name).read_text().strip()
+            for name in ("state", "rate")
+            if (port / name).exists()
+        ]
         found[f"{port.parts[-3]} port {port.name}"] = ", ".join(texts)
     return found

@@ -23,7 +23,10 @@ from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
 PROGRAMS = ("srun", "scancel", "squeue", "sinfo")
-START_S, ROUND_S, ALL_S = 150.0, 6.0, 120.0  # facts and rendezvous; a round of pairs on a slow network; the rest
+# facts and rendezvous; a round of pairs on a slow network; the rest
+START_S = 150.0
+ROUND_S = 6.0
+ALL_S = 120.0
 RANK_MB = {"cpu": 1500, "cuda": 6000}
 NODE_MB = 2500
 EXECUTE = 'set -e\n{setup}\nexec "$@"'
@@ -49,7 +52,8 @@ class Pair:
 class Findings:
     """The results reported by the job's tasks; `nodes` has the facts of each node.
 
-    `all_reduce` has, by size in bytes, the seconds and the bus bandwidth in bytes/s. `job` is empty without SLURM.
+    `all_reduce` has, by size in bytes, the seconds and the bus bandwidth in bytes/s. `job` is empty
+    without SLURM.
     """
 
     asked: int
@@ -81,7 +85,9 @@ class Findings:
             self.pairs.append(pair)
             return f"{first} <-> {second}: {pair.worst * 8 / 1e9:.3g} Gbit/s"
         elif "all" in message:
-            self.all_reduce[message["all"]] = {name: message[name] for name in ("seconds", "bus_bytes_per_s")}
+            self.all_reduce[message["all"]] = {
+                name: message[name] for name in ("seconds", "bus_bytes_per_s")
+            }
         elif "device" in message:
             self.device = message["device"]
         elif "gpu" in message:
@@ -89,9 +95,13 @@ class Findings:
             section.setdefault("gpus_at_work", {})[str(message["local_rank"])] = message["gpu"]
         elif "interface" in message:
             section = self.nodes.setdefault(name, {}).setdefault("between nodes", {})
-            section.update({key: message[key] for key in ("interface", "transports") if message[key]})
+            section.update(
+                {key: message[key] for key in ("interface", "transports") if message[key]}
+            )
         elif "no_gpu" in message:
-            self.fail(name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}")
+            self.fail(
+                name, f"GPU {message['no_gpu']} was asked for, and torch sees {message['sees']}"
+            )
         elif "failed" in message:
             self.fail(name, message["failed"])
             return f"{name}: {message['failed']}"
@@ -99,7 +109,7 @@ class Findings:
 
     @property
     def sent_gbit_s(self) -> float | None:
-        """What a node sends while all ranks reduce the largest size, in Gbit/s; None if that was not measured."""
+        """What a node sends in reducing the largest size, in Gbit/s; None if not measured."""
         nodes = len(self.numbers)
         if not self.all_reduce or nodes < 2:
             return None
@@ -108,7 +118,11 @@ class Findings:
 
     def wrote(self) -> list[str]:
         """Return the nodes that report an answer to the token in the store."""
-        return [name for name, facts in self.nodes.items() if UNMEASURED not in facts.get("store", {UNMEASURED: ""})]
+        return [
+            name
+            for name, facts in self.nodes.items()
+            if UNMEASURED not in facts.get("store", {UNMEASURED: ""})
+        ]
 
     def name_of(self, number: int) -> str:
         """Return the node's name; until it is reported, `node NUMBER`."""
@@ -122,12 +136,14 @@ class Findings:
 
     def to_json(self) -> dict[str, Any]:
         """Return all findings as JSON values, for --json."""
-        return {"nodes": self.nodes} | {name: value for name, value in asdict(self).items() if name != "nodes"}
+        return {"nodes": self.nodes} | {
+            name: value for name, value in asdict(self).items() if name != "nodes"
+        }
 
 
 @dataclass(frozen=True)
 class NodesExamination:
-    """An examination of `nodes` nodes as `cluster` describes them, and of the disk of `store` as seen from them."""
+    """An examination of `nodes` nodes, as `cluster` says, and of their view of `store`'s disk."""
 
     cluster: Cluster
     nodes: int
@@ -136,11 +152,17 @@ class NodesExamination:
     environ: Mapping[str, str]
 
     def findings(self, wait_s: float, say: Callable[[str], None]) -> Findings:
-        """Submit the job, wait for it, and return its findings. Raise ConfigError or SlurmError with the remedy."""
-        missing = [name for name in PROGRAMS if shutil.which(name, path=self.environ.get("PATH")) is None]
+        """Submit the job, wait for it, and return its findings.
+
+        Raise ConfigError or SlurmError with the remedy.
+        """
+        missing = [
+            name for name in PROGRAMS if shutil.which(name, path=self.environ.get("PATH")) is None
+        ]
         if missing:
             problem = (
-                f"there is no SLURM here: {', '.join(missing)} not on PATH; run it on a login node of the cluster,"
+                f"there is no SLURM here: {', '.join(missing)} not on PATH; run it on a login node "
+                "of the cluster,"
                 " or leave out --profile to look at this machine"
             )
             raise ConfigError("doctor --profile slurm", [problem])
@@ -149,19 +171,28 @@ class NodesExamination:
         refuse_jobs(self.site, request, read_groups())
         share = existing_folder(self.store)
         ranks = self.cluster.ranks_per_node
-        options = [*sbatch_options(self.site, request), f"--ntasks-per-node={ranks}", "--distribution=block"]
+        options = [
+            *sbatch_options(self.site, request),
+            f"--ntasks-per-node={ranks}",
+            "--distribution=block",
+        ]
         # --wait: let the other tasks go on after one has ended.
         options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
         found, inbox = Findings(self.nodes), Inbox()
         with token_in([share]) as token:
-            say(f"doctor: asks SLURM for {count(self.nodes, 'nodes')} with {count(ranks, 'ranks')} each")
+            say(
+                f"doctor: asks SLURM for {count(self.nodes, 'nodes')} with {count(ranks, 'ranks')} "
+                "each"
+            )
             with SrunJob(options, self._command(share, token), self._environ(), Path.cwd()) as job:
                 for line in job.lines(wait_s, run_s, say):
                     message = inbox.take(line)
                     if message and (progress := found.take(message)):
                         say(f"doctor: {progress}")
             if not found.nodes:
-                raise SlurmError("\n  ".join(["the job on the nodes told nothing; SLURM says:", *job.reasons()]))
+                raise SlurmError(
+                    "\n  ".join(["the job on the nodes told nothing; SLURM says:", *job.reasons()])
+                )
             found.said = job.reasons()
             found.unseen = unseen_answers(share, token, found.wrote())
         return found
@@ -179,14 +210,24 @@ class NodesExamination:
         )
 
     def _command(self, share: Path, token: str) -> list[str]:
-        task = [sys.executable, "-m", "pipeline_lib", "probe", "node", "--store", str(share), "--token", token]
+        task = [
+            sys.executable,
+            "-m",
+            "pipeline_lib",
+            "probe",
+            "node",
+            "--store",
+            str(share),
+            "--token",
+            token,
+        ]
         task += ["--device", self.cluster.device]
         if not self.site.setup:
             return task
         return ["bash", "-c", EXECUTE.format(setup="\n".join(self.site.setup)), "doctor", *task]
 
     def _environ(self) -> dict[str, str]:
-        """Return this environment with the site's variables, and with this package's folder first on PYTHONPATH."""
+        """Return this environment with site variables, and this package first on PYTHONPATH."""
         variables = {**outside_of_jobs(self.environ), **self.site.variables()}
         paths = [str(PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
         return {**variables, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Report on several nodes: their facts side by side, the matrices between them, what to set and what is wrong."""
+"""Report on several nodes: facts side by side, matrices between them, settings and problems."""
 
 from statistics import median
 
@@ -13,7 +13,7 @@ MOST_COLUMNS = 12  # of a matrix, to fit a terminal
 
 
 def nodes_report(found: Findings, wrong: list[str], comparison: str | None = None) -> str:
-    """Return the report as text for a terminal; `comparison` says whether one node would be faster."""
+    """Return the report for a terminal; `comparison` says whether one node would be faster."""
     parts: list[Table | str] = [_facts(found)]
     lines = []
     if found.pairs:
@@ -25,7 +25,10 @@ def nodes_report(found: Findings, wrong: list[str], comparison: str | None = Non
         parts += _matrix(found, "Gbit/s from the node of the row to that of the column", rates)
         parts += _matrix(found, "latency of one way in microseconds", latencies)
         worst = [pair.worst * GBIT for pair in found.pairs]
-        lines.append(f"pairs of nodes: {median(worst):.3g} Gbit/s in the middle, {min(worst):.3g} to {max(worst):.3g}")
+        lines.append(
+            f"pairs of nodes: {median(worst):.3g} Gbit/s in the middle, {min(worst):.3g} to "
+            f"{max(worst):.3g}"
+        )
     for size_bytes, one in sorted(found.all_reduce.items()):
         lines.append(
             f"all-reduce of {size_bytes / 1e6:.3g} MB over all ranks ({found.device}):"
@@ -39,7 +42,11 @@ def nodes_report(found: Findings, wrong: list[str], comparison: str | None = Non
 
 def _facts(found: Findings) -> Table:
     """Return a table with a row for each fact: its value, or its values with their nodes."""
-    names = [found.numbers[number] for number in sorted(found.numbers) if found.numbers[number] in found.nodes]
+    names = [
+        found.numbers[number]
+        for number in sorted(found.numbers)
+        if found.numbers[number] in found.nodes
+    ]
     title = f"what {', '.join(names[:MOST_COLUMNS])} {'have' if len(names) > 1 else 'has'}"
     title = f"job {found.job}: {title}" if found.job else title
     table = Table("part", "what", "value", title=title, title_justify="left")
@@ -61,5 +68,8 @@ def _matrix(found: Findings, title: str, cells: dict[tuple[str, str], str]) -> l
     for name in ("", *names):
         table.add_column(escape(name), justify="right")
     for row in names:
-        table.add_row(escape(row), *("-" if row == column else cells.get((row, column), "?") for column in names))
+        table.add_row(
+            escape(row),
+            *("-" if row == column else cells.get((row, column), "?") for column in names),
+        )
     return [f"\n{title}{more if len(found.numbers) > MOST_COLUMNS else ''}", table]

@@ -30,12 +30,16 @@ def add_section(table: Table, name: str, rows: list[tuple[str, str]]) -> None:
 
 
 def page_of(parts: list[Table | str], lines: list[str], wrong: list[str], title: str) -> str:
-    """Return `parts` as a terminal of WIDTH columns shows them, then `lines`, then `wrong` below its `title`."""
+    """Return `parts` as a terminal of WIDTH columns, then `lines`, then `wrong` with `title`."""
     console = Console(file=StringIO(), width=WIDTH)
     for part in parts:
         console.print(part)
     text = str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
-    end = [title, *(f"  - {line}" for line in wrong)] if wrong else ["nothing is wrong with what could be measured"]
+    end = (
+        [title, *(f"  - {line}" for line in wrong)]
+        if wrong
+        else ["nothing is wrong with what could be measured"]
+    )
     return "\n".join([text, *lines, *end])
 
 
@@ -46,7 +50,7 @@ def rows_of(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values of a section; names in nested sections are prefixed with the section's name."""
+    """Yield a section's names and values; a nested section's name precedes its names."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name} ")
@@ -59,7 +63,10 @@ def _with_unit(name: str, value: Any) -> tuple[str, str]:
         return name.removesuffix("_bytes_per_s"), f"{value / 1e9:.2f} GB/s"
     if name.startswith(("all_reduce.", "all_gather.", "all_to_all.")):
         kind, _, size = name.partition(".")
-        return f"{kind.replace('_', '-')} of {_size(int(size))}", f"{value / 1e9:.2f} GB/s on the bus"
+        return (
+            f"{kind.replace('_', '-')} of {_size(int(size))}",
+            f"{value / 1e9:.2f} GB/s on the bus",
+        )
     if name.endswith("_bytes"):
         return name.removesuffix("_bytes"), _size(value)
     if name.endswith("_flops"):

@@ -1,4 +1,7 @@
-"""The machine without its GPUs: cores, memory, shared memory, limits, and disk speed. Sizes are in bytes."""
+"""The machine without its GPUs: cores, memory, shared memory, limits, and disk speed.
+
+Sizes are in bytes.
+"""
 
 import os
 import resource
@@ -38,7 +41,7 @@ def memory() -> Section:
 
 
 def _read(path: Path) -> str:
-    """Return a kernel file's text; empty if there is none, since older systems have no cgroup v2."""
+    """Return a kernel file's text; empty if missing, since older systems have no cgroup v2."""
     try:
         return path.read_text()
     except OSError:
@@ -46,14 +49,24 @@ def _read(path: Path) -> str:
 
 
 def limits() -> Section:
-    """Return the size of shared memory, through which ranks and NCCL exchange data, and the limit of open files."""
+    """Return the size of shared memory, by which ranks exchange data, and the open files limit.
+
+    NCCL uses this memory too.
+    """
     shared = shutil.disk_usage("/dev/shm")  # noqa: S108 - the device, not a temporary file
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {"shm_bytes": shared.total, "shm_free_bytes": shared.free, "open_files": soft, "open_files_most": hard}
+    return {
+        "shm_bytes": shared.total,
+        "shm_free_bytes": shared.free,
+        "open_files": soft,
+        "open_files_most": hard,
+    }
 
 
 def disk(store: Path) -> Section:
-    """Return the store's free space, and its write (including fsync) and read speed in bytes/s. Raise OSError.
+    """Return the store's free space, and its write (including fsync) and read speed in bytes/s.
+
+    Raise OSError.
 
     If the store does not exist yet, its nearest existing parent is measured.
     """
@@ -62,7 +75,8 @@ def disk(store: Path) -> Section:
     found: Section = {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
     probe = folder / f".doctor-{uuid.uuid4().hex}"
     with probe.open("x+b", buffering=0) as file:
-        probe.unlink()  # immediately, so that the space is freed even if the probe is killed at its deadline
+        # immediately, so that the space is freed even if the probe is killed at its deadline
+        probe.unlink()
         most_bytes = max(min(WRITE_BYTES, usage.free // 10), CHUNK_BYTES)
         chunk, written, start_s = os.urandom(CHUNK_BYTES), 0, time.monotonic()
         while written < most_bytes and time.monotonic() - start_s < PATIENCE_S:
@@ -70,7 +84,8 @@ def disk(store: Path) -> Section:
             os.fsync(file.fileno())
         found["tried_with_bytes"] = written
         found["write_bytes_per_s"] = written / (time.monotonic() - start_s)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # asks the kernel to drop its cached pages
+        # asks the kernel to drop its cached pages
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         read, start_s = 0, time.monotonic()
         while (chunk := file.read(CHUNK_BYTES)) and time.monotonic() - start_s < PATIENCE_S:

@@ -11,7 +11,16 @@ from pipeline_lib.core.text import redact
 from pipeline_lib.doctor.facts import Section, Unmeasured
 
 PROJECT = "qwen3-pipeline"
-PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "snakemake", "dvc", "nvidia-ml-py")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "accelerate",
+    "snakemake",
+    "dvc",
+    "nvidia-ml-py",
+)
 # Only these variables are shown, since any other may hold a secret.
 VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|GLOO|NVSHMEM|TORCH_SYMM_MEM|OMP|MKL|CUBLAS|PYTORCH)_[A-Z_]+|CUDA_(VISIBLE_DEVICES|HOME)"
@@ -34,7 +43,10 @@ def _version(package: str) -> str | None:
 
 
 def out_of_range() -> Section:
-    """Return packages whose installed version is outside the project's range, with that range. Raise Unmeasured."""
+    """Return packages whose installed version is outside the project's range, with that range.
+
+    Raise Unmeasured.
+    """
     try:
         wanted = importlib.metadata.requires(PROJECT) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -44,10 +56,14 @@ def out_of_range() -> Section:
         if requirement.marker is None:  # else it belongs to an extra
             version = _version(requirement.name)
             if version is None or not requirement.specifier.contains(version, prereleases=True):
-                found[requirement.name] = f"{version or 'not installed'}, wanted {requirement.specifier}"
+                found[requirement.name] = (
+                    f"{version or 'not installed'}, wanted {requirement.specifier}"
+                )
     return found
 
 
 def variables(environ: Mapping[str, str]) -> Section:
     """Return the relevant variables of `environ`, with secrets redacted."""
-    return {name: redact(value) for name, value in sorted(environ.items()) if VARIABLES.fullmatch(name)}
+    return {
+        name: redact(value) for name, value in sorted(environ.items()) if VARIABLES.fullmatch(name)
+    }

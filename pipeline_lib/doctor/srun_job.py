@@ -1,4 +1,7 @@
-"""The job: start a command on nodes by srun, and pass on its output. The job never outlives the `with` block."""
+"""The job: start a command on nodes by srun, and pass on its output.
+
+The job never outlives the `with` block.
+"""
 
 import queue
 import re
@@ -19,7 +22,8 @@ POLL_S = 2.0
 CALL_S = 20.0
 END_S = 15.0
 KEPT_LINES = 200
-# Variables of an enclosing job, which would make srun start a step of it. Outside a job, the user's are kept.
+# Variables of an enclosing job, which would make srun start a step of it. Outside a job, the user's
+# are kept.
 _OF_A_JOB = re.compile(r"(SLURM|SRUN|SBATCH)_")
 _FROM_SRUN = re.compile(r"^(srun|slurmstepd): (error: )?")
 
@@ -28,13 +32,19 @@ def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of the SLURM job that this process may be in."""
     if "SLURM_JOB_ID" not in environ:
         return dict(environ)
-    return {key: value for key, value in environ.items() if key == "SLURM_CONF" or not _OF_A_JOB.match(key)}
+    return {
+        key: value
+        for key, value in environ.items()
+        if key == "SLURM_CONF" or not _OF_A_JOB.match(key)
+    }
 
 
 class SrunJob:
     """A job started by srun, from the queue to its end; leaving its `with` block cancels it."""
 
-    def __init__(self, options: list[str], command: list[str], environ: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self, options: list[str], command: list[str], environ: Mapping[str, str], cwd: Path
+    ) -> None:
         """Submit `command` with srun's `options`."""
         self.name = f"doctor-{uuid.uuid4().hex[:12]}"
         self.errors: list[str] = []
@@ -53,7 +63,10 @@ class SrunJob:
             text=True,
             errors="replace",
         )
-        streams = ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep_error))
+        streams = (
+            (self._process.stdout, self._lines.put),
+            (self._process.stderr, self._keep_error),
+        )
         self._pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in streams]
         for pump in self._pumps:
             pump.start()
@@ -62,12 +75,17 @@ class SrunJob:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Cancel the job if it is pending or running, and wait for srun and the rest of its output."""
+        """Cancel the job if pending or running, and wait for srun and the rest of its output."""
         if self._process.poll() is None:
             with suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(["scancel", f"--name={self.name}"], capture_output=True, timeout=CALL_S)
+                subprocess.run(
+                    ["scancel", f"--name={self.name}"], capture_output=True, timeout=CALL_S
+                )
         if not self._ends_within(END_S):
             self._process.kill()
             self._process.wait()
@@ -75,13 +93,17 @@ class SrunJob:
             pump.join(END_S)
 
     def lines(self, wait_s: float, run_s: float, say: Callable[[str], None]) -> Iterator[str]:
-        """Yield the tasks' output until they end, or for `run_s`. Raise SlurmError if none starts within `wait_s`."""
+        """Yield the tasks' output until they end, or for `run_s`.
+
+        Raise SlurmError if none starts within `wait_s`.
+        """
         begin_s, started_s = time.monotonic(), None
         while started_s is None or time.monotonic() - started_s < run_s:
             with suppress(queue.Empty):
                 line = self._lines.get(timeout=0.2)
                 if line is None:
-                    self._ends_within(END_S)  # srun reports failures of tasks last, and not after a cancellation
+                    # srun reports failures of tasks last, and not after a cancellation
+                    self._ends_within(END_S)
                     return
                 started_s, self.has_started = started_s or time.monotonic(), True
                 yield line
@@ -122,15 +144,18 @@ class SrunJob:
             self._wait_told = waits
         if not self.has_started and time.monotonic() - begin_s > wait_s:
             raise SlurmError(
-                f"{waits or 'srun got no answer'}; after {wait_s:.0f} s that was enough, and the job is cancelled: wait"
+                f"{waits or 'srun got no answer'}; after {wait_s:.0f} s that was enough, and the "
+                "job is cancelled: wait"
                 " longer with --timeout SECONDS, or ask for fewer nodes with --nodes"
             )
 
     def reasons(self) -> list[str]:
-        """Return the errors of srun and slurmstepd, each once, and the last line of a task's errors."""
+        """Return the errors of srun and slurmstepd, each once, and of a task the last line."""
         from_srun = [line for line in self.errors if _FROM_SRUN.match(line) and " error: " in line]
         others = [line for line in self.errors if not _FROM_SRUN.match(line)]
-        return list(dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in (*from_srun, *others[-1:])))
+        return list(
+            dict.fromkeys(redact(_FROM_SRUN.sub("", line)) for line in (*from_srun, *others[-1:]))
+        )
 
 
 def _pump(stream: IO[str] | None, take: Callable[[str | None], None]) -> None:

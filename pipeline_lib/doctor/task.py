@@ -1,6 +1,9 @@
-"""One task of the doctor on several nodes. srun or the agents start one per rank, and each reports as it measures.
+"""One of the doctor's tasks on several nodes, started by srun or agents; it reports as it goes.
 
-A task that fails reports the failure and exits normally, since the results of the others are still wanted.
+There is one per rank.
+
+A task that fails reports the failure and exits normally, since the results of the others are still
+wanted.
 """
 
 import tempfile
@@ -16,7 +19,14 @@ import torch.distributed as dist
 
 from pipeline_lib.core.errors import PipelineError
 from pipeline_lib.core.text import shortened
-from pipeline_lib.doctor.exchange import MEET_S, ExchangeRank, clock_offsets, gpu_at_work, measure_all, measure_pairs
+from pipeline_lib.doctor.exchange import (
+    MEET_S,
+    ExchangeRank,
+    clock_offsets,
+    gpu_at_work,
+    measure_all,
+    measure_pairs,
+)
 from pipeline_lib.doctor.messages import lines_of
 from pipeline_lib.doctor.node_facts import node_facts
 from pipeline_lib.doctor.probes import log_nccl, logged_transports
@@ -37,11 +47,19 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def run_task(
-    environ: MutableMapping[str, str], share: Path, token: str, device: str, say: Callable[[str], None]
+    environ: MutableMapping[str, str],
+    share: Path,
+    token: str,
+    device: str,
+    say: Callable[[str], None],
 ) -> None:
-    """Measure the node, as its first task, then measure with the other tasks. `environ` is modified for torch."""
+    """Measure the node, as its first task, then measure with the other tasks.
+
+    `environ` is modified for torch.
+    """
     is_slurm = HOST_VARIABLE not in environ
-    for name in PLACE_IN_WORLD if is_slurm else ():  # of another launcher in the submitting environment: SLURM decides
+    # of another launcher in the submitting environment: SLURM decides
+    for name in PLACE_IN_WORLD if is_slurm else ():
         environ.pop(name, None)
     placed = dist_environment(environ)
     rank, node = int(placed["RANK"]), host_of(environ)
@@ -53,15 +71,26 @@ def run_task(
 
     try:
         if placed["LOCAL_RANK"] == "0":
-            job, number = (environ["SLURM_JOB_ID"], environ["SLURM_NODEID"]) if is_slurm else ("", placed["GROUP_RANK"])
+            job, number = (
+                (environ["SLURM_JOB_ID"], environ["SLURM_NODEID"])
+                if is_slurm
+                else ("", placed["GROUP_RANK"])
+            )
             tell({"job": job, "number": int(number)})
             tell({"facts": node_facts(share, token, environ)})
         _meet_others(environ, placed, device, tell)
-    except (PipelineError, OSError, RuntimeError, ValueError) as error:  # torch raises RuntimeErrors
+    except (
+        PipelineError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # torch raises RuntimeErrors
         tell({"failed": shortened((str(error).strip() or repr(error)).splitlines()[0], 300)})
 
 
-def _meet_others(environ: MutableMapping[str, str], placed: Mapping[str, str], device: str, tell: Tell) -> None:
+def _meet_others(
+    environ: MutableMapping[str, str], placed: Mapping[str, str], device: str, tell: Tell
+) -> None:
     rank, local_rank = int(placed["RANK"]), int(placed["LOCAL_RANK"])
     address, world = placed["MASTER_ADDR"], int(placed["WORLD_SIZE"])
     if HOST_VARIABLE not in environ:
@@ -105,7 +134,9 @@ def _measure(here: ExchangeRank, tell: Tell) -> None:
             tell({"clock": node, "ahead_s": ahead_s})
     backend = "cpu:gloo,cuda:nccl" if here.device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=OPERATION_S)
-    dist.init_process_group(backend, store=here.store, rank=here.rank, world_size=here.world, timeout=timeout)
+    dist.init_process_group(
+        backend, store=here.store, rank=here.rank, world_size=here.world, timeout=timeout
+    )
     if here.leads:
         measure_pairs(here, tell)
     here.meet("pairs", here.world, MEET_S + 10 * len(here.leaders))

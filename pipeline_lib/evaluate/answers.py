@@ -44,30 +44,38 @@ from pipeline_lib.plan.evaluation import (
 
 
 def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.device:
-    """Return the GPU if it has enough free memory for the model in `folder` in `dtype`, else the CPU.
+    """Return the GPU if it has memory for the model in `folder` in `dtype`, else the CPU.
 
     Raises DataError if the folder's config.json is invalid.
     """
     geometry, free = read_geometry(folder), free_gpus()
-    return torch.device("cuda" if free and gpus_to_hold(geometry, free[0], dtype.itemsize) == 1 else "cpu")
+    return torch.device(
+        "cuda" if free and gpus_to_hold(geometry, free[0], dtype.itemsize) == 1 else "cpu"
+    )
 
 
 def answers_here(folder: Path, settings: Evaluate) -> Answers:
     """Return how the model in `folder` can answer with the memory that is free here."""
     free = free_gpus()
-    return plan_answers(read_geometry(folder), settings, len(free), min(free, default=0), host_free_bytes())
+    return plan_answers(
+        read_geometry(folder), settings, len(free), min(free, default=0), host_free_bytes()
+    )
 
 
 def is_loaded_once_here(folder: Path, place: Answers, block_tokens: int) -> bool:
-    """Return whether the model in `folder` that answers at `place` has room to compute the held-out loss there too."""
+    """Return whether the model in `folder`, answering at `place`, can compute the loss there.
+
+    It needs room for the held-out loss.
+    """
     gpu_bytes = min(free_gpus(), default=0)
     return is_loaded_once(read_geometry(folder), block_tokens, place, gpu_bytes, host_free_bytes())
 
 
 def load_to_score(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the whole model in `folder`, with `rope`, for the held-out loss, on the one device of `place`.
+    """Load the model in `folder`, with `rope`, for the held-out loss, on `place`'s one device.
 
-    `prepare_to_generate` makes it one of `load_to_answer`. Raises DataError if transformers cannot load the model.
+    `prepare_to_generate` makes it one of `load_to_answer`. Raises DataError if transformers cannot
+    load the model.
     """
     device = torch.device("cuda", 0) if place.gpus else torch.device("cpu")
     model = load_base(folder, _dtype_at(place), rope, device_map=device)
@@ -80,7 +88,7 @@ def _dtype_at(place: Answers) -> torch.dtype:
 
 
 def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the whole model in `folder`, with `rope`, as `place` says: in bf16 on its GPUs, else in fp32 on the CPUs.
+    """Load the model in `folder`, with `rope`, at `place`: bf16 on its GPUs, else fp32 on CPUs.
 
     Raises DataError if transformers cannot load the model.
     """
@@ -89,7 +97,10 @@ def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> Pr
         options = {"device_map": torch.device("cuda", 0)}
     elif place.gpus:  # transformers spreads whole layers over these GPUs
         free = free_gpus()[: place.gpus]
-        options = {"device_map": "auto", "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)}}
+        options = {
+            "device_map": "auto",
+            "max_memory": {gpu: size - ANSWERING_BYTES for gpu, size in enumerate(free)},
+        }
     model = load_plain(folder, _dtype_at(place), rope, **options)
     model.config.use_cache = True
     model.train(False)
@@ -101,10 +112,10 @@ def load_to_answer(folder: Path, place: Answers, rope: Rope | None = None) -> Pr
 
 @dataclass(frozen=True)
 class Context:
-    """The default system prompt and tools of the training's conversations, and the variables of its chat template.
+    """The default system prompt, tools and template variables of the training's conversations.
 
-    `thinking` says whether thinking is enabled; `chat_template_kwargs` are the other variables. `max_tokens` is the
-    length that no sample of the training exceeds.
+    `thinking` says whether thinking is enabled; `chat_template_kwargs` are the other variables.
+    `max_tokens` is the length that no sample of the training exceeds.
     """
 
     system: str | None = None
@@ -115,7 +126,10 @@ class Context:
 
     @staticmethod
     def of(settings: Mapping[str, Any], modes: Sequence[Mode] = ()) -> "Context":
-        """Build the context from a spec's settings; thinking is enabled if all `modes` were trained with it."""
+        """Build the context from a spec's settings; thinking is on if all `modes` had it.
+
+        These are the modes that were trained.
+        """
         thinking = bool(modes) and all(mode.enable_thinking for mode in modes)
         keys = ("system", "tools", "chat_template_kwargs", "max_tokens")
         known = {key: settings[key] for key in keys if key in settings}
@@ -129,7 +143,7 @@ class Context:
 
 
 def modes_of(folder: Path) -> list[Mode]:
-    """Return the thinking modes that the model in `folder` was trained with; empty if its lineage does not tell."""
+    """Return the thinking modes trained in the model in `folder`; empty if lineage is silent."""
     tokenize = _tokenize_of(folder)
     return modes_in(tokenize) if tokenize else []
 
@@ -142,7 +156,7 @@ def _tokenize_of(folder: Path) -> Manifest | None:
 
 
 def bounded(settings: Evaluate, answers: Answers) -> Evaluate:
-    """Return `settings` with no more and no longer answers than `answers`; the user's own prompts come first."""
+    """Return `settings` with at most `answers`' number and length; users' prompts come first."""
     prompts = settings.prompts[: answers.answers]
     update = {
         "prompts": prompts,
@@ -160,17 +174,22 @@ def generate_all(
     context: Context,
     say: Say,
 ) -> list[dict[str, Any]]:
-    """Return {prompt, reference, answer} for each of the user's prompts and for a sample of the held-out documents.
+    """Return {prompt, reference, answer} for the user's prompts and sampled held-out documents.
 
-    The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat template.
+    The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat
+    template.
     """
     tokenizer = load_tokenizer(folder)
     prompts: list[list[int]] = []
     rows: list[dict[str, Any]] = []
-    for asked, text in zip(settings.prompts, rendered(folder, settings.prompts, context, say), strict=True):
+    for asked, text in zip(
+        settings.prompts, rendered(folder, settings.prompts, context, say), strict=True
+    ):
         prompts.append(tokenizer.encode(text, add_special_tokens=False).ids)
         rows.append({"prompt": asked, "reference": None})
-    for document in documents[:: max(1, len(documents) // max(1, settings.generations))][: settings.generations]:
+    for document in documents[:: max(1, len(documents) // max(1, settings.generations))][
+        : settings.generations
+    ]:
         prompt, reference = question(document, tokenizer), first_answer(document)
         prompts.append(prompt)
         rows.append(
@@ -180,46 +199,71 @@ def generate_all(
             }
         )
     if prompts:
-        say(f"evaluate: answers to {count(len(prompts), 'prompts')}, of up to {settings.max_new_tokens} tokens")
+        say(
+            f"evaluate: answers to {count(len(prompts), 'prompts')}, of up to "
+            f"{settings.max_new_tokens} tokens"
+        )
     answers = answers_to(model, tokenizer, prompts, settings.max_new_tokens, read_geometry(folder))
     return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
 
 
 def rendered(folder: Path, prompts: Sequence[str], context: Context, say: Say) -> Sequence[str]:
-    """Return the prompts rendered by the chat template in `folder`; unchanged if there is none, or if it fails.
+    """Return prompts rendered by the template in `folder`; unchanged if there is none or it fails.
 
     A model that was trained on raw text may have a template that cannot be used.
     """
     if not prompts or not has_template(folder):
         return prompts
     try:
-        return render(folder, [[{"role": "user", "content": prompt}] for prompt in prompts], context)
+        return render(
+            folder, [[{"role": "user", "content": prompt}] for prompt in prompts], context
+        )
     except DataError as error:
         say(f"evaluate: the prompts are asked as they are, without the chat template: {error}")
         return prompts
 
 
 def render(folder: Path, conversations: Sequence[Sequence[Message]], context: Context) -> list[str]:
-    """Return the generation prompt of each conversation, by the chat template in `folder` and in `context`."""
+    """Return each conversation's generation prompt, by the template in `folder` and `context`."""
     before = [{"role": "system", "content": context.system}] if context.system else []
     asked = [[*before, *messages] for messages in conversations]
     kwargs = context.chat_template_kwargs
     return render_prompts(
-        folder, asked, kwargs=kwargs, tools=default_tools(context.tools), enable_thinking=context.thinking
+        folder,
+        asked,
+        kwargs=kwargs,
+        tools=default_tools(context.tools),
+        enable_thinking=context.thinking,
     )
 
 
-# Without cuDNN's, torch's first choice on Hopper: it is planned anew for each length, so for each token of an answer.
+# Without cuDNN's, torch's first choice on Hopper: it is planned anew for each length, so for each
+# token of an answer.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GREEDY: Mapping[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-# Keys of a generation config whose effect on an answer does not depend on padding or on the other prompts of a batch.
-# Others may: an n-gram that must not be repeated, or a least length, counts the padding too.
+# Keys of a generation config whose effect on an answer does not depend on padding or on the other
+# prompts of a batch. Others may: an n-gram that must not be repeated, or a least length, counts the
+# padding too.
 _BATCHED_KEYS = frozenset(
     {
-        *("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "max_length", "max_new_tokens"),
-        *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),  # a greedy answer has none of these
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "repetition_penalty",
+            "max_length",
+            "max_new_tokens",
+        ),
+        *(
+            "do_sample",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "typical_p",
+        ),  # a greedy answer has none of these
         *("num_beams", "num_return_sequences"),  # `generate` sets these itself
         *("use_cache", "transformers_version", "_from_model_config"),
     }
@@ -233,23 +277,30 @@ def answers_to(
     max_new_tokens: int,
     geometry: Geometry,
 ) -> list[str]:
-    """Return the texts that the model, of `geometry`, generates greedily after the tokens of each of `prompts`.
+    """Return the texts that the model, of `geometry`, generates greedily after each of `prompts`.
 
-    Prompts are asked in batches of similar lengths, or one by one if the model's generation config has a key whose
-    effect may depend on the batch. Raises DataError if the generation config cannot be used.
+    Prompts are asked in batches of similar lengths, or one by one if the model's generation config
+    has a key whose effect may depend on the batch. Raises DataError if the generation config cannot
+    be used.
     """
     config: Any = model.generation_config
     room_bytes = ANSWERING_BYTES
     if model.device.type == "cpu":
         room_bytes = min(room_bytes, host_free_bytes() // 2)
-    effective = {key for key, value in config.to_diff_dict().items() if value is not None and value is not False}
+    effective = {
+        key
+        for key, value in config.to_diff_dict().items()
+        if value is not None and value is not False
+    }
     if not effective <= _BATCHED_KEYS:
         room_bytes = 0
     waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]), reverse=True)
     texts = [""] * len(prompts)
     while waiting:
         longest = len(prompts[waiting[0]])
-        at_once = answers_at_once(geometry, longest, max_new_tokens, model.dtype.itemsize, room_bytes)
+        at_once = answers_at_once(
+            geometry, longest, max_new_tokens, model.dtype.itemsize, room_bytes
+        )
         batch, waiting = waiting[:at_once], waiting[at_once:]
         answers = generate(model, [prompts[number] for number in batch], max_new_tokens, **GREEDY)
         for number, tokens in zip(batch, answers, strict=True):
@@ -262,14 +313,20 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens of an answer to each of `prompts`, with the token that ends it.
 
-    `options` are those of transformers' `generate`. Raises DataError if the model's generation config cannot be used.
+    `options` are those of transformers' `generate`. Raises DataError if the model's generation
+    config cannot be used.
     """
-    # Of a model that is spread over GPUs and the host's memory, the parts in the latter have the device `meta`.
+    # Of a model that is spread over GPUs and the host's memory, the parts in the latter have the
+    # device `meta`.
     device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
-    # The padding is masked. It repeats a token of the prompt, so that a penalty on what occurs applies to no other.
-    rows = [list(prompt[:1]) * missing + list(prompt) for missing, prompt in zip(padding, prompts, strict=True)]
+    # The padding is masked. It repeats a token of the prompt, so that a penalty on what occurs
+    # applies to no other.
+    rows = [
+        list(prompt[:1]) * missing + list(prompt)
+        for missing, prompt in zip(padding, prompts, strict=True)
+    ]
     mask = [[0] * missing + [1] * (longest - missing) for missing in padding]
     try:
         with torch.no_grad(), sdpa_kernel(_ATTENTION):
@@ -282,26 +339,31 @@ def generate(
                 **options,
             )
     except (ValueError, TypeError) as error:
-        raise DataError(f"the model cannot answer as its generation_config.json asks: {error}") from error
+        raise DataError(
+            f"the model cannot answer as its generation_config.json asks: {error}"
+        ) from error
     config: Any = model.generation_config
     stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return [_ended(tokens, stops) for tokens in output[:, longest:].tolist()]
 
 
 def _ended(tokens: list[int], stops: Sequence[int | None]) -> list[int]:
-    """Return `tokens` up to the first of `stops`: what follows it fills a batch whose other answers are longer."""
-    end = next((number for number, token in enumerate(tokens, start=1) if token in stops), len(tokens))
+    """Return `tokens` up to the first of `stops`: the rest fills a batch with longer answers."""
+    end = next(
+        (number for number, token in enumerate(tokens, start=1) if token in stops), len(tokens)
+    )
     return tokens[:end]
 
 
-# A load test: open a model folder as users do, with transformers alone, and generate an answer to a prompt of the data.
+# A load test: open a model folder as users do, with transformers alone, and generate an answer to a
+# prompt of the data.
 
 NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load test: the answer to the first prompt, or why there is none, and the time taken."""
+    """A load test's result: the answer to the first prompt, or why there is none, and the time."""
 
     duration_s: float
     prompt_tokens: int
@@ -309,10 +371,10 @@ class Loaded:
 
 
 def load_and_answer(folder: Path, shard: Path) -> Loaded:
-    """Load the model in `folder` and answer the first prompt of `shard` with up to NEW_TOKENS tokens.
+    """Load the model in `folder` and answer `shard`'s first prompt with up to NEW_TOKENS tokens.
 
-    The prompt is a held-out one or, if nothing is held out, one of the training. Raises TrainingError if transformers
-    cannot load the model.
+    The prompt is a held-out one or, if nothing is held out, one of the training. Raises
+    TrainingError if transformers cannot load the model.
     """
     start_s = time.monotonic()
     asked = Evaluate(generations=1, max_new_tokens=NEW_TOKENS)
@@ -327,5 +389,7 @@ def load_and_answer(folder: Path, shard: Path) -> Loaded:
     reader = held_out if len(held_out) else BlockReader(shard / "train")
     document = next(documents_of(reader[0]))
     prompt = document.tokens[: prompt_length(document) or 1].tolist()
-    (answer,) = answers_to(model, load_tokenizer(folder), [prompt], NEW_TOKENS, read_geometry(folder))
+    (answer,) = answers_to(
+        model, load_tokenizer(folder), [prompt], NEW_TOKENS, read_geometry(folder)
+    )
     return Loaded(time.monotonic() - start_s, len(prompt), answer)

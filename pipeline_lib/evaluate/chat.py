@@ -1,7 +1,7 @@
 """Chat with a model folder in the terminal, and with the base model that it was tuned from.
 
-The model is asked as it was trained: by its own chat template, with the system prompt, the tools and the thinking mode
-that its lineage records. An answer is printed as it is generated.
+The model is asked as it was trained: by its own chat template, with the system prompt, the tools
+and the thinking mode that its lineage records. An answer is printed as it is generated.
 """
 
 import signal
@@ -33,7 +33,13 @@ from pipeline_lib.data.conversations import ENDS_THINKING, OPENS_THINKING, Messa
 from pipeline_lib.data.encode import load_tokenizer
 from pipeline_lib.data.thinking import opens_thinking
 from pipeline_lib.evaluate.answers import GREEDY, Context, device_for, generate, modes_of, render
-from pipeline_lib.lineage.record import LINEAGE_NAME, origin_of, parse_manifest, read_record, settings_in
+from pipeline_lib.lineage.record import (
+    LINEAGE_NAME,
+    origin_of,
+    parse_manifest,
+    read_record,
+    settings_in,
+)
 from pipeline_lib.lineage.trace import store_of
 from pipeline_lib.model.build import load_plain
 
@@ -42,7 +48,7 @@ from pipeline_lib.model.build import load_plain
 
 @dataclass(frozen=True)
 class Place:
-    """The dtype of a model's weights, transformers' `device_map` for them, and a text that says both."""
+    """The dtype of a model's weights, transformers' `device_map`, and a text that says both."""
 
     dtype: torch.dtype
     device_map: str | torch.device
@@ -50,7 +56,9 @@ class Place:
 
 
 def place_for(folder: Path) -> Place:
-    """Return the place for the model in `folder`: a GPU, else all GPUs and the host's memory, without GPUs the CPUs.
+    """Return the place for the model in `folder`: a GPU, else all GPUs and host memory, or CPUs.
+
+    It is on CPUs where there are no GPUs.
 
     Raises DataError if there is too little memory.
     """
@@ -66,17 +74,26 @@ def place_for(folder: Path) -> Place:
     gpu_bytes = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
     where = f"{count(len(gpus), 'GPUs')} and, as far as they have no room, the host's memory"
     if parameters * torch.bfloat16.itemsize > gpu_bytes + host_bytes:
-        raise _no_room(folder, parameters, f"{gib(gpu_bytes)} of {count(len(gpus), 'GPUs')} and {gib(host_bytes)} are")
+        raise _no_room(
+            folder,
+            parameters,
+            f"{gib(gpu_bytes)} of {count(len(gpus), 'GPUs')} and {gib(host_bytes)} are",
+        )
     return Place(torch.bfloat16, "auto", f"in bf16 on {where}")
 
 
 def _no_room(folder: Path, parameters: int, free: str) -> DataError:
     needed = gib(parameters * torch.bfloat16.itemsize)
-    return DataError(f"{folder}: there is no room for this model: it takes {needed} in bf16, and {free} free")
+    return DataError(
+        f"{folder}: there is no room for this model: it takes {needed} in bf16, and {free} free"
+    )
 
 
 def load_to_chat(folder: Path, place: Place, rope: Rope | None = None) -> PreTrainedModel:
-    """Load the model in `folder`, with `rope`, at `place`. Raises DataError if transformers cannot load it."""
+    """Load the model in `folder`, with `rope`, at `place`.
+
+    Raises DataError if transformers cannot load it.
+    """
     set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings would stand amid the answers
     model = load_plain(folder, place.dtype, rope, device_map=place.device_map)
     model.config.use_cache = True
@@ -87,10 +104,10 @@ def load_to_chat(folder: Path, place: Place, rope: Rope | None = None) -> PreTra
 
 
 def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
-    """Load the base model of the model in `folder` from the store in which the folder lies, else from `store`.
+    """Load the base of the model in `folder` from the folder's store, or else from `store`.
 
-    Raises DataError if the folder names no base model or there is no room, IntegrityError if the base is not in the
-    store.
+    Raises DataError if the folder names no base model or there is no room, IntegrityError if the
+    base is not in the store.
     """
     record = read_record(folder)
     if record is None or "model" not in record.links:
@@ -105,8 +122,10 @@ def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
         ref = Ref(manifest.stage, manifest.digest)
         if not store.is_sealed(ref):
             raise IntegrityError(
-                f"{store.sealed(ref)}: the base model ({origin_of(manifest)}) is not in this store; run snakemake with "
-                "the config of the experiment to get it again, or set PIPELINE_STORE to the store that has it"
+                f"{store.sealed(ref)}: the base model ({origin_of(manifest)}) is not in this "
+                "store; run snakemake with "
+                "the config of the experiment to get it again, or set PIPELINE_STORE to the store "
+                "that has it"
             )
         inputs[part] = open_sealed(ref, store)
     base = inputs["model"].path
@@ -128,9 +147,10 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 class AnswerStreamer(BaseStreamer):
-    """Passes an answer on token by token, in whole characters and without those that control a terminal.
+    """Passes an answer on by token, in whole characters and without terminal control characters.
 
-    transformers' TextStreamer would wait for the next space, which text in Chinese or Japanese does not have.
+    transformers' TextStreamer would wait for the next space, which text in Chinese or Japanese does
+    not have.
     """
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
@@ -141,7 +161,7 @@ class AnswerStreamer(BaseStreamer):
         self.text = ""
 
     def put(self, value: Tensor) -> None:
-        """Take the tokens of the prompt at the first call, and then those of the answer, one by one."""
+        """Take the prompt's tokens at the first call, and then the answer's, one by one."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -165,7 +185,7 @@ class AnswerStreamer(BaseStreamer):
 
 @dataclass(frozen=True)
 class Limits:
-    """The most tokens of an answer, by default those of the longest sample of the training, and the temperature.
+    """The most tokens of an answer, by default the longest training sample's, and temperature.
 
     A temperature of 0 is greedy, None that of generation_config.json.
     """
@@ -183,7 +203,10 @@ class Limits:
 
 @dataclass
 class Chat:
-    """A conversation with the model in `folder`. `write` gets the text of answers, `tell` a line about them."""
+    """A conversation with the model in `folder`.
+
+    `write` gets the text of answers, `tell` a line about them.
+    """
 
     folder: Path
     store: Store
@@ -220,22 +243,26 @@ class Chat:
         return read_geometry(self.folder).max_positions
 
     def ask(self, question: str) -> bool:
-        """Answer `question` as the next one of the conversation; return False if Ctrl-C stopped the answer.
+        """Answer `question` as the conversation's next; return False if Ctrl-C stopped it.
 
-        A part of an answer belongs to the conversation too. Raises DataError if the conversation is longer than the
-        model can read, or takes more memory than there is.
+        A part of an answer belongs to the conversation too. Raises DataError if the conversation is
+        longer than the model can read, or takes more memory than there is.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         self._asked, opened = self._prompt(messages)
         answer, is_stopped = self._answer(self.model)
         if answer:
-            if opened and ENDS_THINKING in answer:  # the block begins in the prompt, and ends in the answer
+            # the block begins in the prompt, and ends in the answer
+            if opened and ENDS_THINKING in answer:
                 answer = f"{OPENS_THINKING}\n{answer}"
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         return not is_stopped
 
     def ask_base(self) -> None:
-        """Answer the last question with the base model, after the same tokens; the conversation stays as it is."""
+        """Answer the last question with the base model, without changing the conversation.
+
+        The base model gets the same tokens.
+        """
         if not self._asked:
             self.tell("ask something first: /base answers the last question")
             return
@@ -257,16 +284,24 @@ class Chat:
         if not has_template(self.folder):
             parts.append("without a chat template: each text is continued, by itself")
         elif (modes := modes_of(self.folder)) and modes[0].enable_thinking is not None:
-            of_both = ", of both that it was trained in" if len(modes) > 1 else ", as it was trained"
+            of_both = (
+                ", of both that it was trained in" if len(modes) > 1 else ", as it was trained"
+            )
             parts.append(f"thinking {'on' if self.context.thinking else 'off'}{of_both}")
         parts += [f"{name} {value}" for name, value in self.context.chat_template_kwargs.items()]
         parts += ["with the system prompt of the training"] if self.context.system else []
-        parts += [f"with {count(len(self.context.tools), 'tools')} of the training"] if self.context.tools else []
-        parts.append("greedy" if temperature == 0 else f"sampled at temperature {temperature or 1.0:g}")
+        parts += (
+            [f"with {count(len(self.context.tools), 'tools')} of the training"]
+            if self.context.tools
+            else []
+        )
+        parts.append(
+            "greedy" if temperature == 0 else f"sampled at temperature {temperature or 1.0:g}"
+        )
         return f"{self.folder}: {', '.join(parts)}"
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Return the tokens that the model is asked with, and whether they open a thinking block."""
+        """Return the tokens that the model is asked, and whether they open a thinking block."""
         if has_template(self.folder):
             with _ctrl_c_ignored():
                 (text,) = render(self.folder, [messages], self.context)
@@ -275,18 +310,21 @@ class Chat:
         tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         if len(tokens) >= self.max_positions:
             raise DataError(
-                f"{self.folder}: with this question the conversation has {len(tokens):,} tokens, and the model reads "
+                f"{self.folder}: with this question the conversation has {len(tokens):,} tokens, "
+                "and the model reads "
                 f"at most {self.max_positions:,}; ask less, or begin a new conversation with /new"
             )
         return tokens, opens_thinking(text)
 
     def _answer(self, model: PreTrainedModel) -> tuple[str, bool]:
-        """Return the answer of `model` after the tokens that were asked, and whether Ctrl-C stopped it."""
+        """Return `model`'s answer after the asked tokens, and whether Ctrl-C stopped it."""
         room = self.max_positions - len(self._asked)
         most = min(self.limits.max_new_tokens or self.context.max_tokens, room)
         streamer = AnswerStreamer(self.tokenizer, self.write)
         try:
-            (tokens,) = generate(model, [self._asked], most, streamer=streamer, **self.limits.sampling)
+            (tokens,) = generate(
+                model, [self._asked], most, streamer=streamer, **self.limits.sampling
+            )
         except KeyboardInterrupt:
             streamer.end()
             self.tell("(stopped)")
@@ -295,16 +333,28 @@ class Chat:
             text = "the GPU's memory does not hold this conversation; begin a new one with /new"
             raise DataError(f"{self.folder}: {text}") from error
         config: Any = model.generation_config
-        stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        stops = (
+            config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        )
         if len(tokens) == most and tokens[-1] not in stops:
-            full = f"the model reads at most {room + len(self._asked):,} tokens; /new begins a new conversation"
-            self.tell(f"(cut after {most:,} tokens: {full if most == room else '--max-new-tokens sets how many'})")
+            full = (
+                f"the model reads at most {room + len(self._asked):,} tokens; /new begins a "
+                "new "
+                "conversation"
+            )
+            self.tell(
+                f"(cut after {most:,} tokens: "
+                f"{full if most == room else '--max-new-tokens sets how many'})"
+            )
         return streamer.text, False
 
 
 @contextmanager
 def _ctrl_c_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C, also in processes that begin in this block: one that is not yet set up would print a traceback."""
+    """Ignore Ctrl-C, also in processes begun in this block, which might print a traceback.
+
+    A process that is not yet set up would print it.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

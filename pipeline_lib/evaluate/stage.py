@@ -1,9 +1,9 @@
-"""The evaluate stage: scores of the base and the tuned model on held-out data, and their answers side by side.
+"""The evaluate stage: the base's and tuned model's held-out scores, and answers side by side.
 
 The base's are an instance of the stage by themselves, which the tuned model's reads.
 
-Two baselines show whether the tuned model learned anything: a unigram model of the training answers, and the tuned
-model itself with each answer behind another document's prompt.
+Two baselines show whether the tuned model learned anything: a unigram model of the training
+answers, and the tuned model itself with each answer behind another document's prompt.
 """
 
 import gc
@@ -58,16 +58,24 @@ from pipeline_lib.model.build import prepare_to_generate
 from pipeline_lib.model.gpu import device_with
 from pipeline_lib.model.offload import page_lock, page_unlock
 from pipeline_lib.model.streaming import StreamedModel
-from pipeline_lib.plan.evaluation import BATCH_TOKENS, MAX_SHUFFLED, Answers, scoring_bytes, waiting_tokens
+from pipeline_lib.plan.evaluation import (
+    BATCH_TOKENS,
+    MAX_SHUFFLED,
+    Answers,
+    scoring_bytes,
+    waiting_tokens,
+)
 from pipeline_lib.report.statistics import TOO_FEW, Losses
 
 SCORES_NAME = "scores.jsonl"
 GENERATIONS_NAME = "generations.jsonl"
-NOT_JUDGED = "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
+NOT_JUDGED = (
+    "Nothing was held out, so nothing tells whether the tuned model is better than the base model."
+)
 
 
 class Conditions(BaseModel):
-    """How a model was evaluated: the precision of its losses, the number of prompts, and the length of answers."""
+    """How a model was evaluated: the losses' precision, prompt count, and answer length."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     precision: Literal["bf16", "fp32"] | None  # None if nothing was held out
@@ -77,17 +85,18 @@ class Conditions(BaseModel):
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Evaluate the base model or, if the job reads a merge, the tuned model beside it; return the metrics.
+    """Evaluate the base model or, after a merge, the tuned model beside it; return the metrics.
 
-    A model is scored on the validation blocks, and answers prompts. If nothing is held out, it only answers the prompts
-    of the settings. The base's evaluation depends on no training, and is an instance of its own that a sweep shares.
+    A model is scored on the validation blocks, and answers prompts. If nothing is held out, it only
+    answers the prompts of the settings. The base's evaluation depends on no training, and is an
+    instance of its own that a sweep shares.
     """
     return _run_tuned(job) if "merge" in job.inputs else _run_base(job)
 
 
 @dataclass(frozen=True)
 class Exam:
-    """What both models are evaluated on; `texts` is the folder of the tokenizer and the chat template."""
+    """What both models are evaluated on; `texts` has the tokenizer and the chat template."""
 
     settings: Evaluate
     context: Context
@@ -134,9 +143,10 @@ def evaluated(
     rope: Rope | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
-    """Evaluate the model in `folder`, with `rope` and the `generation` config if its files lack them.
+    """Evaluate the model in `folder`, with `rope` and `generation` if its files lack them.
 
-    Raises as `score` does, and DataError if the model cannot be loaded or its generation config cannot be used.
+    Raises as `score` does, and DataError if the model cannot be loaded or its generation config
+    cannot be used.
     """
     place = answers_here(folder, exam.settings)
     if place.is_bounded:
@@ -151,7 +161,8 @@ def evaluated(
             model.generation_config = GenerationConfig.from_dict(dict(generation))
         answers = generate_all(model, exam.texts, exam.documents, asked, exam.context, say)
     del model
-    gc.collect()  # the model is in reference cycles, and would still take memory beside the next one
+    # the model is in reference cycles, and would still take memory beside the next one
+    gc.collect()
     conditions = Conditions(
         precision=precision,
         prompts=len(asked.prompts),
@@ -190,7 +201,7 @@ def _evaluated_base(job: Job, exam: Exam) -> Evaluated:
 
 
 def _sealed_base(job: Job, tuned: Evaluated) -> Evaluated | None:
-    """Return the sealed evaluation of the base model; None if its conditions were not those of `tuned`."""
+    """Return the base model's sealed evaluation; None if its conditions were not `tuned`'s."""
     sealed = job.inputs["baseline"]
     conditions = Conditions.model_validate(read_json(sealed.file("metrics.json"))["conditions"])
     if conditions != tuned.conditions:
@@ -216,7 +227,10 @@ def _run_tuned(job: Job) -> dict[str, Any]:
     tuned = evaluated(folder, sets, exam, job.say, job.spans)
     base = _sealed_base(job, tuned)
     if base is None:
-        job.say("evaluate: the base model was evaluated in another precision or with other prompts, so again here")
+        job.say(
+            "evaluate: the base model was evaluated in another precision or with other prompts, so "
+            "again here"
+        )
         base = _evaluated_base(job, exam)
     metrics: dict[str, Any] = {"eval": {"samples": 0}, "verdict": {"text": NOT_JUDGED}}
     rows: list[dict[str, Any]] = []
@@ -226,10 +240,15 @@ def _run_tuned(job: Job) -> dict[str, Any]:
             losses |= {"own": tuned.losses[0].of_documents(kept), "shuffled": tuned.losses[1]}
         shard = job.inputs["shard"].path
         unigram = unigram_loss(BlockReader(shard / "train"), BlockReader(shard / "validation"))
-        metrics = {"eval": _eval(losses, unigram, len(exam.documents)), "verdict": judge(losses, unigram)}
+        metrics = {
+            "eval": _eval(losses, unigram, len(exam.documents)),
+            "verdict": judge(losses, unigram),
+        }
         rows = score_rows(exam.documents, losses["base"], losses["tuned"])
         if sources:
-            metrics["eval"]["by_source"] = scores_by_source(sources, losses["base"], losses["tuned"])
+            metrics["eval"]["by_source"] = scores_by_source(
+                sources, losses["base"], losses["tuned"]
+            )
     if tuned.place.is_bounded:
         metrics["answers"] = str(tuned.place)
     write_json(job.out / "metrics.json", metrics)
@@ -255,11 +274,12 @@ def _loss_line(name: str, scores: Mapping[str, Any]) -> str:
 
 
 def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
-    """Return the numbers of the held-out `documents` of each source, by the source's name in the ledger.
+    """Return the numbers of each source's held-out `documents`, by its name in the ledger.
 
-    Empty unless the job reads the tokenize stage, as it does if samples of several sources are held out. Blocks do not
-    record sources, so the order of the documents is computed again as the shard stage computed it. Raises
-    IntegrityError if the documents have other lengths than those that it gives.
+    Empty unless the job reads the tokenize stage, as it does if samples of several sources are held
+    out. Blocks do not record sources, so the order of the documents is computed again as the shard
+    stage computed it. Raises IntegrityError if the documents have other lengths than those that it
+    gives.
     """
     if "tokenize" not in job.inputs:
         return {}
@@ -270,14 +290,19 @@ def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
     lengths = [len(document.tokens) for document in documents]
     if np.diff(samples.offsets)[order].tolist() != lengths:
         raise IntegrityError(
-            f"{job.store.sealed(job.spec.inputs['shard'])}: its held-out documents are not those that the tokens give "
+            f"{job.store.sealed(job.spec.inputs['shard'])}: its held-out documents are not those "
+            "that the tokens give "
             "with its settings, so their sources are not known; this is a bug, report it"
         )
     ledgers = read_json(tokenize.file(LEDGER_NAME))["sources"]
-    number_of = np.searchsorted(samples.source_offsets, order, side="right") - 1  # [documents], each one's source
+    # [documents], each one's source
+    number_of = np.searchsorted(samples.source_offsets, order, side="right") - 1
     first = len(ledgers) - split.validation_sources if split.validation_sources else 0
     names = distinct([str(ledger["name"]) for ledger in ledgers])
-    return {names[number]: np.flatnonzero(number_of == number).tolist() for number in range(first, len(ledgers))}
+    return {
+        names[number]: np.flatnonzero(number_of == number).tolist()
+        for number in range(first, len(ledgers))
+    }
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -290,14 +315,19 @@ def distinct(names: Sequence[str]) -> list[str]:
     return found
 
 
-def scores_by_source(sources: Mapping[str, list[int]], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
-    """Return the scores of both models on the documents of each source; without supervised tokens, none."""
+def scores_by_source(
+    sources: Mapping[str, list[int]], base: Losses, tuned: Losses
+) -> list[dict[str, Any]]:
+    """Return both models' scores on each source's documents; none without supervised tokens."""
     found: list[dict[str, Any]] = []
     for name, numbers in sources.items():
         tokens = tuned.of_documents(numbers).total_tokens
         row: dict[str, Any] = {"source": name, "samples": len(numbers), "supervised_tokens": tokens}
         if tokens:
-            row |= {"base": _scores(base.of_documents(numbers)), "tuned": _scores(tuned.of_documents(numbers))}
+            row |= {
+                "base": _scores(base.of_documents(numbers)),
+                "tuned": _scores(tuned.of_documents(numbers)),
+            }
         found.append(row)
     return found
 
@@ -319,9 +349,16 @@ def precision_here(folder: Path, sets: Sequence[Sequence[Block]]) -> Literal["bf
 
 
 def scored_and_loaded(
-    folder: Path, sets: Sequence[Sequence[Block]], place: Answers, say: Say, spans: Spans, rope: Rope | None = None
+    folder: Path,
+    sets: Sequence[Sequence[Block]],
+    place: Answers,
+    say: Say,
+    spans: Spans,
+    rope: Rope | None = None,
 ) -> tuple[list[Losses], PreTrainedModel | None]:
-    """Return the losses as `score` does, none without `sets`, and the model to answer at `place`, None if none does.
+    """Return the losses as `score` does, and the model to answer at `place`, or None.
+
+    Without `sets` there are no losses.
 
     The model is loaded once for both if it has room there; the losses have the same bits.
     """
@@ -344,7 +381,10 @@ def scored_and_loaded(
 
 def score_whole(model: PreTrainedModel, sets: Sequence[Sequence[Block]]) -> list[Losses]:
     """Return what `score` does, of a model of `load_base`."""
-    return [_losses_of(groups, [_losses_in(model, group) for group in groups]) for groups in _grouped(sets)]
+    return [
+        _losses_of(groups, [_losses_in(model, group) for group in groups])
+        for groups in _grouped(sets)
+    ]
 
 
 @torch.no_grad()
@@ -362,21 +402,34 @@ def _longest(sets: Sequence[Sequence[Block]]) -> int:
     return max(len(blocks[0].tokens) for blocks in sets if blocks)
 
 
-def score(folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None) -> list[Losses]:
-    """Return the losses of the model in `folder`, with `rope`, for each document of each set of blocks, in order.
+def score(
+    folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None
+) -> list[Losses]:
+    """Return the losses of the model in `folder`, with `rope`, by document and set, in order.
 
-    The model is read layer by layer, once for all sets, or more often if the host has no memory for the hidden states
-    of all tokens. Raises DataError if nothing is supervised, and TrainingError if the mean loss is not finite.
+    The model is read layer by layer, once for all sets, or more often if the host has no memory for
+    the hidden states of all tokens. Raises DataError if nothing is supervised, and TrainingError if
+    the mean loss is not finite.
     """
     device = device_to_score(folder, _longest(sets))
     if device.type == "cpu" and torch.cuda.is_available():
-        say("evaluate: the GPU has no room for two layers of the model: on the CPUs, which takes hours")
-    model = StreamedModel(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device, rope)
+        say(
+            "evaluate: the GPU has no room for two layers of the model: on the CPUs, which takes "
+            "hours"
+        )
+    model = StreamedModel(
+        folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device, rope
+    )
     groups = _grouped(sets)
     batches = [make_batch(group) for group in chain.from_iterable(groups)]
-    passes = _passes(batches, waiting_tokens(read_geometry(folder), model.dtype.itemsize, host_free_bytes()))
+    passes = _passes(
+        batches, waiting_tokens(read_geometry(folder), model.dtype.itemsize, host_free_bytes())
+    )
     if len(passes) > 1:
-        say(f"evaluate: host memory holds the hidden states of a part of the blocks: {len(passes)} passes of the model")
+        say(
+            f"evaluate: host memory holds the hidden states of a part of the blocks: {len(passes)} "
+            "passes of the model"
+        )
     with _waiting_room(model, max(map(_tokens_of, passes))) as waiting:
         found = iter([nats for batches in passes for nats in model.token_losses(batches, waiting)])
     return [_losses_of(blocks, [next(found) for _ in blocks]) for blocks in groups]
@@ -388,7 +441,7 @@ def device_to_score(folder: Path, block_tokens: int) -> torch.device:
 
 
 def _passes(batches: Sequence[Batch], most_tokens: int) -> list[list[Batch]]:
-    """Divide `batches` into passes of at most `most_tokens` tokens, or of one batch if it is larger."""
+    """Divide `batches` into passes of at most `most_tokens` tokens, or of one larger batch."""
     passes: list[list[Batch]] = []
     for batch in batches:
         if not passes or _tokens_of([*passes[-1], batch]) > most_tokens:
@@ -403,7 +456,7 @@ def _tokens_of(batches: Sequence[Batch]) -> int:
 
 @contextmanager
 def _waiting_room(model: StreamedModel, tokens: int) -> Iterator[Tensor]:
-    """Yield host memory for the hidden states of so many tokens, for a GPU page-locked if the system allows it."""
+    """Yield host memory for the tokens' hidden states, page-locked for a GPU if possible."""
     room = model.waiting_room(tokens)
     is_locked = False
     if model.device.type == "cuda":
@@ -418,12 +471,14 @@ def _waiting_room(model: StreamedModel, tokens: int) -> Iterator[Tensor]:
 
 
 def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Losses:
-    """Return the losses of each document in `groups`; `nats` [B, T] are those of each group's tokens."""
+    """Return the losses of each document in `groups`; `nats` [B, T] are their tokens' losses."""
     sums: list[float] = []
     tokens: list[int] = []
     for group, nats_of_tokens in zip(groups, nats, strict=True):
         is_target = (make_batch(group).targets != IGNORED).numpy()
-        for block, nats_of_block, targets in zip(group, nats_of_tokens.double().numpy(), is_target, strict=True):
+        for block, nats_of_block, targets in zip(
+            group, nats_of_tokens.double().numpy(), is_target, strict=True
+        ):
             documents = block.documents - PADDING_DOCUMENT  # 0 is the padding, which has no targets
             sums += np.bincount(documents, nats_of_block)[1:].tolist()
             tokens += np.bincount(documents, targets)[1:].astype(np.int64).tolist()
@@ -436,14 +491,23 @@ def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Los
 
 
 def score_rows(documents: Sequence[Document], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
-    """Return a row for each document: a hash of its content, which is equal in all runs, and both losses in nats."""
-    names = [sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16] for each in documents]
+    """Return a row per document: its content's hash, equal in all runs, and its losses in nats."""
+    names = [
+        sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16]
+        for each in documents
+    ]
     columns = zip(names, base.tokens.tolist(), base.nats.tolist(), tuned.nats.tolist(), strict=True)
-    return [{"document": name, "tokens": count, "base": old, "tuned": new} for name, count, old, new in columns]
+    return [
+        {"document": name, "tokens": count, "base": old, "tuned": new}
+        for name, count, old, new in columns
+    ]
 
 
 def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
-    """Return the held-out loss in nats per token of a unigram model of the training answers, with add-one smoothing."""
+    """Return the held-out loss, in nats per token, of a unigram model of training answers.
+
+    The model has add-one smoothing.
+    """
     seen, answers = _answer_counts(training), _answer_counts(held_out)
     size = max(len(seen), len(answers))
     seen = np.pad(seen, (0, size - len(seen)))
@@ -452,7 +516,7 @@ def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
 
 
 def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
-    """Return how often each token is a target, indexed by token id, up to the largest id that occurs."""
+    """Return how often each token is a target, by token id up to the largest that occurs."""
     counts: Counter[int] = Counter()
     for block in range(len(reader)):
         targets = make_batch([reader[block]]).targets
@@ -460,13 +524,19 @@ def _answer_counts(reader: BlockReader) -> NDArray[np.int64]:
     return np.array([counts[token] for token in range(max(counts, default=-1) + 1)], np.int64)
 
 
-def shuffle_prompts(documents: Sequence[Document], block_tokens: int) -> tuple[list[Block], list[int]]:
-    """Return blocks with each answer behind the next document's prompt, and the numbers of the documents in them.
+def shuffle_prompts(
+    documents: Sequence[Document], block_tokens: int
+) -> tuple[list[Block], list[int]]:
+    """Return blocks with each answer behind the next prompt, and their documents' numbers.
+
+    The prompt is that of the next document.
 
     Answers that do not fit into a block behind that prompt are left out.
     """
     pairs, kept = [], []
-    for number, (document, other) in enumerate(zip(documents, [*documents[1:], *documents[:1]], strict=True)):
+    for number, (document, other) in enumerate(
+        zip(documents, [*documents[1:], *documents[:1]], strict=True)
+    ):
         start = prompt_length(document)
         answer, prompt = document.tokens[start:], other.tokens[: prompt_length(other)]
         if len(prompt) + len(answer) > block_tokens:
@@ -501,7 +571,7 @@ def _block_of(documents: Sequence[Document], block_tokens: int) -> Block:
 
 
 def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
-    """Return the verdict on the tuned model: against base and unigram, use of the prompt, and a summary text."""
+    """Return the verdict on the tuned model: against base and unigram, prompt use, a summary."""
     tuned, base = losses["tuned"], losses["base"]
     improved = tuned.is_below(base)
     known = "Not better" if tuned.mean >= base.mean else "Not proven better"
@@ -513,16 +583,26 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
     text = (
         f"{known} than the base model on held-out answers "
         f"({tuned.mean:.3f} against {base.mean:.3f} nats a token{few}), "
-        f"{'better' if beats_unigram else 'not better'} than guessing by frequency ({unigram:.3f}), "
+        f"{'better' if beats_unigram else 'not better'} than guessing by frequency "
+        f"({unigram:.3f}), "
         f"and {'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
     )
-    return {"improved": improved, "beats_unigram": beats_unigram, "uses_prompt": uses_prompt, "text": text}
+    return {
+        "improved": improved,
+        "beats_unigram": beats_unigram,
+        "uses_prompt": uses_prompt,
+        "text": text,
+    }
 
 
 def _scores(losses: Losses) -> dict[str, float | None]:
     estimate = losses.estimate
     error = estimate.standard_error if math.isfinite(estimate.standard_error) else None
-    return {**_with_perplexity(losses.mean), "standard_error": error, "documents": estimate.documents}
+    return {
+        **_with_perplexity(losses.mean),
+        "standard_error": error,
+        "documents": estimate.documents,
+    }
 
 
 def _with_perplexity(loss: float) -> dict[str, float]:

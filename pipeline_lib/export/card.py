@@ -1,6 +1,7 @@
 """The model card: the README.md of a model folder, for hubs and for readers.
 
-Names of files and repositories are escaped, so that nothing in them becomes markup, YAML or another column.
+Names of files and repositories are escaped, so that nothing in them becomes markup, YAML or another
+column.
 """
 
 import json
@@ -36,7 +37,8 @@ from pipeline_lib.records.results import Ledger, Training
 HUBS = ("huggingface", "modelscope")
 MOST_ROWS = 40  # per table; lineage.json has all of them
 SHOWN = ("precision", "optimizer", "lr", "lr_schedule", "global_batch_tokens", "epochs", "seed")
-_DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of frozen weights
+# of frozen weights
+_DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _HEAD = "lm_head"
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]|~#"})
 Rows = Iterable[Sequence[str]]
@@ -53,12 +55,15 @@ def model_card(
     beside: Sequence[str] = (),
     adapter_code: str = "",
 ) -> str:
-    """Return the text of README.md for the model folder `this`; `ledger` may be empty if the data is unknown.
+    """Return README.md's text for the model folder `this`; `ledger` may be empty if unknown.
 
-    `beside` are the beginnings of the names of tensors that were copied from the base. `adapter_code` is the
-    `loading_code` of the adapters, if there are any.
+    `beside` are the beginnings of the names of tensors that were copied from the base.
+    `adapter_code` is the `loading_code` of the adapters, if there are any.
     """
-    made = {part: parse_manifest(record.links[part].manifest, part) for part in sorted(record.links, key=place_of)}
+    made = {
+        part: parse_manifest(record.links[part].manifest, part)
+        for part in sorted(record.links, key=place_of)
+    }
     base = base_model(record)
     sources = [
         (
@@ -76,7 +81,8 @@ def model_card(
         *_front_matter(base, made, model_type, train),
         f"# {cell(base or model_type)}, fine-tuned",
         "",
-        f"{tunes}, {count(training.steps, 'steps')}, {count(training.supervised_tokens, 'supervised tokens')}. "
+        f"{tunes}, {count(training.steps, 'steps')}, "
+        f"{count(training.supervised_tokens, 'supervised tokens')}. "
         f"{_proof(parity)}",
         *_stretched(made),
         *_untrained(beside),
@@ -92,17 +98,19 @@ def model_card(
         *_table("Attempts at the training", ("attempt", "what became of it"), attempts),
         *_table("Lineage", ("made", "by", "digest", "at", "code", "machine"), _lineage(this, made)),
         *_table("Versions at the training", ("package", "version"), versions.items()),
-        f"`{LINEAGE_NAME}` holds all of this for machines; `python -m pipeline_lib trace` shows and checks it.",
+        f"`{LINEAGE_NAME}` holds all of this for machines; `python -m pipeline_lib trace` shows "
+        "and checks it.",
         "",
     ]
     return "\n".join(lines)
 
 
 def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: bool) -> str:
-    """Return the Python code that loads the adapters on their `base`, so that they are the trained model.
+    """Return Python code that loads the adapters on their `base` to give the trained model.
 
-    The folder of the adapters is the working directory's `adapter`. `base` is a name on Hugging Face, or a folder.
-    `skipped` are the linears of decoder layers that a base in 4 bits leaves as they are.
+    The folder of the adapters is the working directory's `adapter`. `base` is a name on Hugging
+    Face, or a folder. `skipped` are the linears of decoder layers that a base in 4 bits leaves as
+    they are.
     """
     dtype = f"torch.{_DTYPES[train.precision]}"
     options = [f"dtype={dtype}"]
@@ -137,7 +145,9 @@ def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: 
 
 def adapter_card(code: str) -> str:
     """Return the text of README.md for the folder of the adapters, which `code` loads."""
-    front = yaml.safe_dump({"library_name": "peft", "pipeline_tag": "text-generation"}, sort_keys=False).rstrip()
+    front = yaml.safe_dump(
+        {"library_name": "peft", "pipeline_tag": "text-generation"}, sort_keys=False
+    ).rstrip()
     return "\n".join(["---", front, "---", "", *_adapters(code)])
 
 
@@ -146,7 +156,8 @@ def _adapters(code: str) -> list[str]:
     if not code:
         return []
     text = (
-        "`adapter/` holds the adapters alone, for peft. They are the trained model only on a base that is loaded like "
+        "`adapter/` holds the adapters alone, for peft. They are the trained model only on a base "
+        "that is loaded like "
         "this, from the folder that contains `adapter/`:"
     )
     return ["## The adapters alone", "", text, "", "```python", code, "```", ""]
@@ -157,8 +168,10 @@ def _proof(parity: Mapping[str, Any]) -> str:
     if parity.get("unproven"):
         return f"This model is not proven to be the trained one: {parity['unproven']}."
     return (
-        "The exported weights are the trained ones, each rounded once, and these reproduce the trained model's logits "
-        f"within {parity['relative_difference']:.1e} of their size (tolerance {parity['tolerance']:.0e})."
+        "The exported weights are the trained ones, each rounded once, and these reproduce the "
+        "trained model's logits "
+        f"within {parity['relative_difference']:.1e} of their size (tolerance "
+        f"{parity['tolerance']:.0e})."
     )
 
 
@@ -167,17 +180,28 @@ def _stretched(made: Mapping[str, Manifest]) -> list[str]:
     rope = rope_in(settings_in(made["train"])) if "train" in made else None
     if rope is None:
         return []
-    text = f"trained with rotary embeddings stretched by {rope.type}, factor {rope.factor:g}, at every length"
-    return ["", f"The model was {text}: `config.json` has the values, and the base model alone needs them too."]
+    text = (
+        f"trained with rotary embeddings stretched by {rope.type}, factor {rope.factor:g}, at "
+        "every length"
+    )
+    return [
+        "",
+        f"The model was {text}: `config.json` has the values, and the base model alone needs them "
+        "too.",
+    ]
 
 
 def _untrained(beside: Sequence[str]) -> list[str]:
     """Return a paragraph about the tensors beside the text model; no lines if there are none."""
     if not beside:
         return []
-    text = f"Only the text model was trained. Tensors called {' and '.join(f'`{name}*`' for name in beside)} are the "
+    text = (
+        "Only the text model was trained. Tensors called "
+        f"{' and '.join(f'`{name}*`' for name in beside)} are the "
+    )
     guesses = (
-        " `mtp.*` is the head that guesses further tokens: a server that speculates with it stays exact, and may have "
+        " `mtp.*` is the head that guesses further tokens: a server that speculates with it stays "
+        "exact, and may have "
         "fewer guesses accepted than with the base model."
     )
     return ["", f"{text}base model's, bit for bit.{guesses if 'mtp.' in beside else ''}"]
@@ -189,7 +213,7 @@ def cell(text: str) -> str:
 
 
 def base_model(record: Record) -> str | None:
-    """Return the hub's name of the first model in the lineage; None if it is not from a hub or unknown."""
+    """Return the hub's name of the lineage's first model; None if unknown or not from a hub."""
     while True:
         entry = record.links.get("model")
         try:
@@ -203,7 +227,9 @@ def base_model(record: Record) -> str | None:
             return None
 
 
-def _front_matter(base: str | None, made: Mapping[str, Manifest], model_type: str, train: Train) -> list[str]:
+def _front_matter(
+    base: str | None, made: Mapping[str, Manifest], model_type: str, train: Train
+) -> list[str]:
     """Return the YAML front matter that hubs read."""
     data = [settings_in(manifest) for part, manifest in made.items() if part.startswith("data.")]
     if "tokenize" in made:  # the last sources may be held out
@@ -223,9 +249,12 @@ def _judged(made: Mapping[str, Manifest]) -> str:
     """Return the sentence on how well the model does, which is not known yet."""
     split = made.get("shard")
     if split is not None and split.counts.get("validation", {}).get("blocks") == 0:
-        return "Nothing was held out of the data, so nothing tells how well it does on new questions."
+        return (
+            "Nothing was held out of the data, so nothing tells how well it does on new questions."
+        )
     return (
-        "How well it does on held-out answers is measured after this page is written: see the report of the experiment."
+        "How well it does on held-out answers is measured after this page is written: see the "
+        "report of the experiment."
     )
 
 
@@ -234,19 +263,32 @@ def _table(title: str, columns: Sequence[str], rows: Rows) -> list[str]:
     lines = [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
     if not lines:
         return []
-    more = [] if len(lines) <= MOST_ROWS else ["", f"And {len(lines) - MOST_ROWS:,} more, in `{LINEAGE_NAME}`."]
+    more = (
+        []
+        if len(lines) <= MOST_ROWS
+        else ["", f"And {len(lines) - MOST_ROWS:,} more, in `{LINEAGE_NAME}`."]
+    )
     head = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return [*head, *lines[:MOST_ROWS], *more, ""]
 
 
 def _calling(made: Mapping[str, Manifest]) -> list[str]:
-    """Return a section on how to call the model in each mode of its chat template; no lines if none are known."""
+    """Return a section on how to call the model in each template mode; no lines without any."""
     modes = modes_in(made["tokenize"]) if "tokenize" in made else []
     if not modes:
         return []
     lines = ["## How to call it", ""]
     for mode in modes:
-        lines += [f"{mode.trained}:", "", "```python", mode.code, "```", "", f"A server: `{mode.request}`", ""]
+        lines += [
+            f"{mode.trained}:",
+            "",
+            "```python",
+            mode.code,
+            "```",
+            "",
+            f"A server: `{mode.request}`",
+            "",
+        ]
     return [*lines, *([warning_of(modes), ""] if warning_of(modes) else [])]
 
 

@@ -1,8 +1,8 @@
 """The merged model, tensor by tensor of the base's files.
 
-Each is the base's value, the trained one, or the base's with its adapter folded in, in fp32 and rounded once. The plan
-covers every tensor of the base before the first is read. Trained adapters are in memory; of all other tensors a thread
-reads one at a time.
+Each is the base's value, the trained one, or the base's with its adapter folded in, in fp32 and
+rounded once. The plan covers every tensor of the base before the first is read. Trained adapters
+are in memory; of all other tensors a thread reads one at a time.
 """
 
 import math
@@ -32,7 +32,7 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class Recipe:
-    """The source of a merged tensor: the base's, the `piece` of a trained parameter, or the base's with an adapter.
+    """A merged tensor's source: the base's, a trained parameter's `piece`, or base and adapter.
 
     A tensor of another part of the model than the text model is copied as it is.
     """
@@ -46,12 +46,14 @@ class Recipe:
     def entry(self, dtype: torch.dtype | None) -> Entry:
         """Return what is written of it, in `dtype`; if that is None, in that of the base."""
         own = self.stored.dtype
-        return Entry(self.stored.name, self.stored.shape, own if dtype is None or self.beside else dtype)
+        return Entry(
+            self.stored.name, self.stored.shape, own if dtype is None or self.beside else dtype
+        )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained tensors by name: `adapters` in memory and in fp32, all others in the files of the training."""
+    """The trained tensors by name: `adapters` in memory, in fp32; all others in files."""
 
     saved: Mapping[str, SavedTensor]
     adapters: Mapping[str, Tensor]
@@ -64,9 +66,10 @@ class Trained:
 
 @dataclass(frozen=True)
 class Fold:
-    """The plan of a merge: a recipe for every tensor of the merged model, by its name in the base's files.
+    """A merge's plan: a recipe for every merged tensor, by its name in the base's files.
 
-    The base's tensors in `quantized` are those of the training: rounded to `computed_in`, quantized and dequantized.
+    The base's tensors in `quantized` are those of the training: rounded to `computed_in`, quantized
+    and dequantized.
     """
 
     recipes: dict[str, Recipe]
@@ -81,15 +84,17 @@ class Fold:
         return sorted({recipe.beside for recipe in self.recipes.values()} - {""})
 
     def size_bytes(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes of all merged tensors in `dtype`; if that is None, each in that of the base."""
+        """Return the bytes of all merged tensors in `dtype`; None means the base's dtypes."""
         return sum(recipe.entry(dtype).size_bytes for recipe in self.recipes.values())
 
     def value(self, name: str, dtype: torch.dtype, buffers: Buffers) -> Tensor:
-        """Return the merged tensor `name`, rounded to `dtype` once; it may be in the memory of `buffers`."""
+        """Return the merged tensor `name`, rounded to `dtype` once; it may lie in `buffers`."""
         recipe = self.recipes[name]
         if recipe.trained is not None:
             values = buffers.empty(recipe.stored.shape, torch.float32)
-            self.trained.saved[recipe.trained].fill(values.view(recipe.piece.sizes), recipe.piece.offsets)
+            self.trained.saved[recipe.trained].fill(
+                values.view(recipe.piece.sizes), recipe.piece.offsets
+            )
             return buffers.rounded(values, dtype)
         if recipe.adapter is None:
             return self._base(recipe.stored, dtype, buffers)
@@ -106,12 +111,18 @@ class Fold:
         return values
 
     def _add_adapter(self, weight: Tensor, module: str, piece: Piece) -> None:
-        """Fold the adapter of `module` into `weight` [rows, columns] in fp32, the `piece` of what it adapts."""
+        """Fold `module`'s adapter into `weight` [rows, columns] in fp32, its `piece`.
+
+        The piece is the part of what the module adapts.
+        """
         from pipeline_lib.model.lora import factors_of_experts, row_norms  # loads peft
 
         a, b = self.trained.factors(module)
-        scale = self.lora.alpha / (math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank)
-        if len(piece.sizes) == 3:  # of all experts of a layer; `piece` says of which, and which of their rows
+        scale = self.lora.alpha / (
+            math.sqrt(self.lora.rank) if self.lora.rslora else self.lora.rank
+        )
+        # of all experts of a layer; `piece` says of which, and which of their rows
+        if len(piece.sizes) == 3:
             experts, rows, _ = piece.slices
             a, b = factors_of_experts(a, b, self.lora.rank, experts, rows)
             weight.view(piece.sizes).baddbmm_(b, a, alpha=scale)
@@ -125,13 +136,15 @@ class Fold:
 def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     """Plan the merge of the folders `base` and `trained`.
 
-    Raises DataError if the base's files do not match its config, and IntegrityError if the trained tensors are not
-    exactly those that `train` trains.
+    Raises DataError if the base's files do not match its config, and IntegrityError if the trained
+    tensors are not exactly those that `train` trains.
     """
     model = build_trainable(base, train)
     wanted = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
     saved = find_saved(trained / WEIGHTS)
-    _refuse_other_tensors(trained / WEIGHTS, {name: tensor.shape for name, tensor in saved.items()}, wanted)
+    _refuse_other_tensors(
+        trained / WEIGHTS, {name: tensor.shape for name, tensor in saved.items()}, wanted
+    )
     stored, sources = match_tensors(model, base)
     everything = find_tensors(base)
     refuse_unreadable_kinds(everything.values())
@@ -145,15 +158,22 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
         trained_name = names[0] if parameter.requires_grad else None
         for piece in first:  # if a tied weight is stored twice, only the first copy is written
             module = of_experts.get(id(parameter), PEFT_PREFIX + piece.name.removesuffix(".weight"))
-            has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(".bias")
+            has_adapter = f"{module}.lora_A.{ADAPTER}.weight" in wanted and not piece.name.endswith(
+                ".bias"
+            )
             tensor = stored[piece.name]
-            recipes[tensor.name] = Recipe(tensor, trained_name, piece, module if has_adapter else None)
+            recipes[tensor.name] = Recipe(
+                tensor, trained_name, piece, module if has_adapter else None
+            )
     # The comparison of logits might miss a small tensor that is not used.
     used = {name for recipe in recipes.values() for name in (recipe.trained, recipe.adapter)}
-    unused = [name for name in wanted if name not in used and name.partition(".lora_")[0] not in used]
+    unused = [
+        name for name in wanted if name not in used and name.partition(".lora_")[0] not in used
+    ]
     if unused:
         raise IntegrityError(
-            f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a bug, report it"
+            f"{trained / WEIGHTS}: {unused[0]} belongs to no tensor of the base model; this is a "
+            "bug, report it"
         )
     for part in family_in(read_object(base / "config.json")).beside:
         for name, tensor in everything.items():
@@ -161,7 +181,11 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
                 whole = Piece(name, (0,) * len(tensor.shape), tensor.shape)
                 recipes[name] = Recipe(tensor, None, whole, None, part)
     quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
-    adapters = {name: torch.empty(shape) for name, shape in wanted.items()} if train.method == "lora" else {}
+    adapters = (
+        {name: torch.empty(shape) for name, shape in wanted.items()}
+        if train.method == "lora"
+        else {}
+    )
     fill_saved(trained / WEIGHTS, saved, adapters)
     return Fold(recipes, Trained(saved, adapters), train.lora, quantized, DTYPES[train.precision])
 
@@ -169,7 +193,10 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
 def _refuse_other_tensors(
     folder: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise IntegrityError unless the tensors `stored` in `folder` are exactly the `wanted` ones, with their shapes."""
+    """Raise IntegrityError unless `stored` in `folder` are exactly the `wanted` tensors.
+
+    The shapes have to be the same too.
+    """
     problems = [
         *(f"lacks {name}" for name in wanted.keys() - stored.keys()),
         *(f"holds {name}, which is not trained" for name in stored.keys() - wanted.keys()),
@@ -180,8 +207,11 @@ def _refuse_other_tensors(
         ),
     ]
     if problems:
-        more = f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
+        more = (
+            f" and {len(problems) - _NAMED_AT_MOST} more" if len(problems) > _NAMED_AT_MOST else ""
+        )
         raise IntegrityError(
-            f"{folder}: not what this run trained: it {'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
+            f"{folder}: not what this run trained: it "
+            f"{'; it '.join(sorted(problems)[:_NAMED_AT_MOST])}{more}. "
             "Delete the result of the training stage, and run snakemake again"
         )

@@ -1,4 +1,7 @@
-"""The merge stage: merge base and trained weights into a Hugging Face folder and check it against the trained model."""
+"""The merge stage: merge base and trained weights into a folder, and check it by the model.
+
+It is a Hugging Face folder, and it is checked against the trained model.
+"""
 
 import shutil
 from collections import defaultdict
@@ -27,7 +30,11 @@ from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Ref, describe_file
 from pipeline_lib.core.units import size
-from pipeline_lib.data.chat_template import TOKENIZER_CONFIG_NAME, has_template, read_tokenizer_config
+from pipeline_lib.data.chat_template import (
+    TOKENIZER_CONFIG_NAME,
+    has_template,
+    read_tokenizer_config,
+)
 from pipeline_lib.data.pool import Limits
 from pipeline_lib.data.template_worker import end_of_turn
 from pipeline_lib.export.card import adapter_card, loading_code, model_card
@@ -43,15 +50,21 @@ from pipeline_lib.train.state import is_finite
 
 # Export of the trained adapters alone, in peft's format.
 
-UNNAMED_BASE = "FOLDER OF THE BASE MODEL"  # in the code that loads adapters on a model that no hub has
+UNNAMED_BASE = (
+    "FOLDER OF THE BASE MODEL"  # in the code that loads adapters on a model that no hub has
+)
 ADAPTER_FOLDER = "adapter"
 
 
-def export_adapter(adapters: Mapping[str, Tensor], train: Train, model: Mapping[str, Any], out: Path) -> dict[str, str]:
-    """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config. Return hashes of its weights.
+def export_adapter(
+    adapters: Mapping[str, Tensor], train: Train, model: Mapping[str, Any], out: Path
+) -> dict[str, str]:
+    """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
 
-    `model` holds the base model's settings in the spec. The config names the base model only if it is from Hugging
-    Face. Raises TrainingError for a value that is not finite.
+    Return hashes of its weights.
+
+    `model` holds the base model's settings in the spec. The config names the base model only if it
+    is from Hugging Face. Raises TrainingError for a value that is not finite.
     """
     from pipeline_lib.model.lora import lora_config  # loads peft
 
@@ -59,28 +72,39 @@ def export_adapter(adapters: Mapping[str, Tensor], train: Train, model: Mapping[
     folder.mkdir()
     # peft leaves the adapter's name out in files, and `.weight` after a magnitude.
     names = {
-        name.replace(f".{ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): name
+        name.replace(f".{ADAPTER}.", ".").replace(
+            "lora_magnitude_vector.weight", "lora_magnitude_vector"
+        ): name
         for name in adapters
     }
-    entries = [Entry(saved, tuple(adapters[name].shape), torch.float32) for saved, name in names.items()]
+    entries = [
+        Entry(saved, tuple(adapters[name].shape), torch.float32) for saved, name in names.items()
+    ]
     hashes = write_files(
         out,
         {f"{ADAPTER_FOLDER}/adapter_model.safetensors": entries},
         lambda entry, _: finite(adapters[names[entry.name]], entry),
     )
     modules = {name.partition(".lora_")[0] for name in adapters}
-    config = lora_config(train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name}))
+    config = lora_config(
+        train.lora, sorted({name.rpartition(".")[2] for name in modules if ".experts" not in name})
+    )
     config.inference_mode = True
     if model.get("source") == "huggingface":
         config.base_model_name_or_path, config.revision = model.get("name"), model.get("revision")
     settings: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    plain = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
+    }
     write_json(folder / "adapter_config.json", plain)
     return hashes
 
 
 def adapter_code(base: Path, model: Mapping[str, Any], train: Train, rope: Rope | None) -> str:
-    """Return the code that loads the adapters on the base in the folder `base`, with these settings in the spec."""
+    """Return code that loads the adapters on the base in the folder `base`, by the settings.
+
+    The settings are those in the spec.
+    """
     name = str(model.get("name")) if model.get("source") == "huggingface" else UNNAMED_BASE
     skipped = OF_HEADS if read_geometry(base).delta is not None else ()
     return loading_code(train, name, skipped, is_stretched=rope is not None)
@@ -93,20 +117,25 @@ def finite(value: Tensor, entry: Entry) -> Tensor:
     return value
 
 
-# The stage itself. The exported folder has the same weight files and tensors as the base. It is read back from disk and
-# has to be the trained model (export/proof.py); otherwise the stage fails, publishing nothing.
+# The stage itself. The exported folder has the same weight files and tensors as the base. It is
+# read back from disk and has to be the trained model (export/proof.py); otherwise the stage fails,
+# publishing nothing.
 
 LEDGER_NAME = "ledger.json"
 UNPROVEN = (
-    "its adapters were trained on a base in 4 bits and added to the unquantized one (merge.base: original), so it is "
+    "its adapters were trained on a base in 4 bits and added to the unquantized one (merge.base: "
+    "original), so it is "
     "another model than the trained one, and its logits were not compared with that one's"
 )
-CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})  # refer to the base's own code, which is not exported
+# refer to the base's own code, which is not exported
+CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 REFUSED = "refused"  # the folder of the run's directory with a model that the proof refused
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Merge, export, read back and compare. Raises TrainingError if the exported model differs from the trained one.
+    """Merge, export, read back and compare.
+
+    Raises TrainingError if the exported model differs from the trained one.
 
     A model with the unquantized base in place of the trained one's is not compared.
     """
@@ -127,9 +156,12 @@ def run(job: Job) -> dict[str, Any]:
         loading = adapter_code(base, model, train, rope)
         job.hashes.update(export_adapter(fold.trained.adapters, train, model, job.out))
         write_text(job.out / ADAPTER_FOLDER / "README.md", adapter_card(loading))
-    if code := sorted(CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())):
+    if code := sorted(
+        CODE_KEYS & (read_object(base / "config.json").keys() | read_tokenizer_config(base).keys())
+    ):
         job.say(
-            f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; transformers' is used"
+            f"merge: the base model's own code ({', '.join(code)}) is no part of the merged one; "
+            "transformers' is used"
         )
     parity = prove_or_keep(job, base, trained, train) if is_proven else {"unproven": UNPROVEN}
     write_json(job.out / "parity.json", parity)
@@ -138,9 +170,11 @@ def run(job: Job) -> dict[str, Any]:
         job.say(f"merge: {UNPROVEN}")
         return parity
     job.say(
-        f"merge: exported tensors differ by {parity['value_difference']:.1e} of their size from the trained weights, "
+        f"merge: exported tensors differ by {parity['value_difference']:.1e} of their size from "
+        "the trained weights, "
         f"beside rounding (tolerance {parity['value_tolerance']:.0e}), and logits by "
-        f"{parity['relative_difference']:.1e} from the trained model's (tolerance {parity['tolerance']:.0e}, "
+        f"{parity['relative_difference']:.1e} from the trained model's (tolerance "
+        f"{parity['tolerance']:.0e}, "
         f"{parity['compared_logits']:,} compared); rounding the weights changes logits by "
         f"{parity['rounding_difference']:.1e}"
     )
@@ -160,16 +194,18 @@ def export(
     dtype: torch.dtype | None,
     rope: Rope | None = None,
 ) -> dict[str, str]:
-    """Write the Hugging Face folder with the base's layout, without references to the base's own code.
+    """Write a Hugging Face folder with the base's layout, without references to its code.
 
     Return the SHA-256 of each file of weights, by name.
 
-    Weights are in `dtype`; if it is None, each has its dtype in the base. `generation` is the base's
-    generation_config.json, and `rope` enters config.json. Raises TrainingError naming a weight that is not finite, or
-    the weights that were not written as planned.
+    Weights are in `dtype`; if it is None, each has its dtype in the base. `generation` is the
+    base's generation_config.json, and `rope` enters config.json. Raises TrainingError naming a
+    weight that is not finite, or the weights that were not written as planned.
     """
     files: dict[str, list[Entry]] = defaultdict(list)
-    for recipe in sorted(fold.recipes.values(), key=lambda recipe: (recipe.trained or "", recipe.stored.name)):
+    for recipe in sorted(
+        fold.recipes.values(), key=lambda recipe: (recipe.trained or "", recipe.stored.name)
+    ):
         files[recipe.stored.path.name].append(recipe.entry(dtype))
     size_bytes = fold.size_bytes(dtype)
     require_space(out, size_bytes, "the merged model")
@@ -177,14 +213,23 @@ def export(
     def value_of(entry: Entry, buffers: Buffers) -> Tensor:
         return finite(fold.value(entry.name, entry.dtype, buffers), entry)
 
-    with ThreadPoolExecutor(1, "template") as beside:  # starting an interpreter for it takes seconds
+    with ThreadPoolExecutor(
+        1, "template"
+    ) as beside:  # starting an interpreter for it takes seconds
         stopping = beside.submit(stop_at_end_of_turn, generation, base)
         hashes = write_files(out, files, value_of)
     if SINGLE_NAME not in files:
-        weight_map = {entry.name: file_name for file_name, entries in files.items() for entry in entries}
-        index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        weight_map = {
+            entry.name: file_name for file_name, entries in files.items() for entry in entries
+        }
+        index = {
+            "metadata": {"total_size": size_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         write_json(out / INDEX_NAME, index)
-    _refuse_other_content(out, {entry.name: entry for entries in files.values() for entry in entries})
+    _refuse_other_content(
+        out, {entry.name: entry for entries in files.values() for entry in entries}
+    )
     stored_config = without_quantization(stretched(read_object(base / "config.json"), rope))
     config = {key: value for key, value in stored_config.items() if key not in CODE_KEYS}
     if "text_config" not in config:
@@ -206,7 +251,10 @@ def export(
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the config.json `config` with `dtype`, also in the text model's part, which transformers loads by it."""
+    """Return the config.json `config` with `dtype`, also in the text model's part.
+
+    transformers loads by that part.
+    """
     plain = {key: value for key, value in config.items() if key != "torch_dtype"}
     named = {**plain, "dtype": str(dtype).removeprefix("torch.")}
     if isinstance(config.get("text_config"), dict):
@@ -215,20 +263,26 @@ def _with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
 
 def _refuse_other_content(out: Path, entries: Mapping[str, Entry]) -> None:
-    """Raise TrainingError unless the files in `out` hold exactly `entries`, by name, shape and dtype."""
+    """Raise TrainingError unless `out` holds exactly `entries`, by name, shape and dtype."""
     written = {name: (stored.shape, stored.dtype) for name, stored in find_tensors(out).items()}
     wanted = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     if written != wanted:
-        wrong = sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name))
-        raise TrainingError(f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again")
+        wrong = sorted(
+            name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name)
+        )
+        raise TrainingError(
+            f"{out}: was not written as planned: {', '.join(wrong[:5])}; run snakemake again"
+        )
 
 
-def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits | None = None) -> dict[str, Any]:
-    """Return the generation `config` with the chat template's end-of-turn token among its stop tokens.
+def stop_at_end_of_turn(
+    config: Mapping[str, Any], folder: Path, limits: Limits | None = None
+) -> dict[str, Any]:
+    """Return the generation `config` with the template's end-of-turn token as a stop token.
 
-    Base models name another token, so that the tuned model would not stop after its answer. The config is unchanged
-    without a chat template in `folder`, or if the template ends no answer within its `limits`: then the model was
-    trained on raw text.
+    Base models name another token, so that the tuned model would not stop after its answer. The
+    config is unchanged without a chat template in `folder`, or if the template ends no answer
+    within its `limits`: then the model was trained on raw text.
     """
     end = end_of_turn(folder, limits) if has_template(folder) else None
     if end is None:
@@ -242,7 +296,8 @@ def stop_at_end_of_turn(config: Mapping[str, Any], folder: Path, limits: Limits 
 def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str, Any]:
     """Return the figures of the proof of `job.out`.
 
-    Raises TrainingError if it is not the trained model. It is then kept in the run's directory, which the error names.
+    Raises TrainingError if it is not the trained model. It is then kept in the run's directory,
+    which the error names.
     """
     kept = job.run_dir / REFUSED
     shutil.rmtree(kept, ignore_errors=True)  # of an earlier attempt
@@ -251,8 +306,10 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
     except TrainingError as error:
         shutil.move(job.out, kept)
         raise TrainingError(
-            f"{error}. Nothing was published; the refused model is in {kept}, and the training stays as it is. Run "
-            "snakemake again: if the same is said again, this is a bug in the merge, so report it with this message. "
+            f"{error}. Nothing was published; the refused model is in {kept}, and the training "
+            "stays as it is. Run "
+            "snakemake again: if the same is said again, this is a bug in the merge, so report it "
+            "with this message. "
             "The refused model loads like any other, but do not rely on it"
         ) from error
 
@@ -260,10 +317,10 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
 def tell_origin(
     job: Job, train: Train, parity: Mapping[str, Any], beside: Sequence[str] = (), loading: str = ""
 ) -> None:
-    """Write lineage.json and README.md, which record what the model was made from and how it was checked.
+    """Write lineage.json and README.md: what the model was made from and how it was checked.
 
-    `beside` are the beginnings of the names of tensors that were copied from the base; `loading` is the code that loads
-    the adapters, if there are any.
+    `beside` are the beginnings of the names of tensors that were copied from the base; `loading` is
+    the code that loads the adapters, if there are any.
 
     The data's token ledger is left out if it is missing from the store or has been changed.
     """
@@ -277,5 +334,7 @@ def tell_origin(
         path = job.store.sealed(Ref(manifest.stage, manifest.digest)) / LEDGER_NAME
         if path.is_file() and describe_file(path) == manifest.files.get(LEDGER_NAME):
             ledger = read_one(Ledger, path)
-    card = model_card(job.spec.ref, model_type, train, training, parity, record, ledger, beside, loading)
+    card = model_card(
+        job.spec.ref, model_type, train, training, parity, record, ledger, beside, loading
+    )
     write_text(job.out / "README.md", card)

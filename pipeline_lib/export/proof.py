@@ -1,14 +1,18 @@
-"""The proof that an exported folder is the trained model: its tensors by value, and the logits that the training left.
+"""The proof that an exported folder is the trained model: tensors by value, and logits.
 
-Rounding the weights changes logits, by a few percent where it changes a router's choice of experts, and so it hides a
-slightly wrong merge. So no weight is rounded before logits are compared:
+The logits are those that the training left.
 
-1. The exported config.json with the trained weights, which nothing merged or rounded, gives the logits of the probe.
-2. Each exported tensor is the trained one, rounded to its dtype. Adapters are merged by peft for this, under the names
-   of the training's own model, and none of the code that wrote the files is used.
+Rounding the weights changes logits, by a few percent where it changes a router's choice of experts,
+and so it hides a slightly wrong merge. So no weight is rounded before logits are compared:
 
-The model is read part by part, and the tensors module by module: on CPUs at most a part in fp32 is in memory, on a GPU
-as many as have room.
+1. The exported config.json with the trained weights, which nothing merged or rounded, gives the
+   logits of the probe.
+2. Each exported tensor is the trained one, rounded to its dtype. Adapters are merged by peft for
+   this, under the names of the training's own model, and none of the code that wrote the files is
+   used.
+
+The model is read part by part, and the tensors module by module: on CPUs at most a part in fp32 is
+in memory, on a GPU as many as have room.
 """
 
 import math
@@ -52,23 +56,36 @@ from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
 
 # By what `python -m benchmarks.merges` measured (benchmarks/RESULTS.md).
-VALUE_TOLERANCE = 1e-5  # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order
+VALUE_TOLERANCE = (
+    1e-5  # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order
+)
 LOGIT_TOLERANCE = 1e-4  # of logits in fp32
-_NOISES = 4  # after a training in bf16 or fp16, logits may differ by so many times the noise of bf16
+_NOISES = (
+    4  # after a training in bf16 or fp16, logits may differ by so many times the noise of bf16
+)
 _FLIPPED_TOLERANCE = 0.5  # at positions where a router chose other experts
-# Of the probe's block, by which the noise is measured at as many positions as of the whole. On CPUs no more of it is
-# compared, at 37 GFLOP/s a core in fp32: 7 minutes of a core for a model of 8B.
+# Of the probe's block, by which the noise is measured at as many positions as of the whole. On CPUs
+# no more of it is compared, at 37 GFLOP/s a core in fp32: 7 minutes of a core for a model of 8B.
 _NOISE_TOKENS = 1024
 _LEAST_POSITIONS = 8  # of the probe, that are compared on CPUs
-_COMPARED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}  # values; on CPUs what is computed of them stays in the cache
-_UNIT_COPIES = 4  # in fp32, of what a GPU compares: the base's, the merged one, and what the comparison makes
+# values; on CPUs what is computed of them stays in the cache
+_COMPARED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
+_UNIT_COPIES = (
+    4  # in fp32, of what a GPU compares: the base's, the merged one, and what the comparison makes
+)
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 def prove(
-    exported: Path, base: Path, trained: Path, train: Train, device: torch.device, say: Say, spans: Spans
+    exported: Path,
+    base: Path,
+    trained: Path,
+    train: Train,
+    device: torch.device,
+    say: Say,
+    spans: Spans,
 ) -> dict[str, Any]:
-    """Return the figures of the comparison of the folder `exported` with what `train` made of `base`, in `trained`.
+    """Return the figures that compare `exported` with what `train` made of `base`, in `trained`.
 
     Raises TrainingError if the exported model is not the trained one.
     """
@@ -88,7 +105,7 @@ def prove(
 
 @dataclass(frozen=True)
 class Reference:
-    """The trained model: what the exported config.json describes, with the base's weights and the trained ones."""
+    """The trained model: what the exported config.json describes, with base and trained weights."""
 
     exported: Path
     base: Path
@@ -96,10 +113,12 @@ class Reference:
     train: Train
 
     def built(self, dtype: torch.dtype) -> nn.Module:
-        """Return the model as it was trained, on the meta device, computing in `dtype`; no linear is quantized."""
+        """Return the model as trained, on the meta device, in `dtype`; no linear is quantized."""
         lora = self.train.lora.model_copy(update={"base": "unquantized"})
         precision = next(name for name, each in DTYPES.items() if each == dtype)
-        train = self.train.model_copy(update={"lora": lora, "precision": precision, "attention": "flash"})
+        train = self.train.model_copy(
+            update={"lora": lora, "precision": precision, "attention": "flash"}
+        )
         train = train.model_copy(update={"router_aux_loss": 0.0})  # only the logits are wanted
         model = build_trainable(self.exported, train)
         if train.method == "full":
@@ -108,7 +127,7 @@ class Reference:
         return model
 
     def fills(self, model: nn.Module) -> dict[int, Fill]:
-        """Return what fills each parameter of `model`, which `built` returned, by the parameter's id."""
+        """Return what fills each parameter of `model`, from `built`, by the parameter's id."""
         stored, sources = match_tensors(model, self.base)
         fills: dict[int, Fill] = {}
         for parameter, names, (first, *_) in sources:
@@ -124,7 +143,9 @@ class Reference:
         """Return the model for passes in `dtype`, with one part in memory."""
         model = self.built(dtype)
         has_room = device.type == "cuda"  # for two parts: see `device_for`
-        return Streamed(without_adapters(model), self.fills(model), dtype, device, reads_ahead=has_room)
+        return Streamed(
+            without_adapters(model), self.fills(model), dtype, device, reads_ahead=has_room
+        )
 
     def _fill_quantized(self, stored: Stored, values: Tensor) -> None:
         values.copy_(rounded(stored.read(), DTYPES[self.train.precision], stored.name))
@@ -134,7 +155,10 @@ class Reference:
         """The trained tensors in fp32, if they are adapters that fit into memory; else none."""
         if self.train.method != "lora":
             return {}
-        shapes = {name: parameter.shape for name, parameter in trainable(self.built(torch.float32)).items()}
+        shapes = {
+            name: parameter.shape
+            for name, parameter in trainable(self.built(torch.float32)).items()
+        }
         if FP32_BYTES * sum(shape.numel() for shape in shapes.values()) > ADAPTERS_IN_PROOF_BYTES:
             return {}
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -158,7 +182,9 @@ class Reference:
     @cached_property
     def _quantized(self) -> frozenset[str]:
         """The names of the weights that were in 4 bits in the training."""
-        return frozenset(name for _, name in quantized_linears(build_trainable(self.exported, self.train)))
+        return frozenset(
+            name for _, name in quantized_linears(build_trainable(self.exported, self.train))
+        )
 
     @cached_property
     def _saved(self) -> dict[str, SavedTensor]:
@@ -171,19 +197,26 @@ class Reference:
 def compare_tensors(reference: Reference, device: torch.device) -> dict[str, Any]:
     """Return by how much exported tensors differ from the trained ones beyond rounding, at most.
 
-    Raises TrainingError naming the tensor that differs too much, and DataError if the files do not match config.json.
+    Raises TrainingError naming the tensor that differs too much, and DataError if the files do not
+    match config.json.
     """
     largest, compared = 0.0, 0
     for written, difference in differences(reference, device):
         if not difference <= VALUE_TOLERANCE:
             raise TrainingError(
-                f"the exported model is not the trained one: {written.name} in {written.path.name} differs by "
-                f"{difference:.1e} of its size from the trained weights, beside rounding; tolerance "
+                f"the exported model is not the trained one: {written.name} in {written.path.name} "
+                "differs by "
+                f"{difference:.1e} of its size from the trained weights, beside rounding; "
+                "tolerance "
                 f"{VALUE_TOLERANCE:.0e}"
             )
         largest = max(largest, difference)
         compared += 1
-    return {"value_difference": largest, "value_tolerance": VALUE_TOLERANCE, "compared_tensors": compared}
+    return {
+        "value_difference": largest,
+        "value_tolerance": VALUE_TOLERANCE,
+        "compared_tensors": compared,
+    }
 
 
 def differences(reference: Reference, device: torch.device) -> Iterator[tuple[Stored, float]]:
@@ -210,7 +243,10 @@ def differences(reference: Reference, device: torch.device) -> Iterator[tuple[St
 
 
 def _at_once(units: Sequence[nn.Module], device: torch.device) -> int:
-    """Return how many of `units` are compared at a time: on a GPU as many as have room; on CPUs one takes all cores."""
+    """Return how many `units` to compare at a time: what a GPU has room for; one on CPUs.
+
+    One takes all cores.
+    """
     if device.type == "cpu":
         return 1
     largest = max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units)
@@ -219,7 +255,7 @@ def _at_once(units: Sequence[nn.Module], device: torch.device) -> int:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters; an adapted one is yielded once, with all that it contains."""
+    """Yield the modules with parameters; an adapted one once, with all that it contains."""
     waiting = [model]
     while waiting:
         module = waiting.pop()
@@ -235,13 +271,20 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _merged(unit: nn.Module, fills: Mapping[int, Fill], device: torch.device) -> list[tuple[int, Tensor]]:
-    """Return the id and the values in fp32 of each parameter in `unit`, with the adapters of `unit` merged by peft.
+def _merged(
+    unit: nn.Module, fills: Mapping[int, Fill], device: torch.device
+) -> list[tuple[int, Tensor]]:
+    """Return the id and fp32 values of each parameter in `unit`, with adapters merged by peft.
 
     The values are on `device`.
     """
     modules: list[Any] = list(unit.modules()) if _is_adapted(unit) else [unit]
-    slots = [(module, name) for module in modules for name, it in module._parameters.items() if it is not None]
+    slots = [
+        (module, name)
+        for module in modules
+        for name, it in module._parameters.items()
+        if it is not None
+    ]
     empty = [module._parameters[name] for module, name in slots]
     for (module, name), parameter in zip(slots, empty, strict=True):
         values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
@@ -253,18 +296,22 @@ def _merged(unit: nn.Module, fills: Mapping[int, Fill], device: torch.device) ->
     merged = [module._parameters[name] for module, name in slots]
     for (module, name), parameter in zip(slots, empty, strict=True):
         module._parameters[name] = parameter
-    return [(id(parameter), values.detach()) for parameter, values in zip(empty, merged, strict=True)]
+    return [
+        (id(parameter), values.detach()) for parameter, values in zip(empty, merged, strict=True)
+    ]
 
 
 def _difference(expected: Tensor, piece: Piece, written: Stored) -> float:
-    """Return how far `written` is from the `piece` of `expected`, beyond rounding: the most of all values.
+    """Return how far `written` is at most from `expected`'s `piece`, beyond rounding.
 
     It is relative to the root mean square of the values. A value of NaN gives infinity.
     """
     wanted = expected[piece.slices].reshape(written.shape)
     of_row = math.prod(wanted.shape[1:])
     rows = max(1, _COMPARED_AT_ONCE[wanted.device.type] // max(1, of_row))
-    memory = torch.empty(min(len(wanted), rows), *wanted.shape[1:], dtype=written.dtype, device=wanted.device)
+    memory = torch.empty(
+        min(len(wanted), rows), *wanted.shape[1:], dtype=written.dtype, device=wanted.device
+    )
     largest = 0.0
     for first in range(0, len(wanted), rows):
         ours = wanted[first : first + rows]
@@ -284,7 +331,7 @@ def _difference(expected: Tensor, piece: Piece, written: Stored) -> float:
 
 
 def _half_steps(values: Tensor) -> Tensor:
-    """Return half the distance between neighbours of each of `values`: as far as rounding may move a value."""
+    """Return half the distance between neighbours of `values`: how far rounding moves them."""
     sizes = values.float().abs()
     mantissas, _ = torch.frexp(sizes)
     powers = sizes.div_(mantissas)  # of two, by which the distance between neighbours goes
@@ -292,7 +339,10 @@ def _half_steps(values: Tensor) -> Tensor:
 
 
 def _beside(reference: Reference) -> Iterator[tuple[Stored, float]]:
-    """Yield each tensor beside the text model, and 0 if it is the base's bit for bit, infinity if not."""
+    """Yield each tensor beside the text model, with 0 if equal to the base's, else infinity.
+
+    Equal means bit for bit.
+    """
     parts = family_in(read_object(reference.base / "config.json")).beside
     if not parts:
         return
@@ -302,11 +352,12 @@ def _beside(reference: Reference) -> Iterator[tuple[Stored, float]]:
         yield stored[name], 0.0 if is_kept else math.inf
 
 
-# The logits. The noise of bf16 is measured: logits in bf16 against those in fp32, both of the trained model.
+# The logits. The noise of bf16 is measured: logits in bf16 against those in fp32, both of the
+# trained model.
 
 
 def device_for(folder: Path) -> torch.device:
-    """Return the GPU if there is one with room for two parts of the model in `folder` in fp32, else the CPU."""
+    """Return a GPU with room for two parts of the model in `folder` in fp32, else the CPU."""
     return device_with(scoring_bytes(read_geometry(folder), PROBE_TOKENS, FP32_BYTES))
 
 
@@ -315,9 +366,12 @@ def _beginning(block: Block, tokens: int) -> Block:
 
 
 def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]:
-    """Return the figures of `judge` for the trained model's logits, and by how much rounding changes the exported ones.
+    """Return `judge`'s figures for the trained model's logits, and rounding's effect.
 
-    Raises TrainingError if the trained weights with the exported config.json do not give the logits of the probe.
+    The effect is that on the exported model's logits.
+
+    Raises TrainingError if the trained weights with the exported config.json do not give the logits
+    of the probe.
     """
     block, expected = load_probe(reference.trained)
     positions = probe_positions(make_batch([block]))
@@ -342,7 +396,10 @@ def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]
 
 
 def by_position(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the norm of the difference of logits [K, V] relative to the norm of `expected`, by position: [K]."""
+    """Return the norm of the logits' difference [K, V], relative to `expected`'s: [K].
+
+    There is one by position.
+    """
     sizes: Tensor = torch.linalg.vector_norm(expected, dim=-1)
     distances: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
     return distances.div_(sizes)
@@ -351,19 +408,28 @@ def by_position(found: Tensor, expected: Tensor) -> Tensor:
 def judge(found: Tensor, expected: Tensor, tolerance: float, has_experts: bool) -> dict[str, Any]:
     """Return the figures of the comparison of the logits `found` and `expected`.
 
-    Raises TrainingError if the shapes differ, or if a position differs by more than `tolerance`. In a model with
-    experts, fewer than half of the positions may differ by more: routers that chose other experts there.
+    Raises TrainingError if the shapes differ, or if a position differs by more than `tolerance`. In
+    a model with experts, fewer than half of the positions may differ by more: routers that chose
+    other experts there.
     """
     if found.shape != expected.shape:
-        raise TrainingError(f"exported logits have shape {tuple(expected.shape)}, trained ones {tuple(found.shape)}")
+        raise TrainingError(
+            f"exported logits have shape {tuple(expected.shape)}, trained ones {tuple(found.shape)}"
+        )
     difference = by_position(found, expected)
     is_near = difference <= tolerance  # false for NaN
     apart = int((~is_near).sum())
-    is_flipped = has_experts and 2 * apart < len(difference) and bool((difference <= _FLIPPED_TOLERANCE).all())
+    is_flipped = (
+        has_experts
+        and 2 * apart < len(difference)
+        and bool((difference <= _FLIPPED_TOLERANCE).all())
+    )
     if apart and not is_flipped:
         raise TrainingError(
-            f"the exported model is not the trained one: logits differ by {float(difference.max()):.2e} of their size "
-            f"at a position, and at {apart} of {len(difference)} by more than the tolerance, {tolerance:.0e}"
+            "the exported model is not the trained one: logits differ by "
+            f"{float(difference.max()):.2e} of their size "
+            f"at a position, and at {apart} of {len(difference)} by more than the tolerance, "
+            f"{tolerance:.0e}"
         )
     near, exact = found[is_near], expected[is_near]
     return {

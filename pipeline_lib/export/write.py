@@ -1,6 +1,7 @@
-"""Writing safetensors files tensor by tensor, several files at a time, hashed while they are written.
+"""Writing safetensors files by tensor, several files at a time, hashed while being written.
 
-Each thread makes one tensor at a time in memory that it uses again, so that no file has to fit in memory.
+Each thread makes one tensor at a time in memory that it uses again, so that no file has to fit in
+memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,12 +38,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Buffers:
-    """The memory of a thread for the values of one tensor at a time, in each dtype; it is used again for the next."""
+    """A thread's memory for one tensor's values at a time, in each dtype; the next reuses it."""
 
     _held: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor without values, which is valid until the next one of the same dtype is asked for."""
+        """Return a tensor without values, valid until the next one of its dtype is asked for."""
         size = prod(shape)
         if dtype not in self._held or len(self._held[dtype]) < size:
             self._held.pop(dtype, None)  # free it before the next one is made
@@ -54,19 +55,24 @@ class Buffers:
         return values if values.dtype == dtype else self.empty(values.shape, dtype).copy_(values)
 
 
-Value = Callable[[Entry, Buffers], Tensor]  # what an entry is to hold, on the CPU; may be called in any thread
+# what an entry is to hold, on the CPU; may be called in any thread
+Value = Callable[[Entry, Buffers], Tensor]
 
 
 class _Stopped(Exception):
     """Another file could not be written."""
 
 
-def write_files(folder: Path, files: Mapping[str, Sequence[Entry]], value_of: Value) -> dict[str, str]:
-    """Write safetensors files to `folder`, each with its entries in order; return the SHA-256 of each, by name.
+def write_files(
+    folder: Path, files: Mapping[str, Sequence[Entry]], value_of: Value
+) -> dict[str, str]:
+    """Write safetensors files to `folder`, with their entries in order; return each one's SHA-256.
 
-    `value_of` is called just before a value is written. If a file fails, the others stop after the tensor that they are
-    at, and the error is raised; of several, that of the first file by name. Raises ValueError if a value does not have
-    the shape and dtype of its entry.
+    The hashes are keyed by file name.
+
+    `value_of` is called just before a value is written. If a file fails, the others stop after the
+    tensor that they are at, and the error is raised; of several, that of the first file by name.
+    Raises ValueError if a value does not have the shape and dtype of its entry.
     """
     cpus, failed = torch.get_num_threads(), Event()
 
@@ -79,7 +85,10 @@ def write_files(folder: Path, files: Mapping[str, Sequence[Entry]], value_of: Va
                 raise _Stopped
             value = value_of(entry, buffers)
             if (tuple(value.shape), value.dtype) != (entry.shape, entry.dtype):
-                raise ValueError(f"{entry.name}: {value.dtype} {list(value.shape)} is not what was announced: {entry}")
+                raise ValueError(
+                    f"{entry.name}: {value.dtype} {list(value.shape)} is not what was announced: "
+                    f"{entry}"
+                )
             yield bytes_of(value)
 
     def write(name: str) -> str:

@@ -1,1 +1,1 @@
-"""Training on several hosts without a scheduler: an agent on each host, reached by ssh or joined by itself."""
+"""Training on several hosts without a scheduler: an agent on each, started by ssh or joined."""

@@ -1,7 +1,7 @@
 """Messages between the training stage and an agent: JSON in lines, over pipes or a socket.
 
-Neither side ever blocks on the other: a thread writes what was sent, and a thread reads what arrives. A cut link shows
-as silence, and only an orderly end as `ChannelClosed`.
+Neither side ever blocks on the other: a thread writes what was sent, and a thread reads what
+arrives. A cut link shows as silence, and only an orderly end as `ChannelClosed`.
 """
 
 import json
@@ -32,12 +32,15 @@ class Codec(Protocol):
         ...
 
     def decode(self, line: str) -> str | None:
-        """Return the text in `line`; None if the line is no message. Raise ChannelClosed if it is forged."""
+        """Return the text in `line`; None if the line is no message.
+
+        Raise ChannelClosed if it is forged.
+        """
         ...
 
 
 class Marked:
-    """A codec for pipes, whose two ends trust each other: a mark tells messages from other output."""
+    """A codec for pipes, whose ends trust each other: a mark tells messages from other output."""
 
     def encode(self, text: str) -> str:
         """Put the mark before `text`."""
@@ -51,9 +54,9 @@ class Marked:
 class Channel:
     """One end. `noise` gets the lines that are no messages.
 
-    A process that gives its standard input must give a duplicate of it, `os.fdopen(os.dup(0), "rb")`: Python aborts at
-    its end if a thread still reads `sys.stdin`.
-    `hang_up` tells the other side that nothing follows, where closing the writer does not: at a socket that is read.
+    A process that gives its standard input must give a duplicate of it, `os.fdopen(os.dup(0),
+    "rb")`: Python aborts at its end if a thread still reads `sys.stdin`. `hang_up` tells the other
+    side that nothing follows, where closing the writer does not: at a socket that is read.
     """
 
     def __init__(
@@ -65,13 +68,18 @@ class Channel:
         hang_up: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to read from `reader` and to write to `writer`."""
-        self._reader, self._writer, self._codec, self._noise = reader, writer, codec or Marked(), noise
+        self._reader = reader
+        self._writer = writer
+        self._codec = codec or Marked()
+        self._noise = noise
         self._hang_up = hang_up
         self._outgoing: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[dict[str, Any] | ChannelClosed] = queue.SimpleQueue()
         self._end: ChannelClosed | None = None
         self._heard_s = time.monotonic()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._read, self._write)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -81,11 +89,17 @@ class Channel:
         return time.monotonic() - self._heard_s
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue `message` for the other side. Whether it arrives shows in the answer, or in silence."""
+        """Queue `message` for the other side.
+
+        Whether it arrives shows in the answer, or in silence.
+        """
         self._outgoing.put(json.dumps(message))
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next message; None if none arrives within `timeout_s`. Raise ChannelClosed at the end."""
+        """Return the next message; None if none arrives within `timeout_s`.
+
+        Raise ChannelClosed at the end.
+        """
         if self._end is not None:
             raise self._end
         try:
@@ -123,7 +137,8 @@ class Channel:
         text = line.decode("utf-8", errors="replace").rstrip("\r\n")
         if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
             raise ChannelClosed(f"it sent a line of more than {MAX_LINE_BYTES} bytes")
-        content = self._codec.decode(text) if line.endswith(b"\n") else None  # else the connection was cut in the line
+        # else the connection was cut in the line
+        content = self._codec.decode(text) if line.endswith(b"\n") else None
         if content is None:
             self._noise(text)
             return

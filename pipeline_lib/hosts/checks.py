@@ -1,4 +1,4 @@
-"""The checks of all hosts before anything is spent: every problem of every host at once, in seconds."""
+"""The checks of all hosts before any spending: every problem at once, within seconds."""
 
 import time
 import uuid
@@ -22,7 +22,7 @@ SEEN_S = 10.0  # an NFS client may cache a folder's listing for this long
 
 @contextmanager
 def token_in(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the name of a new file in each of `folders` that contains its name; at the end remove all answers too."""
+    """Yield a new file's name in each of `folders` that contains it; remove answers at the end."""
     token = f"{_TOKEN}{uuid.uuid4().hex}"
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,11 @@ def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:
     """Return the hosts of `hosts` whose file beside `token` is not visible here within SEEN_S."""
     deadline_s = time.monotonic() + SEEN_S
     while True:
-        seen = {path.name.removeprefix(f"{token}.") for path in folder.iterdir() if path.name.startswith(f"{token}.")}
+        seen = {
+            path.name.removeprefix(f"{token}.")
+            for path in folder.iterdir()
+            if path.name.startswith(f"{token}.")
+        }
         missing = [host for host in hosts if host not in seen]
         if not missing or time.monotonic() > deadline_s:
             return missing
@@ -57,7 +61,7 @@ def unseen_answers(folder: Path, token: str, hosts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What each host has to have: `gpu` is part of the name of its GPUs; 0 `memory_gb` asks for no memory."""
+    """What each host needs: `gpu` is part of its GPUs' name; 0 `memory_gb` asks for nothing."""
 
     gpus_per_node: int
     gpu: str | None
@@ -69,9 +73,16 @@ class HostNeeds:
         return HostNeeds(cluster.gpus_per_node, cluster.gpu, cluster.memory_gb or 0)
 
 
-def problems_of_hosts(facts: Mapping[str, HostFacts], clocks: Mapping[str, float], wanted: HostNeeds) -> list[str]:
-    """Return what is wrong with each host alone and with all together. `clocks` has the seconds each is ahead."""
-    problems = [f"{host}: {text}" for host, found in facts.items() for text in _alone(found, wanted)]
+def problems_of_hosts(
+    facts: Mapping[str, HostFacts], clocks: Mapping[str, float], wanted: HostNeeds
+) -> list[str]:
+    """Return what is wrong with each host alone and with all together.
+
+    `clocks` has the seconds each is ahead.
+    """
+    problems = [
+        f"{host}: {text}" for host, found in facts.items() for text in _alone(found, wanted)
+    ]
     problems += _same_machine(facts)
     for what, values in _compared(facts).items():
         problems += _differences(what, values)
@@ -79,7 +90,9 @@ def problems_of_hosts(facts: Mapping[str, HostFacts], clocks: Mapping[str, float
         if abs(ahead_s) > CLOCK_S:
             way = "ahead of" if ahead_s > 0 else "behind"
             remedy = "start a time service there (chrony or systemd-timesyncd)"
-            problems.append(f"{host}: its clock is {abs(ahead_s):.0f} s {way} this machine's; {remedy}")
+            problems.append(
+                f"{host}: its clock is {abs(ahead_s):.0f} s {way} this machine's; {remedy}"
+            )
     return problems
 
 
@@ -87,28 +100,40 @@ def _alone(found: HostFacts, wanted: HostNeeds) -> Iterator[str]:
     for folder, reason in found.folders.items():
         if reason:
             yield (
-                f"{folder} is not shared: {reason}; all hosts need one folder for the store and the runs, at the same"
+                f"{folder} is not shared: {reason}; all hosts need one folder for the store and "
+                "the runs, at the same"
                 " path (docs/two-machines.md has the lines for NFS)"
             )
     if len(found.gpus) < wanted.gpus_per_node:
-        count = units.count(len(found.gpus), "GPUs") if found.gpus else "no GPUs (nvidia-smi shows none)"
+        count = (
+            units.count(len(found.gpus), "GPUs")
+            if found.gpus
+            else "no GPUs (nvidia-smi shows none)"
+        )
         yield f"it has {count}, and cluster.gpus_per_node is {wanted.gpus_per_node}"
     if wanted.gpus_per_node and wanted.gpu:
         for name in sorted({gpu.name for gpu in found.gpus if _is_another(wanted.gpu, gpu.name)}):
             yield f"its GPUs are {name}, and cluster.gpu is {wanted.gpu}"
     needed = from_gigabytes(wanted.memory_gb)
     if found.memory_available_bytes < needed:
-        has = f"{gigabytes(found.memory_available_bytes)} of its {gigabytes(found.memory_bytes)} of memory"
-        yield f"{has} are free, and cluster.memory_gb is {wanted.memory_gb}: end what else runs there, or lower it"
+        has = (
+            f"{gigabytes(found.memory_available_bytes)} of its {gigabytes(found.memory_bytes)} "
+            "of memory"
+        )
+        yield (
+            f"{has} are free, and cluster.memory_gb is {wanted.memory_gb}: end what else runs "
+            "there, or lower it"
+        )
     if found.temporary_free_bytes < LEAST_TEMPORARY_BYTES:
         yield (
             f"{found.temporary_folder} has {gigabytes(found.temporary_free_bytes)} free, and"
-            f" {gigabytes(LEAST_TEMPORARY_BYTES)} are needed for temporary files: free some, or set TMPDIR there"
+            f" {gigabytes(LEAST_TEMPORARY_BYTES)} are needed for temporary files: free some, or "
+            "set TMPDIR there"
         )
 
 
 def _is_another(wanted: str, name: str) -> bool:
-    """Return whether the driver's `name` is another model than `wanted`; False if one of them is not known."""
+    """Return whether the driver's `name` is another model than `wanted`; False if unknown."""
     return find_gpu(wanted) is not None and find_gpu(name) not in (None, find_gpu(wanted))
 
 
@@ -133,14 +158,20 @@ def _compared(facts: Mapping[str, HostFacts]) -> dict[str, dict[str, str]]:
         },
     }
     if any(found.gpus for found in facts.values()):
-        kinds = {host: ", ".join(sorted({gpu.name for gpu in found.gpus})) or "none" for host, found in facts.items()}
-        drivers = {host: _branch(found.gpus[0].driver) if found.gpus else "none" for host, found in facts.items()}
+        kinds = {
+            host: ", ".join(sorted({gpu.name for gpu in found.gpus})) or "none"
+            for host, found in facts.items()
+        }
+        drivers = {
+            host: _branch(found.gpus[0].driver) if found.gpus else "none"
+            for host, found in facts.items()
+        }
         compared |= {"the kind of GPU": kinds, "the branch of the GPU driver": drivers}
     return compared
 
 
 def _branch(driver: str) -> str:
-    """Return the branch of a driver's version, `570` of `570.124.06`: releases of one branch work together."""
+    """Return a driver version's branch, `570` of `570.124.06`: its releases work together."""
     return driver.partition(".")[0]
 
 

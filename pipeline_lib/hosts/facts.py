@@ -1,4 +1,7 @@
-"""What an agent finds on its host for the checks before a training: versions, GPUs, memory, folders, addresses."""
+"""What an agent finds on its host before a training: versions, GPUs, memory and the rest.
+
+The rest are folders and addresses.
+"""
 
 import hashlib
 import importlib.metadata
@@ -16,9 +19,20 @@ from typing import Any
 import psutil
 
 PACKAGE = Path(__file__).parents[1]
-# Those that decide whether ranks of two hosts compute the same, and whether they understand each other.
+# Those that decide whether ranks of two hosts compute the same, and whether they understand each
+# other.
 COMPARED_PACKAGES = (
-    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "accelerate", "deepspeed", "triton"),
+    *(
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "peft",
+        "accelerate",
+        "deepspeed",
+        "triton",
+    ),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 _NOT_BETWEEN_HOSTS = ("lo", "docker", "virbr", "br-", "veth", "cni", "flannel")
@@ -37,7 +51,8 @@ class HostGpu:
 class HostFacts:
     """A host as its agent sees it. `clock_s` is the time since 1970 at the moment of the answer.
 
-    `folders` has, by path, why a folder cannot be used, or the empty text. `addresses` has those of each interface.
+    `folders` has, by path, why a folder cannot be used, or the empty text. `addresses` has those of
+    each interface.
     """
 
     machine: str
@@ -66,7 +81,7 @@ class HostFacts:
 
 
 def facts_of_this_host(folders: list[Path], token: str, host: str) -> HostFacts:
-    """Collect the facts; read the file `token` in each of `folders`, and write an answer beside it."""
+    """Collect the facts; read `token` in each of `folders`, and write an answer beside it."""
     memory, temporary = psutil.virtual_memory(), tempfile.gettempdir()
     return HostFacts(
         machine=_identity(),
@@ -99,9 +114,15 @@ def addresses() -> dict[str, tuple[str, ...]]:
         usable = [
             entry.address
             for entry in sorted(entries, key=lambda entry: entry.family == socket.AF_INET6)
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+            and not entry.address.startswith("fe80")
         ]
-        if usable and name in state and state[name].isup and not name.startswith(_NOT_BETWEEN_HOSTS):
+        if (
+            usable
+            and name in state
+            and state[name].isup
+            and not name.startswith(_NOT_BETWEEN_HOSTS)
+        ):
             found[name] = tuple(usable)
     return found
 
@@ -111,7 +132,11 @@ def _identity() -> str:
     parts = [socket.gethostname()]
     for path in (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")):
         with suppress(OSError):
-            parts.append(str(path.readlink()) if path.is_symlink() else path.read_text(encoding="utf-8").strip())
+            parts.append(
+                str(path.readlink())
+                if path.is_symlink()
+                else path.read_text(encoding="utf-8").strip()
+            )
     return " ".join(parts)
 
 
@@ -127,7 +152,9 @@ def gpus_here() -> list[HostGpu]:
     """Return the GPUs of this host in the driver's order; none without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_S)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CALL_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     found = []
@@ -140,7 +167,8 @@ def gpus_here() -> list[HostGpu]:
 
 def _answer_token(folder: Path, token: str, host: str) -> str:
     try:
-        list(folder.iterdir())  # over NFS, this asks the server for files that another host has created
+        # over NFS, this asks the server for files that another host has created
+        list(folder.iterdir())
         if (folder / token).read_text(encoding="utf-8") != token:
             return "it holds another file of that name"
         (folder / f"{token}.{host}").write_text(token, encoding="utf-8")

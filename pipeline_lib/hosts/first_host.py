@@ -51,22 +51,28 @@ class _Place:
     codec: Signed
 
     def is_left(self) -> bool:
-        """Whether the other side has closed the connection; what it has sent before stays to be read."""
+        """Whether the other side has closed the connection; what it sent stays to be read."""
         poll = select.poll()
         poll.register(self.connection, select.POLLRDHUP)
         return bool(poll.poll(0))
 
 
 class JoiningPort:
-    """The port of the first host, to use as a context manager: at its end the port closes, joined hosts stay."""
+    """The first host's port, a context manager: at its end the port closes, joined hosts stay."""
 
     def __init__(self, port: int, secret: bytes, address: str = "") -> None:
-        """Listen at `port` of `address`, of all interfaces without one; port 0 takes a free one. Raises ConfigError."""
+        """Listen at `port` of `address`, of all interfaces without one; port 0 takes a free one.
+
+        Raises ConfigError.
+        """
         self._secret, self._address = secret, address
         try:
             self._socket = _listen(address, port)
         except OSError as error:
-            problem = f"port {port} cannot be opened for the other hosts ({error.strerror}); choose another {JOIN_PORT}"
+            problem = (
+                f"port {port} cannot be opened for the other hosts ({error.strerror}); "
+                f"choose another {JOIN_PORT}"
+            )
             raise ConfigError(WHERE_SET, [problem]) from error
         self._socket.settimeout(_POLL_S)
         self.port: int = self._socket.getsockname()[1]
@@ -91,7 +97,9 @@ class JoiningPort:
                 place.connection.close()
 
     def accept(self, count: int, wait_s: float, say: Say) -> list[Joined]:
-        """Return the `count` other hosts in the order of their ranks, 1 to `count`. Raises Interrupted after `wait_s`.
+        """Return the `count` other hosts in the order of their ranks, 1 to `count`.
+
+        Raises Interrupted after `wait_s`.
 
         A host that closes its connection while others are awaited loses its place.
         """
@@ -110,17 +118,28 @@ class JoiningPort:
                 say(self._news.get())
             if self._is_over:
                 self._places = {}
-                return [Joined(rank, at.address, open_channel(at.connection, at.codec)) for rank, at in here]
+                return [
+                    Joined(rank, at.address, open_channel(at.connection, at.codec))
+                    for rank, at in here
+                ]
             now_s = time.monotonic()
             if now_s - start_s >= wait_s:
-                names = ": " + ", ".join(f"node {rank} from {place.address}" for rank, place in here) if here else ""
+                names = (
+                    ": " + ", ".join(f"node {rank} from {place.address}" for rank, place in here)
+                    if here
+                    else ""
+                )
                 raise Interrupted(
-                    f"{len(here)} of {hosts} joined at port {self.port} within {wait_s:.0f} s{names}; "
+                    f"{len(here)} of {hosts} joined at port {self.port} within {wait_s:.0f} "
+                    f"s{names}; "
                     f"run {how} on the others, and {CONTINUES}"
                 )
             if now_s - said_s >= SAY_EVERY_S:
                 said_s = now_s
-                say(f"waiting for {count - len(here)} of {hosts} to join at port {self.port}; run {how} on each")
+                say(
+                    f"waiting for {count - len(here)} of {hosts} to join at port {self.port}; run "
+                    f"{how} on each"
+                )
 
     def _take_connection(self) -> None:
         try:
@@ -134,9 +153,12 @@ class JoiningPort:
             return
         address = peer[0].removeprefix("::ffff:")
         with self._lock:
-            if len(self._pending) >= MAX_HANDSHAKES:  # the oldest of the address that has most of them must go
+            # the oldest of the address that has most of them must go
+            if len(self._pending) >= MAX_HANDSHAKES:
                 crowd = Counter(self._pending.values()).most_common(1)[0][0]
-                oldest = next(one for one, its_address in self._pending.items() if its_address == crowd)
+                oldest = next(
+                    one for one, its_address in self._pending.items() if its_address == crowd
+                )
                 del self._pending[oldest]
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # ends its thread, which closes it
@@ -144,7 +166,7 @@ class JoiningPort:
         threading.Thread(target=self._welcome, args=(connection, address), daemon=True).start()
 
     def _welcome(self, connection: socket.socket, address: str) -> None:
-        """Shake hands with one client; whoever does not keep to the protocol is left without a word."""
+        """Shake hands with one client; one that breaks the protocol is left without a word."""
         is_kept = False
         try:
             is_kept = self._shake_hands(connection, address)
@@ -175,13 +197,14 @@ class JoiningPort:
             answer = derive(self._secret, "first host proves", [*transcript, rank, refused]).hex()
             send_fields(connection, node_rank=rank, refused=refused, proof=answer)
             if rank is not None:
-                self._pending.pop(connection, None)  # no flood of other clients can end it from here on
+                # no flood of other clients can end it from here on
+                self._pending.pop(connection, None)
                 self._places[rank] = _Place(connection, address, codec)
                 self._news.put(f"{address} joined as node {rank}")
         return rank is not None
 
     def _choose_rank(self, claimed: int | None) -> tuple[int | None, str]:
-        """Return the rank of a host that claims one, or may have any; or None and why it is refused."""
+        """Return the rank of a host that claims one or takes any; or None and the reason."""
         free = [rank for rank in range(1, self._count + 1) if rank not in self._places]
         if self._is_over or not free:
             return None, "all hosts that the first host waits for have joined already"
@@ -190,7 +213,10 @@ class JoiningPort:
         if claimed in self._places:
             return None, f"node rank {claimed} is taken by {self._places[claimed].address}"
         if claimed not in free:
-            return None, f"there is no node rank {claimed} to join with; expected 1 to {self._count}"
+            return (
+                None,
+                f"there is no node rank {claimed} to join with; expected 1 to {self._count}",
+            )
         return claimed, ""
 
     def _warn(self, address: str) -> None:
@@ -207,10 +233,15 @@ class JoiningPort:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket; without an address one for IPv6 and IPv4, or IPv4 alone where there is no IPv6."""
+    """Return a listening socket; without address one for IPv6 and IPv4, or only IPv4.
+
+    The latter is for hosts without IPv6.
+    """
     if address:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(target[:2], family=family, backlog=128)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
+        )
     return socket.create_server(("", port), backlog=128)

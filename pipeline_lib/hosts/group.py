@@ -1,10 +1,12 @@
-"""The hosts of one training, each with an agent: check them, find the addresses between them, run the ranks."""
+"""A training's hosts, each with an agent: check them, find addresses, run the ranks."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ Show = Callable[[str, str], None]  # of a host's name and a line
 
 @dataclass(frozen=True)
 class Ended:
-    """How ranks ended: the first host whose launcher failed and its exit code, and the hosts that were lost."""
+    """How ranks ended: the first host that failed, its exit code, and the hosts that were lost."""
 
     host: str = ""
     exit_code: int = 0
@@ -36,10 +38,13 @@ class Ended:
 
 
 class HostGroup:
-    """The linked hosts in the order of their node ranks. `facts`, `addresses` and `port` are known after `check`."""
+    """The linked hosts in the order of their node ranks.
+
+    `facts`, `addresses` and `port` are known after `check`.
+    """
 
     def __init__(self, links: Sequence[HostLink], timeout_s: float) -> None:
-        """Take over `links`; an agent that hears nothing for `timeout_s` ends its ranks, and so does this side."""
+        """Take over `links`; after `timeout_s` of silence, an agent ends its ranks, as do we."""
         self.links, self.timeout_s = tuple(links), timeout_s
         self.facts: dict[str, HostFacts] = {}
         self.addresses: dict[str, str] = {}
@@ -80,25 +85,42 @@ class HostGroup:
                 thread.join()
 
     def check(self, folders: Sequence[Path], wanted: HostNeeds, interface: str | None) -> None:
-        """Check all hosts, and find the addresses between them. Raises ConfigError with all problems."""
+        """Check all hosts, and find the addresses between them.
+
+        Raises ConfigError with all problems.
+        """
         with token_in(folders) as token:
             facts, clocks, problems = self._facts([str(folder) for folder in folders], token)
             problems += problems_of_hosts(facts, clocks, wanted)
             for folder in folders:
-                wrote = [host for host, found in facts.items() if not found.folders.get(str(folder), "absent")]
+                wrote = [
+                    host
+                    for host, found in facts.items()
+                    if not found.folders.get(str(folder), "absent")
+                ]
                 for host in unseen_answers(folder, token, wrote):
-                    problems.append(f"{host}: what it writes to {folder} is not seen here: it is another folder there")
+                    problems.append(
+                        f"{host}: what it writes to {folder} is not seen here: it is another "
+                        "folder there"
+                    )
         if len(facts) == len(self.links):
             problems += self._reach(facts, interface, token)
         if problems:
             raise ConfigError("the hosts", list(dict.fromkeys(problems)))
         self.facts = facts
 
-    def _facts(self, folders: list[str], token: str) -> tuple[dict[str, HostFacts], dict[str, float], list[str]]:
-        """Ask all at once. Return the facts and the clocks' offsets, in seconds ahead, by host, and what went wrong."""
+    def _facts(
+        self, folders: list[str], token: str
+    ) -> tuple[dict[str, HostFacts], dict[str, float], list[str]]:
+        """Ask all at once.
+
+        Return the facts and the clocks' offsets, in seconds ahead, by host, and what went wrong.
+        """
         asked_s = {link.host: time.time() for link in self.links}
         for link in self.links:
-            link.send("facts", folders=folders, token=token, host=link.host, timeout_s=self.timeout_s)
+            link.send(
+                "facts", folders=folders, token=token, host=link.host, timeout_s=self.timeout_s
+            )
         facts: dict[str, HostFacts] = {}
         clocks: dict[str, float] = {}
         problems = []
@@ -110,33 +132,49 @@ class HostGroup:
                 problems.append(str(error))
                 continue
             except (TypeError, KeyError, ValueError):
-                problems.append(f"{link.host}: its agent is of another version of this project; bring the same code")
+                problems.append(
+                    f"{link.host}: its agent is of another version of this project; bring the same "
+                    "code"
+                )
                 continue
             clock_s = facts[link.host].clock_s
-            # It was read between the question and the answer, which may be long after: starting Python takes seconds.
-            clocks[link.host] = min(0.0, clock_s - asked_s[link.host]) + max(0.0, clock_s - time.time())
+            # It was read between the question and the answer, which may be long after: starting
+            # Python takes seconds.
+            clocks[link.host] = min(0.0, clock_s - asked_s[link.host]) + max(
+                0.0, clock_s - time.time()
+            )
         return facts, clocks, problems
 
-    def _reach(self, facts: Mapping[str, HostFacts], interface: str | None, token: str) -> list[str]:
-        """Let every host try every address of every other; keep the first address of each that all others reach."""
+    def _reach(
+        self, facts: Mapping[str, HostFacts], interface: str | None, token: str
+    ) -> list[str]:
+        """Let all hosts try each other's addresses; keep each one's first that all others reach."""
         candidates, problems = {}, []
         for link in self.links:
             found = facts[link.host].addresses
             if interface is not None and interface not in found:
-                problems.append(f"{link.host}: it has no interface {interface}; it has {', '.join(found) or 'none'}")
+                problems.append(
+                    f"{link.host}: it has no interface {interface}; it has "
+                    f"{', '.join(found) or 'none'}"
+                )
             chosen = found if interface is None else {interface: found.get(interface, ())}
             every = [address for group in chosen.values() for address in group]
-            candidates[link.host] = sorted(every, key=lambda address, host=link.host: address != host)  # type: ignore[misc]
+            candidates[link.host] = sorted(every, key=partial(ne, link.host))  # its name first
         if problems:
             return problems
         ports, reached = self._try_all(candidates, token)
         self.port = ports[self.links[0].host]
         if len(candidates) == 1 and not any(candidates.values()):  # a host alone, without a network
-            self.addresses, self.interfaces = dict.fromkeys(candidates, "127.0.0.1"), dict.fromkeys(candidates, "lo")
+            self.addresses = dict.fromkeys(candidates, "127.0.0.1")
+            self.interfaces = dict.fromkeys(candidates, "lo")
             return []
         for host, its in candidates.items():
             others = [other for other in self.hosts if other != host]
-            common = [address for address in its if all(address in reached[other].get(host, ()) for other in others)]
+            common = [
+                address
+                for address in its
+                if all(address in reached[other].get(host, ()) for other in others)
+            ]
             if common:
                 self.addresses[host] = common[0]
                 self.interfaces[host] = next(
@@ -145,8 +183,10 @@ class HostGroup:
                 continue
             deaf = [other for other in others if not reached[other].get(host)]
             problems.append(
-                f"{host} is not reached from {' and '.join(deaf or others)} at {', '.join(its) or 'any address'} (port"
-                f" {ports[host]}): open the TCP ports between the hosts in their firewalls, or name the interface that"
+                f"{host} is not reached from {' and '.join(deaf or others)} at "
+                f"{', '.join(its) or 'any address'} (port"
+                f" {ports[host]}): open the TCP ports between the hosts in their firewalls, or "
+                "name the interface that"
                 " connects them (`interface` in the site file, or PIPELINE_INTERFACE)"
             )
         return problems
@@ -154,25 +194,32 @@ class HostGroup:
     def _try_all(
         self, candidates: Mapping[str, list[str]], token: str
     ) -> tuple[dict[str, int], dict[str, dict[str, list[str]]]]:
-        """Return the port on which each host listens, and the addresses that each host reached, by host. HostLost."""
+        """Return each host's port and the addresses it reached, by host, or raise HostLost."""
         for link in self.links:
             link.send("listen", token=token)
         deadline_s = time.monotonic() + ANSWER_S
         ports = {link.host: int(link.answer("listen", deadline_s)) for link in self.links}
         for link in self.links:
-            targets = [(host, its, ports[host]) for host, its in candidates.items() if host != link.host]
+            targets = [
+                (host, its, ports[host]) for host, its in candidates.items() if host != link.host
+            ]
             link.send("reach", token=token, targets=targets, within_s=REACH_S)
         deadline_s = time.monotonic() + ANSWER_S + REACH_S
         reached = {link.host: dict(link.answer("reach", deadline_s)) for link in self.links}
         return ports, reached
 
     def run(
-        self, order: Mapping[str, Any], show: Show, asked_to_stop: threading.Event, stop_in_s: float | None
+        self,
+        order: Mapping[str, Any],
+        show: Show,
+        asked_to_stop: threading.Event,
+        stop_in_s: float | None,
     ) -> Ended:
-        """Start the ranks of all hosts by `order` and wait for their end; hand each line that they print to `show`.
+        """Start all hosts' ranks by `order` and await their end; `show` gets each printed line.
 
-        Once `asked_to_stop`, the ranks save and end. When one host has failed or is lost, the others get LAST_WORDS_S.
-        Raises Interrupted when the Snakemake that started this process is gone; leaving `kept` then ends all ranks.
+        Once `asked_to_stop`, the ranks save and end. When one host has failed or is lost, the
+        others get LAST_WORDS_S. Raises Interrupted when the Snakemake that started this process is
+        gone; leaving `kept` then ends all ranks.
         """
         owners, owned_s = snakemake_above(), time.monotonic()
         for rank, link in enumerate(self.links):
@@ -213,7 +260,10 @@ class HostGroup:
         return Ended(first.host, first.exit_code, lost)
 
     def _poll(self, link: HostLink, show: Show) -> int | None:
-        """Hand on what the host's ranks print; return the launcher's exit code once it has ended. Raises HostLost."""
+        """Hand on what the host's ranks print; return the launcher's exit code once it has ended.
+
+        Raises HostLost.
+        """
         try:
             while (message := link.channel.receive(0)) is not None:
                 if "line" in message:
@@ -225,5 +275,8 @@ class HostGroup:
         except ChannelClosed as error:
             raise HostLost(link.host, link.why_ended(str(error))) from error
         if (silent_s := link.channel.silent_s) > self.timeout_s:
-            raise HostLost(link.host, f"it has not answered for {silent_s:.0f} s: look at its power and its network")
+            raise HostLost(
+                link.host,
+                f"it has not answered for {silent_s:.0f} s: look at its power and its network",
+            )
         return None

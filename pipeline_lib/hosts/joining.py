@@ -1,4 +1,4 @@
-"""How a host joins a training by itself: it connects to the first host, and both prove that they know a secret."""
+"""How a host joins a training: it connects to the first, and both prove they know a secret."""
 
 import secrets
 import socket
@@ -21,15 +21,25 @@ from pipeline_lib.hosts.handshake import (
     receive_fields,
     send_fields,
 )
-from pipeline_lib.hosts.join_settings import JOIN_PORT, SAY_EVERY_S, SECRET, SECRET_FILE, WHERE_SET, Say
+from pipeline_lib.hosts.join_settings import (
+    JOIN_PORT,
+    SAY_EVERY_S,
+    SECRET,
+    SECRET_FILE,
+    WHERE_SET,
+    Say,
+)
 
 _RETRY_S = 1.0
 
 
-def connect(address: str, port: int, secret: bytes, node_rank: int | None, wait_s: float, say: Say) -> Channel:
+def connect(
+    address: str, port: int, secret: bytes, node_rank: int | None, wait_s: float, say: Say
+) -> Channel:
     """Join the training whose first host listens at `port` of `address`, as soon as it does.
 
-    Raises Interrupted after `wait_s`, and ConfigError if the secrets differ or the first host refuses this one.
+    Raises Interrupted after `wait_s`, and ConfigError if the secrets differ or the first host
+    refuses this one.
     """
     where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     start_s, said_s = time.monotonic(), -SAY_EVERY_S
@@ -46,7 +56,8 @@ def connect(address: str, port: int, secret: bytes, node_rank: int | None, wait_
         now_s = time.monotonic()
         if now_s - start_s >= wait_s:
             raise Interrupted(
-                f"nobody listens at {where} for {wait_s:.0f} s ({reason}); start the training on the first host "
+                f"nobody listens at {where} for {wait_s:.0f} s ({reason}); start the training on "
+                "the first host "
                 f"(`{JOIN_PORT}={port} snakemake ...`), and {CONTINUES}"
             )
         if now_s - start_s - said_s >= SAY_EVERY_S:
@@ -55,7 +66,9 @@ def connect(address: str, port: int, secret: bytes, node_rank: int | None, wait_
         time.sleep(min(_RETRY_S, max(0.0, start_s + wait_s - now_s)))
 
 
-def _join(connection: socket.socket, where: str, secret: bytes, node_rank: int | None) -> tuple[int, Signed]:
+def _join(
+    connection: socket.socket, where: str, secret: bytes, node_rank: int | None
+) -> tuple[int, Signed]:
     """Shake hands with the first host, and return the rank that it gives and the codec."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     prepare(connection)
@@ -68,7 +81,11 @@ def _join(connection: socket.socket, where: str, secret: bytes, node_rank: int |
     transcript = [PROTOCOL, node_rank, nonce, hello["nonce"]]
     send_fields(connection, proof=derive(secret, "joiner proves", transcript).hex())
     differ = ConfigError(
-        WHERE_SET, [f"the secrets differ: set {SECRET_FILE} or {SECRET} to the same as on the first host ({where})"]
+        WHERE_SET,
+        [
+            f"the secrets differ: set {SECRET_FILE} or {SECRET} to the same as on the first host "
+            f"({where})"
+        ],
     )
     try:
         answer = receive_fields(connection, deadline_s, ANSWER)

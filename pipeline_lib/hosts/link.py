@@ -1,7 +1,8 @@
-"""A link to the agent of one host: start the agent by ssh or as a child process, ask it, and say how it was lost.
+"""A link to one host's agent: start it by ssh or as a child process, ask it, and report its loss.
 
-Messages to an agent have `do`: facts, listen, reach, start, stop, end, beat. Its answers have the name of what they
-answer; while ranks run, it sends `line` for what they print and `ended` with the launcher's exit code.
+Messages to an agent have `do`: facts, listen, reach, start, stop, end, beat. Its answers have the
+name of what they answer; while ranks run, it sends `line` for what they print and `ended` with the
+launcher's exit code.
 """
 
 import shlex
@@ -28,18 +29,44 @@ _SSH_FAILED = 255
 _KEPT_LINES = 20
 _END_S = 5.0
 _LAST_WORDS_S = 1.0  # a child of the agent can hold its stderr open
-# Each link has a connection of its own, without the user's forwardings; the rest is up to ~/.ssh/config.
-_SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", "ClearAllForwardings=yes")
+# Each link has a connection of its own, without the user's forwardings; the rest is up to
+# ~/.ssh/config.
+_SSH = (
+    "ssh",
+    "-T",
+    "-x",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    f"ConnectTimeout={CONNECT_S}",
+    "-o",
+    "ClearAllForwardings=yes",
+)
 _SSH_ALONE = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
 # What ssh says, and what to do about it.
 _REMEDIES = (
-    ("permission denied", "give it your key: `ssh-copy-id {host}`; `ssh -o BatchMode=yes {host} true` must succeed"),
-    ("identification has changed", "its key is another one than before: ask its owner, then `ssh-keygen -R {host}`"),
-    ("host key verification failed", "its key is not known here: run `ssh {host}` once and compare the fingerprint"),
-    ("could not resolve", "correct the name in the list of hosts, or add it to /etc/hosts or ~/.ssh/config"),
+    (
+        "permission denied",
+        "give it your key: `ssh-copy-id {host}`; `ssh -o BatchMode=yes {host} true` must succeed",
+    ),
+    (
+        "identification has changed",
+        "its key is another one than before: ask its owner, then `ssh-keygen -R {host}`",
+    ),
+    (
+        "host key verification failed",
+        "its key is not known here: run `ssh {host}` once and compare the fingerprint",
+    ),
+    (
+        "could not resolve",
+        "correct the name in the list of hosts, or add it to /etc/hosts or ~/.ssh/config",
+    ),
     ("connection refused", "no sshd listens there: install openssh-server and start it"),
     ("timed out", "look at its power, its address and its firewall"),
-    ("closed by remote host", "its sshd or the session of the agent was ended: look at the log of sshd on it"),
+    (
+        "closed by remote host",
+        "its sshd or the session of the agent was ended: look at the log of sshd on it",
+    ),
     ("no route to host", "look at its power, its address and its firewall"),
 )
 
@@ -55,7 +82,7 @@ class HostLost(Interrupted):
 
 @dataclass
 class HostLink:
-    """The connection to the agent of `host`; `process` is the ssh client or the agent itself, if we started it."""
+    """The connection to `host`'s agent; `process` is the ssh client or agent, if we started it."""
 
     host: str
     channel: Channel
@@ -68,7 +95,10 @@ class HostLink:
         self.channel.send({"do": what, **fields})
 
     def answer(self, name: str, deadline_s: float) -> Any:
-        """Return the agent's answer `name`, waiting until the monotonic time `deadline_s`. Raises HostLost."""
+        """Return the agent's answer `name`, waiting until the monotonic time `deadline_s`.
+
+        Raises HostLost.
+        """
         while True:
             try:
                 message = self.channel.receive(deadline_s - time.monotonic())
@@ -93,12 +123,19 @@ class HostLink:
             self._reading_errors.join(_LAST_WORDS_S)
         said = redact(self.errors[-1]) if self.errors else ""
         if code == NO_FOLDER:
-            return f"there is no folder {Path.cwd()} on it: share this folder, or make it there with the same path"
+            return (
+                f"there is no folder {Path.cwd()} on it: share this folder, or make it there "
+                "with the same path"
+            )
         if code == NO_PYTHON:
-            return f"there is no {sys.executable} on it: install the same environment at the same path"
+            return (
+                f"there is no {sys.executable} on it: install the same environment at the same path"
+            )
         if code == _SSH_FAILED and said:
             text = " ".join(self.errors).lower()
-            remedy = next((what for sign, what in _REMEDIES if sign in text), "try `ssh -v {host} true`")
+            remedy = next(
+                (what for sign, what in _REMEDIES if sign in text), "try `ssh -v {host} true`"
+            )
             return f"ssh: {said.removeprefix('ssh: ').rstrip('.')}; {remedy.format(host=self.host)}"
         if code == _SSH_FAILED:
             return "its agent was killed (out of memory?)"
@@ -117,17 +154,28 @@ class HostLink:
 
 
 def connect(host: str, setup: Sequence[str]) -> HostLink:
-    """Start the agent of `host`: as a child process if that is this machine, else by ssh after the lines `setup`.
+    """Start `host`'s agent: as a child process if on this machine, else by ssh after `setup`.
 
-    Returns at once; a host that cannot be reached shows in the first answer. Neither gets the terminal's Ctrl-C.
-    Raises ConfigError without ssh.
+    `setup` are lines to run.
+
+    Returns at once; a host that cannot be reached shows in the first answer. Neither gets the
+    terminal's Ctrl-C. Raises ConfigError without ssh.
     """
-    command = [sys.executable, *AGENT] if is_this_machine(host) else [*_SSH, *_SSH_ALONE, "--", host, _remote(setup)]
+    command = (
+        [sys.executable, *AGENT]
+        if is_this_machine(host)
+        else [*_SSH, *_SSH_ALONE, "--", host, _remote(setup)]
+    )
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
     except OSError as error:
-        problem = f"{host}: {command[0]} cannot be run ({error.strerror}); install openssh-client on this machine"
+        problem = (
+            f"{host}: {command[0]} cannot be run ({error.strerror}); install openssh-client "
+            "on this machine"
+        )
         raise ConfigError("the hosts", [problem]) from error
     reader, writer = process.stdout, process.stdin
     if reader is None or writer is None:
@@ -140,15 +188,26 @@ def connect(host: str, setup: Sequence[str]) -> HostLink:
 
 def _remote(setup: Sequence[str]) -> str:
     """Return the command for the login shell of a host, of whatever kind that shell is."""
-    folder, python, code = (shlex.quote(str(path)) for path in (Path.cwd(), sys.executable, PACKAGE.parent))
+    folder, python, code = (
+        shlex.quote(str(path)) for path in (Path.cwd(), sys.executable, PACKAGE.parent)
+    )
     lines = [f"cd {folder} || exit {NO_FOLDER}", f"test -x {python} || exit {NO_PYTHON}", *setup]
     lines.append(f'PYTHONPATH={code}:"$PYTHONPATH" exec {python} {" ".join(AGENT)}')
     return f"exec {'bash' if setup else 'sh'} -c {shlex.quote(chr(10).join(lines))}"
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether `host` is a name or an address of this machine. Only a name of ours is looked up: no DNS."""
-    own = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    """Return whether `host` is a name or an address of this machine.
+
+    Only a name of ours is looked up: no DNS.
+    """
+    own = {
+        "localhost",
+        "127.0.0.1",
+        "::1",
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+    }
     return host in own or any(host in found for found in addresses().values())
 
 

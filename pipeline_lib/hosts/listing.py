@@ -1,4 +1,4 @@
-"""Which machines a training on several nodes runs on, where there is no SLURM: the user's list of hosts."""
+"""Which machines a training on several nodes uses without SLURM: the user's list of hosts."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from pipeline_lib.slurm.site import Site
 SOURCE = "the hosts (`hosts` in the site file, or PIPELINE_HOSTS)"
 # As an argument of ssh: a name of an ssh config, an address, or USER@HOST; never an option.
 _NAME = re.compile(r"[A-Za-z0-9_\[:][A-Za-z0-9_.:@%\[\]-]*")
-_HOSTFILE_LINE = re.compile(r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?")
+_HOSTFILE_LINE = re.compile(
+    r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max_slots\s*=\s*\d+)?"
+)
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,15 @@ class Host:
 
 
 def hosts_of(site: Site) -> tuple[Host, ...]:
-    """Return the hosts of the site in order; none if it names none. Raises ConfigError with all problems."""
+    """Return the hosts of the site in order; none if it names none.
+
+    Raises ConfigError with all problems.
+    """
     return read_hosts(site.hosts, SOURCE)
 
 
 def read_hosts(given: str | Sequence[str], source: str) -> tuple[Host, ...]:
-    """Return the hosts that are `given` as names, as a text with commas, or as the path of a hostfile.
+    """Return the hosts that are `given` as names, as text with commas, or as a hostfile's path.
 
     Raises ConfigError with all problems; `source` says where they were given.
     """
@@ -43,14 +48,16 @@ def read_hosts(given: str | Sequence[str], source: str) -> tuple[Host, ...]:
         if not _NAME.fullmatch(host.name)
     ]
     names = [host.name for host in hosts]
-    problems += [f"{name} is listed more than once" for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems += [
+        f"{name} is listed more than once" for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
     if problems:
         raise ConfigError(source, problems)
     return tuple(hosts)
 
 
 def _from_hostfile(path: Path) -> tuple[list[Host], list[str]]:
-    """Read a hostfile of DeepSpeed or Open MPI: `gpu1 slots=8` on each line, `#` begins a comment."""
+    """Read a DeepSpeed or Open MPI hostfile: `gpu1 slots=8` a line, `#` begins a comment."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

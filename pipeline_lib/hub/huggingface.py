@@ -1,10 +1,11 @@
 """The client for Hugging Face or a mirror of it, based on `huggingface_hub`.
 
-The package's own variables set the mirror, token, cache and offline mode. Files in the user's cache are used from
-there. Chunked (Xet) files are downloaded into that cache by the accelerated client. Other files are downloaded by plain
-HTTP into our working directory: since version 2 the cache keeps no partial files, so only there can a killed download
-resume. Tied to huggingface_hub 2.4: `_tree_cache` (listings that `hf download` caches) and `_runtime` (Xet detection)
-are private, and plain downloads (`file_download`) have no stable interface.
+The package's own variables set the mirror, token, cache and offline mode. Files in the user's cache
+are used from there. Chunked (Xet) files are downloaded into that cache by the accelerated client.
+Other files are downloaded by plain HTTP into our working directory: since version 2 the cache keeps
+no partial files, so only there can a killed download resume. Tied to huggingface_hub 2.4:
+`_tree_cache` (listings that `hf download` caches) and `_runtime` (Xet detection) are private, and
+plain downloads (`file_download`) have no stable interface.
 """
 
 import hashlib
@@ -65,7 +66,10 @@ _HINTS: dict[type[Exception], str] = {
 
 
 class HuggingFace:
-    """The HubClient for Hugging Face. It sets timeouts, and leaves retries of a busy hub to `patiently`."""
+    """The HubClient for Hugging Face.
+
+    It sets timeouts, and leaves retries of a busy hub to `patiently`.
+    """
 
     errors: tuple[type[Exception], ...] = (
         *(httpx2.HTTPError, httpx2.InvalidURL, OSError),
@@ -100,20 +104,26 @@ class HuggingFace:
             return kept.resolved
         timeout_s = constants.HF_HUB_ETAG_TIMEOUT
         with answers_read(repository, self.errors):
-            info = self._api.repo_info(repository.name, repo_type=repository.kind, revision=revision, timeout=timeout_s)
+            info = self._api.repo_info(
+                repository.name, repo_type=repository.kind, revision=revision, timeout=timeout_s
+            )
         if not info.sha:
             raise HubError(f"{repository}: the hub names no commit; give `revision` a commit")
         return info.sha
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
-        """Return the files at `commit`; offline, from the listing that `hf download` left in the cache."""
+        """Return the files at `commit`; offline, from the listing in the cache of `hf download`."""
         if constants.is_offline_mode():
-            folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository.name, repo_type=repository.kind)
+            folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(
+                repo_id=repository.name, repo_type=repository.kind
+            )
             tree = read_tree_cache(str(folder), commit)
             if tree is None:
                 raise HubError(
-                    f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} has no listing of commit {commit}; "
-                    f"unset HF_HUB_OFFLINE, or run `hf download {repository.name} --revision {commit}` where there is "
+                    f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} has no listing "
+                    f"of commit {commit}; "
+                    f"unset HF_HUB_OFFLINE, or run `hf download {repository.name} --revision "
+                    f"{commit}` where there is "
                     "a network and share its cache"
                 )
             return [
@@ -126,12 +136,20 @@ class HuggingFace:
             )
             files = [entry for entry in entries if isinstance(entry, RepoFile)]
         return [
-            _remote_file(file.path, file.size, file.blob_id, file.lfs.sha256 if file.lfs else None, file.xet_hash)
+            _remote_file(
+                file.path,
+                file.size,
+                file.blob_id,
+                file.lfs.sha256 if file.lfs else None,
+                file.xet_hash,
+            )
             for file in files
         ]
 
-    def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
-        """Return the path of the file, in the user's cache or below `work`; download it if necessary."""
+    def download(
+        self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived
+    ) -> Path:
+        """Return the file's path, in the user's cache or below `work`; download it if necessary."""
         name, kind = repository.name, repository.kind
         cached = try_to_load_from_cache(name, file.name, repo_type=kind, revision=commit)
         if isinstance(cached, str):
@@ -139,14 +157,19 @@ class HuggingFace:
             return Path(cached)
         if constants.is_offline_mode():
             raise HubError(
-                f"{repository}: offline, and {file.name} is not in the cache {constants.HF_HUB_CACHE}; unset "
+                f"{repository}: offline, and {file.name} is not in the cache "
+                f"{constants.HF_HUB_CACHE}; unset "
                 "HF_HUB_OFFLINE, or fetch it with `hf download` where there is a network"
             )
         bar = bar_telling(arrived)
         if file.chunked and is_xet_available():
             with answers_read(repository, self.errors):
                 try:
-                    return Path(hf_hub_download(name, file.name, repo_type=kind, revision=commit, tqdm_class=bar))
+                    return Path(
+                        hf_hub_download(
+                            name, file.name, repo_type=kind, revision=commit, tqdm_class=bar
+                        )
+                    )
                 except RuntimeError as error:  # the accelerated client raises it for every failure
                     raise XetDownloadError(str(error)) from error
         # Two files with the same content may be downloaded at the same time.
@@ -154,7 +177,13 @@ class HuggingFace:
         whole, partial = work / stem, work / f"{stem}.incomplete"
         if not whole.exists():
             with answers_read(repository, self.errors):
-                _get(hf_hub_url(name, file.name, repo_type=kind, revision=commit), partial, file, bar, arrived)
+                _get(
+                    hf_hub_url(name, file.name, repo_type=kind, revision=commit),
+                    partial,
+                    file,
+                    bar,
+                    arrived,
+                )
             partial.rename(whole)
         else:
             arrived(file.size)
@@ -166,7 +195,8 @@ class HuggingFace:
         credentials = self.credentials
         if isinstance(error, RevisionResolutionError):
             return HubError(
-                f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} does not know this revision; give "
+                f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} does not know this "
+                "revision; give "
                 "`revision` a commit, or unset HF_HUB_OFFLINE"
             )
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
@@ -175,13 +205,16 @@ class HuggingFace:
         if isinstance(error, XetDownloadError):
             reason = plain(str(error), credentials.token)
             return HubError(
-                f"{repository}: the accelerated download failed ({reason}); run again, or set HF_HUB_DISABLE_XET=1 to "
+                f"{repository}: the accelerated download failed ({reason}); run again, or set "
+                "HF_HUB_DISABLE_XET=1 to "
                 "download by plain HTTP, as mirrors often need"
             )
         return broken(repository, error, credentials)
 
 
-def _remote_file(name: str, size: int, blob_id: str, sha256: str | None, xet_hash: str | None) -> RemoteFile:
+def _remote_file(
+    name: str, size: int, blob_id: str, sha256: str | None, xet_hash: str | None
+) -> RemoteFile:
     if sha256:
         return RemoteFile(name, size, "sha256", sha256, chunked=xet_hash is not None)
     return RemoteFile(name, size, "git", blob_id)
@@ -190,8 +223,8 @@ def _remote_file(name: str, size: int, blob_id: str, sha256: str | None, xet_has
 def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arrived) -> None:
     """Extend `partial` to the size of `file`, starting at its current end.
 
-    Its name contains the hash of the content, so its bytes are the start of this content. A body whose size differs
-    from the listing is left to the size and hash check that follows.
+    Its name contains the hash of the content, so its bytes are the start of this content. A body
+    whose size differs from the listing is left to the size and hash check that follows.
     """
     here_bytes = partial.stat().st_size if partial.exists() else 0
     if here_bytes > file.size:
@@ -202,15 +235,25 @@ def _get(url: str, partial: Path, file: RemoteFile, bar: type[Any], arrived: Arr
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     with partial.open("ab", buffering=0) as sink:
         try:
-            http_get(url, sink, resume_size=here_bytes, headers=headers, expected_size=file.size, tqdm_class=bar)
+            http_get(
+                url,
+                sink,
+                resume_size=here_bytes,
+                headers=headers,
+                expected_size=file.size,
+                tqdm_class=bar,
+            )
         except OSError as error:
             if error.errno is not None or isinstance(error, httpx2.HTTPError):
                 raise
 
 
 def _client_with_timeouts(inherited: list[Any]) -> httpx2.Client:
-    """Return a client with the request hooks of the package's default client, `inherited`, and ours."""
-    hooks: dict[str, list[Any]] = {"request": [*inherited, _limit_waits], "response": [_raise_if_busy]}
+    """Return a client with the default client's request hooks, `inherited`, and ours."""
+    hooks: dict[str, list[Any]] = {
+        "request": [*inherited, _limit_waits],
+        "response": [_raise_if_busy],
+    }
     return httpx2.Client(event_hooks=hooks, follow_redirects=True)
 
 
@@ -218,7 +261,9 @@ def _limit_waits(request: httpx2.Request) -> None:
     """Set the missing timeouts of a request: the package lists files without any."""
     limits = httpx2.Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT).as_dict()
     asked = request.extensions.get("timeout", {})
-    request.extensions["timeout"] = {name: asked.get(name) or limit for name, limit in limits.items()}
+    request.extensions["timeout"] = {
+        name: asked.get(name) or limit for name, limit in limits.items()
+    }
 
 
 def _raise_if_busy(response: httpx2.Response) -> None:
@@ -234,7 +279,7 @@ def _raise_if_busy(response: httpx2.Response) -> None:
 
 
 def bar_telling(arrived: Arrived) -> type[Any]:
-    """Return a stand-in for the client's progress bar class that passes byte counts to `arrived`."""
+    """Return a stand-in for the client's progress bar that passes byte counts to `arrived`."""
 
     class Bar:
         def __init__(self, **_: Any) -> None:

@@ -1,14 +1,16 @@
 """The client for ModelScope, based on `modelscope_hub`, the light client inside `modelscope`.
 
-`modelscope` itself takes two seconds to import and loads torch; its functions hand over to this client, but pass on
-neither the expected hash nor progress. Of this client, the public `list_repo_files` and `download_file` lack the
-commits and the progress too, hence `legacy` and `downloader`.
+`modelscope` itself takes two seconds to import and loads torch; its functions hand over to this
+client, but pass on neither the expected hash nor progress. Of this client, the public
+`list_repo_files` and `download_file` lack the commits and the progress too, hence `legacy` and
+`downloader`.
 
-The package's MODELSCOPE_* variables configure it. The hub serves any full commit, but does not name the commit of a
-branch. It names, for each file, the last commit that changed it. The newest of these is used as the branch's commit if
-it lists the same files and hashes. It does not if the last commit only removed files; then `revision` must be a commit.
-There is no offline mode: content that was listed and fetched before needs no network. Tied to modelscope_hub 0.5: only
-its `legacy` interface lists files with their commits, and only a name inside `_download` can disable its bars.
+The package's MODELSCOPE_* variables configure it. The hub serves any full commit, but does not name
+the commit of a branch. It names, for each file, the last commit that changed it. The newest of
+these is used as the branch's commit if it lists the same files and hashes. It does not if the last
+commit only removed files; then `revision` must be a commit. There is no offline mode: content that
+was listed and fetched before needs no network. Tied to modelscope_hub 0.5: only its `legacy`
+interface lists files with their commits, and only a name inside `_download` can disable its bars.
 """
 
 from contextlib import suppress
@@ -41,7 +43,8 @@ from pipeline_lib.hub.repository import (
 )
 
 MAIN_BRANCH = "master"
-_LINK_MODES = ("120000", "160000", "40960", "57344")  # symbolic link and submodule, in octal and in decimal
+# symbolic link and submodule, in octal and in decimal
+_LINK_MODES = ("120000", "160000", "40960", "57344")
 
 
 class ModelScope:
@@ -63,18 +66,23 @@ class ModelScope:
         return Credentials("MODELSCOPE_API_TOKEN", self._config.token)
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
-        """Return the commit of a branch or tag: the newest commit of its files, if it has the same content.
+        """Return the commit of a branch or tag: its files' newest one, if it has the same content.
 
         Raises HubError if it has not.
         """
         branch = revision or MAIN_BRANCH
         entries = self._entries(repository, branch)
         with answers_read(repository, self.errors):
-            newest = max(entries, key=lambda entry: int(entry.get("CommittedDate") or 0), default={})
+            newest = max(
+                entries, key=lambda entry: int(entry.get("CommittedDate") or 0), default={}
+            )
         commit = str(newest.get("Revision") or "")
         if is_commit(commit) and _content(self._entries(repository, commit)) == _content(entries):
             return commit
-        raise HubError(f"{repository}: the hub names no commit for {branch!r}; give `revision` a commit of 40 digits")
+        raise HubError(
+            f"{repository}: the hub names no commit for {branch!r}; give `revision` a commit of 40 "
+            "digits"
+        )
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
         """Return the files at `commit`, each with the hub's SHA-256."""
@@ -84,13 +92,17 @@ class ModelScope:
     def _entries(self, repository: Repository, revision: str) -> list[dict[str, Any]]:
         try:
             with answers_read(repository, self.errors):
-                entries = self._api.legacy.list_repo_files(repository.name, repository.kind, revision)
+                entries = self._api.legacy.list_repo_files(
+                    repository.name, repository.kind, revision
+                )
                 return [entry for entry in entries if entry.get("Type") != "tree"]
         except ClientError as error:
             raise _busy_or(error) from error
 
-    def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
-        """Return the path of the file, in the user's cache or below `work`; download it if necessary.
+    def download(
+        self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived
+    ) -> Path:
+        """Return the file's path, in the user's cache or below `work`; download it if necessary.
 
         The client keeps its partial files below `work` too.
         """
@@ -122,7 +134,8 @@ class ModelScope:
         except FileIntegrityError as error:
             reason = plain(error.message, self._config.token)
             raise IntegrityError(
-                f"{repository} at {commit[:12]}: {file.name}: {reason}; the hub lists {file.size} bytes, "
+                f"{repository} at {commit[:12]}: {file.name}: {reason}; the hub lists {file.size} "
+                "bytes, "
                 f"sha256 {file.digest}; nothing of it was kept: run again, or try another mirror"
             ) from error
         except ClientError as error:
@@ -139,7 +152,7 @@ class ModelScope:
 
 
 def _busy_or(error: ClientError) -> Exception:
-    """Return Busy for an error after which the pipeline should retry although the client gave up, else `error`.
+    """Return Busy for an error that deserves a retry although the client gave up, else `error`.
 
     The client's waits are short, and it limits the time for one file.
     """
@@ -147,7 +160,9 @@ def _busy_or(error: ClientError) -> Exception:
     if isinstance(error, APIError) and error.status_code in BUSY_STATUSES and wait_s is not None:
         return Busy(f"the hub answers HTTP {error.status_code}", float(wait_s))
     if isinstance(error, RequestTimeoutError) and not error.retryable:
-        return Busy("the client's time for one file is over (MODELSCOPE_DOWNLOAD_TOTAL_TIMEOUT)", 0.0)
+        return Busy(
+            "the client's time for one file is over (MODELSCOPE_DOWNLOAD_TOTAL_TIMEOUT)", 0.0
+        )
     return error
 
 
@@ -157,4 +172,6 @@ def _content(entries: list[dict[str, Any]]) -> set[tuple[Any, Any, Any]]:
 
 def _remote_file(entry: dict[str, Any]) -> RemoteFile:
     name, size, digest = entry["Path"], int(entry["Size"]), str(entry.get("Sha256") or "")
-    return RemoteFile(name, size, "sha256", digest.lower(), is_link=str(entry.get("Mode")) in _LINK_MODES)
+    return RemoteFile(
+        name, size, "sha256", digest.lower(), is_link=str(entry.get("Mode")) in _LINK_MODES
+    )

@@ -21,8 +21,9 @@ from pipeline_lib.core.store import MANIFEST_NAME
 from pipeline_lib.core.text import shortened
 from pipeline_lib.core.units import count
 
-# Repositories, their files, and the interface of a hub client. The clients in `huggingface` and `modelscope` are thin
-# layers over the hub's own package, which is imported only when something is looked up or fetched.
+# Repositories, their files, and the interface of a hub client. The clients in `huggingface` and
+# `modelscope` are thin layers over the hub's own package, which is imported only when something is
+# looked up or fetched.
 
 Hub = Literal["huggingface", "modelscope"]
 Kind = Literal["model", "dataset"]
@@ -32,7 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_commit(revision: str) -> bool:
-    """Return whether `revision` is a full commit ID (40 hexadecimal digits), which needs no lookup."""
+    """Return whether `revision` is a full commit ID (40 hex digits), which needs no lookup."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -52,8 +53,8 @@ class Repository:
 class RemoteFile:
     """A file as the hub lists it: its size in bytes and its hash.
 
-    `algorithm` is `sha256`, or `git` for the SHA-1 of a git blob. `chunked` means that the hub also serves it by its
-    own accelerated protocol.
+    `algorithm` is `sha256`, or `git` for the SHA-1 of a git blob. `chunked` means that the hub also
+    serves it by its own accelerated protocol.
     """
 
     name: str
@@ -67,8 +68,8 @@ class RemoteFile:
 class HubClient(Protocol):
     """The interface of a hub client.
 
-    Its methods raise the package's own errors, which are among `errors`; `explain` turns them into errors for the user.
-    Conditions that may pass with time are raised as Busy.
+    Its methods raise the package's own errors, which are among `errors`; `explain` turns them into
+    errors for the user. Conditions that may pass with time are raised as Busy.
     """
 
     @property
@@ -76,31 +77,41 @@ class HubClient(Protocol):
         """The error types that the hub's package raises."""
 
     def resolve(self, repository: Repository, revision: str | None) -> str:
-        """Return the current commit of `revision`, or of the main branch if None; without network if cached."""
+        """Return the current commit of `revision` (None: main branch); from the cache if there."""
 
     def list_files(self, repository: Repository, commit: str) -> list[RemoteFile]:
         """Return all files at `commit`, including symbolic links and submodules."""
 
-    def download(self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived) -> Path:
-        """Download one file, resuming a partial download; return its path, in the client's cache or below `work`."""
+    def download(
+        self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived
+    ) -> Path:
+        """Download one file, resuming if partial; return its path in the cache or below `work`."""
 
     def explain(self, repository: Repository, error: Exception) -> PipelineError:
-        """Return the error for the user: what happened and what to do, without queries, tokens and passwords."""
+        """Return the user's error: what happened and what to do, without queries or secrets.
+
+        Secrets are tokens and passwords.
+        """
 
 
-# Checks of untrusted names, before anything is written. A name that leads out of its folder makes the whole repository
-# unacceptable. A name that cannot be stored (too long, or equal to another except for case) does so only if wanted.
+# Checks of untrusted names, before anything is written. A name that leads out of its folder makes
+# the whole repository unacceptable. A name that cannot be stored (too long, or equal to another
+# except for case) does so only if wanted.
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 _LONGEST_BYTES = 255  # per path component
 _LONGEST_PATH_BYTES = 1024  # leaves room within PATH_MAX (4096) for the path of the target folder
 
 
-def check_names(repository: Repository, listed: Iterable[RemoteFile], wanted: Collection[RemoteFile]) -> None:
-    """Raise DataError, showing the name, if a listed name is hostile or a wanted one cannot be stored."""
+def check_names(
+    repository: Repository, listed: Iterable[RemoteFile], wanted: Collection[RemoteFile]
+) -> None:
+    """Raise DataError with the name if a listed name is hostile or a wanted one unstorable."""
     for file in listed:
         if why := _leads_out(file.name):
-            raise DataError(f"{repository}: refused, nothing was written: the file name {file.name!r} {why}")
+            raise DataError(
+                f"{repository}: refused, nothing was written: the file name {file.name!r} {why}"
+            )
     for file in wanted:
         if why := _unusable(file):
             raise DataError(f"{repository}: refused, nothing was written: {file.name!r} {why}")
@@ -110,7 +121,8 @@ def check_names(repository: Repository, listed: Iterable[RemoteFile], wanted: Co
             known = seen.setdefault(str(path).casefold(), str(path))
             if known != str(path):
                 raise DataError(
-                    f"{repository}: refused, nothing was written: {known!r} and {str(path)!r} are one file where disks "
+                    f"{repository}: refused, nothing was written: {known!r} and {str(path)!r} are "
+                    "one file where disks "
                     "ignore case"
                 )
 
@@ -118,20 +130,30 @@ def check_names(repository: Repository, listed: Iterable[RemoteFile], wanted: Co
 def check_index(repository: Repository, index: Path, name: str, listed: Collection[str]) -> None:
     """Check that the safetensors index at `index`, listed as `name`, names only files of `listed`.
 
-    Raises DataError if it does not parse or names anything but a weights file beside it, IntegrityError if named files
-    are missing.
+    Raises DataError if it does not parse or names anything but a weights file beside it,
+    IntegrityError if named files are missing.
     """
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
         shards = sorted(set(content["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{repository}: {name} is no safetensors index ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{repository}: {name} is no safetensors index ({type(error).__name__}: {error})"
+        ) from error
     for shard in shards:
-        if not isinstance(shard, str) or "/" in shard or _leads_out(shard) or not shard.endswith(".safetensors"):
-            raise DataError(f"{repository}: refused: {name} names {shard!r}, which is no weights file beside it")
+        if (
+            not isinstance(shard, str)
+            or "/" in shard
+            or _leads_out(shard)
+            or not shard.endswith(".safetensors")
+        ):
+            raise DataError(
+                f"{repository}: refused: {name} names {shard!r}, which is no weights file beside it"
+            )
     if missing := [shard for shard in shards if shard not in listed]:
         raise IntegrityError(
-            f"{repository}: {name} names {count(len(missing), 'files')} that the repository does not have, "
+            f"{repository}: {name} names {count(len(missing), 'files')} that the repository does "
+            "not have, "
             f"{missing[0]!r} first; give another `revision`"
         )
 
@@ -175,7 +197,10 @@ def _unusable(file: RemoteFile) -> str | None:
 
 _QUERY_OR_USER = re.compile(r"\?[^\s'\")]*|(?<=://)[^/\s@]*@")
 _LONGEST = 300
-_NO_SOCKS = "a SOCKS proxy is set: name an http:// proxy in ALL_PROXY and HTTPS_PROXY, or `pip install socksio pysocks`"
+_NO_SOCKS = (
+    "a SOCKS proxy is set: name an http:// proxy in ALL_PROXY and HTTPS_PROXY, or `pip "
+    "install socksio pysocks`"
+)
 
 
 @dataclass(frozen=True)
@@ -186,26 +211,40 @@ class Credentials:
     token: str | None = field(repr=False)
 
     def __str__(self) -> str:
-        return f"{self.variable} is not set" if self.token is None else f"{self.variable} is set, but may not read it"
+        return (
+            f"{self.variable} is not set"
+            if self.token is None
+            else f"{self.variable} is set, but may not read it"
+        )
 
 
 def refuse_impossible_token(credentials: Credentials) -> None:
     """Raise HubError for a token with characters that no token has and no request can carry."""
-    strange = [char for char in credentials.token or "" if not char.isascii() or not char.isprintable()]
+    strange = [
+        char for char in credentials.token or "" if not char.isascii() or not char.isprintable()
+    ]
     if strange:
         raise HubError(
-            f"{credentials.variable} holds {strange[0]!r}, which no token has; set it again, without quotes or other "
+            f"{credentials.variable} holds {strange[0]!r}, which no token has; set it again, "
+            "without quotes or other "
             "characters that came with a copy"
         )
 
 
 def not_set_up(hub: str, error: Exception) -> HubError:
-    """Return the error for a client that could not be made: proxies and certificates of the environment decide it."""
+    """Return the error for a client that failed to start: proxies and certificates decide it.
+
+    They come from the environment.
+    """
     proxies = getproxies()
     if any(address.startswith("socks") for address in proxies.values()):
         remedy = _NO_SOCKS
     elif isinstance(error, OSError):
-        remedy = "SSL_CERT_FILE or SSL_CERT_DIR names certificates that cannot be read: correct it or unset it"
+        remedy = (
+            "SSL_CERT_FILE or SSL_CERT_DIR names certificates that cannot be read: correct "
+            "it "
+            "or unset it"
+        )
     else:
         names = ", ".join(f"{name.upper()}_PROXY" for name in sorted(proxies))
         remedy = f"check the addresses in {names or 'the environment'}"
@@ -213,11 +252,19 @@ def not_set_up(hub: str, error: Exception) -> HubError:
     return HubError(f"{hub}: no connection can be set up ({kind}: {text}); {remedy}")
 
 
-def refused(repository: Repository, status: int, page: str, credentials: Credentials, hint: str = "") -> HubError:
-    """Return the error for status 401, 403 or 404. `page` is the repository's page, `hint` the hub's reason."""
+def refused(
+    repository: Repository, status: int, page: str, credentials: Credentials, hint: str = ""
+) -> HubError:
+    """Return the error for status 401, 403 or 404.
+
+    `page` is the repository's page, `hint` the hub's reason.
+    """
     name, page = credentials.variable, plain(page)
     if hint == "gated":
-        what = f"is gated: accept its licence at {page} and set {name} to a token of that account ({credentials})"
+        what = (
+            f"is gated: accept its licence at {page} and set {name} to a token of that account "
+            f"({credentials})"
+        )
     elif hint == "revision":
         what = "has no such revision; give `revision` a commit, tag or branch that it has"
     elif hint == "file":
@@ -243,7 +290,8 @@ def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> 
         if isinstance(error, known) and not is_no_json:
             raise
         raise HubError(
-            f"{repository}: the hub's answer makes no sense ({type(error).__name__}: {plain(str(error))}); check the "
+            f"{repository}: the hub's answer makes no sense ({type(error).__name__}: "
+            f"{plain(str(error))}); check the "
             "mirror's address and run again; if it stays so, report it with this line"
         ) from error
 
@@ -251,7 +299,10 @@ def answers_read(repository: Repository, known: tuple[type[Exception], ...]) -> 
 def broken(repository: Repository, error: BaseException, credentials: Credentials) -> PipelineError:
     """Return the error for a failed connection or a full disk, with what to do."""
     if is_disk_full(error):
-        return DiskFull(f"{repository}: the disk is full; free some space and run again, what has arrived is kept")
+        return DiskFull(
+            f"{repository}: the disk is full; free some space and run again, what has arrived is "
+            "kept"
+        )
     text = plain(str(error), credentials.token)
     if "CERTIFICATE" in text.upper() or "SSL" in text.upper():
         what = "the mirror's address, the proxy, SSL_CERT_FILE and REQUESTS_CA_BUNDLE"
@@ -261,18 +312,22 @@ def broken(repository: Repository, error: BaseException, credentials: Credential
     elif "redirect" in text.lower():
         remedy = "the hub redirects in a circle: check the mirror's address"
     else:
-        remedy = "check the network, the proxy and the mirror's address; run again, what has arrived is kept"
+        remedy = (
+            "check the network, the proxy and the mirror's address; run again, what has "
+            "arrived is kept"
+        )
     return HubError(f"{repository}: {type(error).__name__}: {text or 'no reason given'}; {remedy}")
 
 
 def plain(text: str, secret: str | None = None) -> str:
-    """Return the first line of `text`, shortened, without `secret` and without the queries and users of its URLs."""
+    """Return `text`'s first line, shortened, without `secret` and its URLs' queries and users."""
     line = _QUERY_OR_USER.sub("", (text.strip().splitlines() or [""])[0])
     return shortened(line.replace(secret, "***") if secret else line, _LONGEST)
 
 
-# Retries of a busy hub (429 and 5xx answers) within one budget, with the waits that the hub asks for. Failures inside a
-# transfer (a lost connection, a short body, a silent server) are retried and resumed by the hubs' own clients only.
+# Retries of a busy hub (429 and 5xx answers) within one budget, with the waits that the hub asks
+# for. Failures inside a transfer (a lost connection, a short body, a silent server) are retried and
+# resumed by the hubs' own clients only.
 
 BUSY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 ATTEMPTS = 5
@@ -293,8 +348,13 @@ class Busy(Exception):
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait in seconds of a Retry-After header (seconds or a date); None if it is missing or invalid."""
-    value = next((text.strip() for name, text in headers.items() if name.lower() == "retry-after"), "")
+    """Return a Retry-After header's wait in seconds; None if it is missing or invalid.
+
+    The header holds seconds or a date.
+    """
+    value = next(
+        (text.strip() for name, text in headers.items() if name.lower() == "retry-after"), ""
+    )
     if value.isdecimal():
         return float(value)
     try:
@@ -305,7 +365,10 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]) -> Result:
-    """Return the result of `call`; retry while the hub is Busy. Raises HubError when the budget is spent."""
+    """Return the result of `call`; retry while the hub is Busy.
+
+    Raises HubError when the budget is spent.
+    """
     attempt, waited_s = 1, 0.0
     while True:
         try:
@@ -316,7 +379,8 @@ def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]
                 asked = "" if busy.wait_s is None else f" and asks to wait {busy.wait_s:.0f} s"
                 times = "once" if attempt == 1 else f"{attempt} times"
                 raise HubError(
-                    f"{doing}: {busy}{asked}; tried {times}; run again later, what has arrived is kept"
+                    f"{doing}: {busy}{asked}; tried {times}; run again later, what has arrived is "
+                    "kept"
                 ) from busy
             say(f"{doing}: {busy}; trying again in {wait_s:.0f} s")
         time.sleep(wait_s)
@@ -324,9 +388,14 @@ def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]
 
 
 def in_time(call: Callable[[], Result], doing: str) -> Result:
-    """Return the result of `call`. Raises HubError after DEADLINE_S; the thread of the call is left behind."""
+    """Return the result of `call`.
+
+    Raises HubError after DEADLINE_S; the thread of the call is left behind.
+    """
     with ThreadPool(1) as pool:
         try:
             return pool.apply_async(call).get(DEADLINE_S)
         except multiprocessing.TimeoutError as error:
-            raise HubError(f"{doing}: no whole answer within {DEADLINE_S:.0f} s; run again later") from error
+            raise HubError(
+                f"{doing}: no whole answer within {DEADLINE_S:.0f} s; run again later"
+            ) from error

@@ -54,8 +54,13 @@ def client_of(repository: Repository) -> HubClient:
     return ModelScope()
 
 
-def ask(client: HubClient, repository: Repository, call: Callable[[], Result], doing: str, say: Say) -> Result:
-    """Return the result of `call` of `client`; retry while the hub is busy. Raises HubError or DiskFull."""
+def ask(
+    client: HubClient, repository: Repository, call: Callable[[], Result], doing: str, say: Say
+) -> Result:
+    """Return the result of `call` of `client`; retry while the hub is busy.
+
+    Raises HubError or DiskFull.
+    """
     try:
         return patiently(call, f"{repository}: {doing}", say)
     except client.errors as error:
@@ -63,18 +68,24 @@ def ask(client: HubClient, repository: Repository, call: Callable[[], Result], d
 
 
 def resolve(repository: Repository, revision: str | None, say: Say = lambda _: None) -> str:
-    """Return the current commit of `revision`, or of the main branch if None. Raises HubError with what to do."""
+    """Return the current commit of `revision`, or of the main branch if None.
+
+    Raises HubError with what to do.
+    """
     if revision is not None and is_commit(revision):
         return revision
     client = client_of(repository)
     doing = "looking up its commit"
-    look_up = partial(ask, client, repository, partial(client.resolve, repository, revision), doing, say)
+    look_up = partial(
+        ask, client, repository, partial(client.resolve, repository, revision), doing, say
+    )
     return in_time(look_up, f"{repository}: {doing}")
 
 
-# revisions.json in the user's cache: the commit of each branch or tag when it was first looked up for a store. A branch
-# that moves changes no experiment: its entry stays until the user deletes it. A commit as revision needs neither the
-# file nor the network. It is no file of the store, where others could choose the commit.
+# revisions.json in the user's cache: the commit of each branch or tag when it was first looked up
+# for a store. A branch that moves changes no experiment: its entry stays until the user deletes it.
+# A commit as revision needs neither the file nor the network. It is no file of the store, where
+# others could choose the commit.
 
 
 REVISIONS_NAME = "revisions.json"
@@ -82,7 +93,7 @@ REVISIONS_NAME = "revisions.json"
 
 @dataclass
 class Revisions:
-    """The commits that were looked up so far, by repository and revision, stored in the file at `path`, if any."""
+    """The commits looked up so far, by repository and revision, in the file at `path`, if any."""
 
     path: Path | None
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -94,7 +105,7 @@ class Revisions:
         return Revisions(path, _read(path))
 
     def commit_of(self, repository: Repository, revision: str | None) -> str:
-        """Return the commit of `revision`, or of the main branch if None, from the file or else from the hub.
+        """Return the commit of `revision` (main branch if None) from the file or else the hub.
 
         Raises HubError.
         """
@@ -105,7 +116,10 @@ class Revisions:
         if isinstance(commit, str) and is_commit(commit):
             return commit
         commit = resolve(repository, revision)
-        self.entries[key] = {"commit": commit, "looked_up": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.entries[key] = {
+            "commit": commit,
+            "looked_up": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         self.changed = True
         return commit
 
@@ -134,8 +148,9 @@ def _read(path: Path | None) -> dict[str, dict[str, Any]]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, dict)}
 
 
-# Parallel transfers with two deadlines: one for inactivity, one for the whole. A client that hangs cannot be stopped
-# from outside: its thread is left behind, ends at its next report of bytes, and does not keep the process alive.
+# Parallel transfers with two deadlines: one for inactivity, one for the whole. A client that hangs
+# cannot be stopped from outside: its thread is left behind, ends at its next report of bytes, and
+# does not keep the process alive.
 
 WORKERS = 8
 SILENCE_S = 600.0  # with fewer than LEAST_BYTES: a server that drips counts as silent
@@ -153,7 +168,7 @@ class _GivenUpError(Exception):
 
 
 class Transfer:
-    """A transfer of several files in parallel by calls of `bring`; `doing` names the work in errors."""
+    """A transfer of several files in parallel by calling `bring`; `doing` names it in errors."""
 
     def __init__(self, bring: Bring, doing: str) -> None:
         """Prepare the transfer; nothing is started."""
@@ -166,7 +181,9 @@ class Transfer:
         self._sign_s = time.monotonic()
 
     def run(self, files: Sequence[RemoteFile], tell: Tell) -> dict[str, Path]:
-        """Transfer `files`; return their paths by name. `tell` receives the bytes here and the total.
+        """Transfer `files`; return their paths by name.
+
+        `tell` receives the bytes here and the total.
 
         Raises the first failure, or HubError when a deadline passes.
         """
@@ -178,7 +195,9 @@ class Transfer:
         deadline_s = self._sign_s + EXTRA_S + total_bytes / SLOWEST_BYTES_PER_S
         with ThreadPool(min(WORKERS, len(files))) as pool:
             by_size = sorted(files, key=lambda file: -file.size)
-            results = pool.imap_unordered(lambda file: (file.name, self._bring(file, self._arrived)), by_size)
+            results = pool.imap_unordered(
+                lambda file: (file.name, self._bring(file, self._arrived)), by_size
+            )
             try:
                 while len(paths) < len(files):
                     tell(min(self._here_bytes, total_bytes), total_bytes)
@@ -215,18 +234,22 @@ class Transfer:
         raise HubError(f"{self._doing}: {why}; run again, what has arrived is kept")
 
 
-# Snapshots: list and fetch files so that every byte matches the hub's hash. Order: check names, check disk space, fetch
-# the indexes, fetch the rest. Each file is hashed, and fetched once more if wrong. Only then is any file placed.
+# Snapshots: list and fetch files so that every byte matches the hub's hash. Order: check names,
+# check disk space, fetch the indexes, fetch the rest. Each file is hashed, and fetched once more if
+# wrong. Only then is any file placed.
 
 INDEX_SUFFIX = ".safetensors.index.json"
-# Only weights are linked to a hub's cache or another store. Other files may be edited in place by people and tools,
-# which would change the sealed content through a link.
+# Only weights are linked to a hub's cache or another store. Other files may be edited in place by
+# people and tools, which would change the sealed content through a link.
 WEIGHTS_SUFFIX = ".safetensors"
 _CHUNK_BYTES = 1 << 20
 
 
 class Snapshot:
-    """A repository at `commit`. `work` is our directory for partial downloads; it survives a failure."""
+    """A repository at `commit`.
+
+    `work` is our directory for partial downloads; it survives a failure.
+    """
 
     def __init__(
         self,
@@ -236,7 +259,10 @@ class Snapshot:
         say: Callable[[str], None],
         verified: VerifiedFiles = NOTHING_VERIFIED,
     ) -> None:
-        """Store the arguments and create the client. No request is made. Files that arrive are marked in `verified`."""
+        """Store the arguments and create the client. No request is made.
+
+        Files that arrive are marked in `verified`.
+        """
         self.repository = repository
         self.commit = commit
         self._work = work
@@ -263,7 +289,10 @@ class Snapshot:
             return {file.name: file for file in in_time(listing, f"{self}: {doing}")}
 
     def check(self, names: Collection[str]) -> list[RemoteFile]:
-        """Return the files `names` if they can be stored and no name is hostile. Raises DataError."""
+        """Return the files `names` if they can be stored and no name is hostile.
+
+        Raises DataError.
+        """
         wanted = [self.files[name] for name in names]
         check_names(self.repository, self.files.values(), wanted)
         return wanted
@@ -273,7 +302,8 @@ class Snapshot:
 
         Return the SHA-256 of each file for which the hub lists one.
 
-        Raises DataError for unacceptable names, DiskFull before anything is fetched, HubError, IntegrityError.
+        Raises DataError for unacceptable names, DiskFull before anything is fetched, HubError,
+        IntegrityError.
         """
         wanted = self.check(names)
         need_bytes = sum(file.size for file in wanted)
@@ -293,7 +323,7 @@ class Snapshot:
         return {file.name: file.digest for file in wanted if file.algorithm == "sha256"}
 
     def _place(self, path: Path, target: Path, file: RemoteFile) -> None:
-        """Link what nobody edits, our own files and the weights of a hub's cache, to `target`; copy all others."""
+        """Link what nobody edits, our files and a hub cache's weights, to `target`; copy others."""
         target.parent.mkdir(parents=True, exist_ok=True)
         may_link = path.is_relative_to(self._work) or path.suffix == WEIGHTS_SUFFIX
         if file.algorithm == "sha256":
@@ -310,7 +340,11 @@ class Snapshot:
     def close(self) -> None:
         """Delete `work`, which is kept for resuming; fetched files stay where they were put."""
         there = {target: sha256 for target, sha256 in self._linked.items() if target.exists()}
-        marked = {target: target.stat() for target, sha256 in there.items() if self._verified.is_marked(target, sha256)}
+        marked = {
+            target: target.stat()
+            for target, sha256 in there.items()
+            if self._verified.is_marked(target, sha256)
+        }
         shutil.rmtree(self._work, ignore_errors=True)
         for target, status in marked.items():  # with one link less, the file has another ctime
             self._verified.mark_own(target, self._linked[target], status)
@@ -323,7 +357,9 @@ class Snapshot:
         """Download and verify one file; delete one with wrong content and download it once more."""
         found = ""
         for _ in range(2):
-            download = partial(self._client.download, self.repository, self.commit, file, self._work, arrived)
+            download = partial(
+                self._client.download, self.repository, self.commit, file, self._work, arrived
+            )
             path = ask(self._client, self.repository, download, f"fetching {file.name}", self._say)
             found = self._describe_once(path, file, arrived)
             if found == _described(file):
@@ -333,16 +369,19 @@ class Snapshot:
             self._listing.unlink(missing_ok=True)
             self._say(f"{self}: {file.name}: wrong content ({found}), thrown away")
         raise IntegrityError(
-            f"{self}: {file.name}: got {found}, the hub lists {_described(file)}; nothing of it was kept: run again, "
+            f"{self}: {file.name}: got {found}, the hub lists {_described(file)}; nothing of it "
+            "was kept: run again, "
             "or try another mirror"
         )
 
     def _describe_once(self, path: Path, file: RemoteFile, arrived: Arrived) -> str:
-        """Return the size and hash of the file at `path`, which is marked if they are those of `file`."""
+        """Return the size and hash of the file at `path`, marked if they are those of `file`."""
         if file.algorithm != "sha256":
             return _describe(path, file.algorithm, arrived)
         is_own = path.is_relative_to(self._work)
-        if not is_own and self._verified.has_sha256(path, file.digest, beside=path.resolve().parent):
+        if not is_own and self._verified.has_sha256(
+            path, file.digest, beside=path.resolve().parent
+        ):
             return _described(file)
         found = _describe(path, file.algorithm, arrived)
         if is_own and found == _described(file):
@@ -351,16 +390,20 @@ class Snapshot:
 
 
 def is_edited_by_nobody(file: Path, store: Path) -> bool:
-    """Return whether `file` is in the folder `store`, or a link to a blob, as Hugging Face's cache has them."""
+    """Return whether `file` is in the folder `store`, or links to a blob, as in the hub's cache."""
     found = file.resolve()
-    return found.is_relative_to(store.resolve()) or (file.is_symlink() and found.parent.name == "blobs")
+    return found.is_relative_to(store.resolve()) or (
+        file.is_symlink() and found.parent.name == "blobs"
+    )
 
 
 def _describe(path: Path, algorithm: str, arrived: Arrived) -> str:
     """Return the size and hash of the file at `path`, in the format of `_described`."""
     size = path.stat().st_size
     digest = (
-        hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+        hashlib.sha256()
+        if algorithm == "sha256"
+        else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     )
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -374,7 +417,7 @@ def _described(file: RemoteFile) -> str:
 
 
 def _forget(path: Path) -> None:
-    """Remove a file and, if it is a link, all its targets: the clients' caches keep content behind links."""
+    """Remove a file and, if it is a link, its targets: clients' caches keep content there."""
     while path.is_symlink():
         target = path.parent / path.readlink()
         path.unlink()

@@ -1,7 +1,7 @@
-"""The agent of one host: answers the checks, starts the ranks of this host, and never leaves one behind.
+"""The agent of one host: answers the checks, starts this host's ranks, and never leaves one behind.
 
-It ends its ranks at once when its link closes, which is how the death of the training stage shows, or when the link is
-silent for the training's timeout, which is how a cut network shows.
+It ends its ranks at once when its link closes, which is how the death of the training stage shows,
+or when the link is silent for the training's timeout, which is how a cut network shows.
 """
 
 import os
@@ -28,7 +28,12 @@ from pipeline_lib.launch.environment import (
 )
 from pipeline_lib.launch.outcome import peer_is_lost
 from pipeline_lib.launch.place import HostOrder
-from pipeline_lib.launch.ranks import frozen_ranks_ended, ranks_asked_to_stop, run_launcher, stop_requests_received
+from pipeline_lib.launch.ranks import (
+    frozen_ranks_ended,
+    ranks_asked_to_stop,
+    run_launcher,
+    stop_requests_received,
+)
 
 POLL_S = 0.2
 FIRST_S = 120.0  # for the first question of who started this agent
@@ -38,10 +43,17 @@ ABANDONED_S = 20.0  # for the ranks to end
 
 
 class Agent:
-    """One host's side of the link `channel`. `environ` is that of its ranks, before the order's own variables."""
+    """One host's side of the link `channel`.
+
+    `environ` is that of its ranks, before the order's own variables.
+    """
 
     def __init__(
-        self, channel: Channel, environ: Mapping[str, str], first_s: float, accepts: Callable[[str], bool]
+        self,
+        channel: Channel,
+        environ: Mapping[str, str],
+        first_s: float,
+        accepts: Callable[[str], bool],
     ) -> None:
         """Begin with no ranks, and wait `first_s` for the first message.
 
@@ -50,12 +62,14 @@ class Agent:
         self._channel, self._environ, self._accepts = channel, environ, accepts
         self._exit_code: int | None = None
         self._timeout_s = first_s  # until the training says its own
-        self._asked_to_stop, self._is_abandoned, self._signalled = (threading.Event() for _ in range(3))
+        self._asked_to_stop, self._is_abandoned, self._signalled = (
+            threading.Event() for _ in range(3)
+        )
         self._listener: AgentListener | None = None
         self._work: threading.Thread | None = None
 
     def serve(self) -> int | None:
-        """Obey messages until the link ends, then end the ranks; return their exit code, or None without ranks."""
+        """Obey messages until the link ends, then end the ranks; return their exit code if any."""
         try:
             while self._channel.silent_s < self._timeout_s:
                 if (message := self._channel.receive(POLL_S)) is not None:
@@ -101,13 +115,18 @@ class Agent:
 
     def _run(self, order: HostOrder) -> None:
         """Run the launcher of this host's ranks, and say how it ended."""
-        environ = {name: value for name, value in self._environ.items() if name not in PLACE_IN_WORLD}
+        environ = {
+            name: value for name, value in self._environ.items() if name not in PLACE_IN_WORLD
+        }
         environ |= {**order.environ, NODE_VARIABLE: str(order.node_rank), HOST_VARIABLE: order.host}
         environ["PYTHONPATH"] = f"{PACKAGE.parent}:{environ.get('PYTHONPATH', '')}"
         environ[OWNER_VARIABLE] = describe_owner()
-        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of every address without a name
+        # else it warns of every address without a name
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for name in INTERFACE_VARIABLES:
-            environ.setdefault(name, f"={order.interface}" if name.startswith("NCCL") else order.interface)
+            environ.setdefault(
+                name, f"={order.interface}" if name.startswith("NCCL") else order.interface
+            )
         try:
             command = order.command()
 
@@ -119,7 +138,12 @@ class Agent:
                 frozen_ranks_ended(order.program.mark, is_lost),
             ):
                 self._exit_code = run_launcher(
-                    command, environ, order.program.mark, self._is_abandoned.is_set, give_up_s=0.0, output=self._tell
+                    command,
+                    environ,
+                    order.program.mark,
+                    self._is_abandoned.is_set,
+                    give_up_s=0.0,
+                    output=self._tell,
                 )
         except (PipelineError, OSError) as error:
             self._channel.send({"error": str(error)})
@@ -144,9 +168,10 @@ class Agent:
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """Ask the ranks to save and end at a signal to stop, such as that of a host that shuts down."""
+        """Ask the ranks to save and end at a signal to stop, such as that of a shutdown."""
         with stop_requests_received(self._signalled):
-            before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the link says the same
+            # the end of the link says the same
+            before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
             try:
                 yield
             finally:
@@ -181,11 +206,17 @@ class AgentListener:
 
 
 def reach(targets: list[list[Any]], token: str, within_s: float) -> list[tuple[str, list[str]]]:
-    """Return, for each host of `targets` (name, addresses, port), the addresses at which its agent answers."""
+    """Return each host's addresses at which its agent answers.
+
+    A host of `targets` is (name, addresses, port).
+    """
     reached: dict[str, list[str]] = {host: [] for host, _, _ in targets}
 
     def try_one(host: str, address: str, port: int) -> None:
-        with suppress(OSError), socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+        with (
+            suppress(OSError),
+            socket.create_connection((address, port), timeout=CONNECT_S) as connection,
+        ):
             connection.settimeout(CONNECT_S)
             wanted = GREETING + token.encode()
             if connection.recv(len(wanted), socket.MSG_WAITALL) == wanted:
@@ -206,7 +237,8 @@ def reach(targets: list[list[Any]], token: str, within_s: float) -> list[tuple[s
 def serve_on_pipes(environ: Mapping[str, str]) -> int:
     """Serve the training stage that started this process by ssh; return the exit code."""
     # Only messages may be printed to the pipe: what any library prints goes to standard error.
-    reader, writer = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    reader = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    writer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     agent = Agent(Channel(reader, writer), environ, FIRST_S, accepts=lambda _: True)
     with agent.signals_handled():
@@ -214,9 +246,15 @@ def serve_on_pipes(environ: Mapping[str, str]) -> int:
 
 
 def serve_by_joining(
-    connect: Callable[[], Channel], environ: Mapping[str, str], wait_s: float, stays: bool, say: Callable[[str], None]
+    connect: Callable[[], Channel],
+    environ: Mapping[str, str],
+    wait_s: float,
+    stays: bool,
+    say: Callable[[str], None],
 ) -> None:
-    """Join a training again and again until it is done, or for ever with `stays`. Raises Interrupted at a signal.
+    """Join a training again and again until it is done, or for ever with `stays`.
+
+    Raises Interrupted at a signal.
 
     After joining, this host waits `wait_s` for the others to join.
     """
@@ -230,6 +268,8 @@ def serve_by_joining(
             say("the training is done")
             return
         what = (
-            "the training has not begun" if exit_code is None else f"the ranks of this host ended with code {exit_code}"
+            "the training has not begun"
+            if exit_code is None
+            else f"the ranks of this host ended with code {exit_code}"
         )
         say(f"{what}; waiting for the first host to go on")

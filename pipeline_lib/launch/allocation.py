@@ -1,6 +1,7 @@
-"""The nodes that a training runs on: this machine, those of a SLURM job, hosts over ssh, or hosts that joined.
+"""The nodes that a training runs on: this machine, a SLURM job's, ssh hosts, or hosts that joined.
 
-Whoever starts ranks asks the allocation for hosts, address, port and time left, and does not know where they came from.
+Whoever starts ranks asks the allocation for hosts, address, port and time left, and does not know
+where they came from.
 """
 
 import socket
@@ -31,7 +32,10 @@ CHECK_TIMEOUT_S = 60.0  # for an agent that only answers checks
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a training. `hosts` are their names, that of rank 0 first; the others reach it at `address`."""
+    """The nodes of a training.
+
+    `hosts` are their names, that of rank 0 first; the others reach it at `address`.
+    """
 
     hosts: tuple[str, ...] = ()
     address: str = LOOPBACK
@@ -45,7 +49,7 @@ class Allocation:
 
     @property
     def port(self) -> int | None:
-        """A free port of rank 0's node; None if that is this machine, where any free one can be taken."""
+        """A free port of rank 0's node; None if that is this machine, where any free one works."""
         return self.group.port if self.group else None
 
     @property
@@ -54,7 +58,7 @@ class Allocation:
         return self.job.left_s if self.job else None
 
     def __str__(self) -> str:
-        """Return ` in SLURM job 7`, or the interface and address of the first host, ` (eth0, 10.0.0.1)`, or nothing."""
+        """Return ` in SLURM job 7`, or the first host's address, ` (eth0, 10.0.0.1)`, or ''."""
         if self.job is not None:
             return f" in SLURM job {self.job.id}"
         if self.group is not None:
@@ -67,7 +71,10 @@ HERE = Allocation((socket.gethostname(),))
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a training asks for: nodes, each as `wanted`. An agent that hears nothing for `timeout_s` ends its ranks."""
+    """What a training asks for: nodes, each as `wanted`.
+
+    An agent that hears nothing for `timeout_s` ends its ranks.
+    """
 
     nodes: int
     launcher: str
@@ -77,9 +84,17 @@ class NodeRequest:
 
 
 @contextmanager
-def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], say: Say) -> Iterator[Allocation]:
-    """Check the nodes of a training and keep them during the block. Raises ConfigError, HostLost and SLURM's errors."""
-    nodes, wanted, source, is_job = request.nodes, request.wanted, "the training", can_start_tasks(environ)
+def allocated(
+    request: NodeRequest, store: Store, environ: Mapping[str, str], say: Say
+) -> Iterator[Allocation]:
+    """Check the nodes of a training and keep them during the block.
+
+    Raises ConfigError, HostLost and SLURM's errors.
+    """
+    nodes = request.nodes
+    wanted = request.wanted
+    source = "the training"
+    is_job = can_start_tasks(environ)
     site = Site.load(environ)
     hosts = () if nodes == 1 or is_job else hosts_of(site)
     join = None if nodes == 1 or is_job or hosts else joining_hosts(environ)
@@ -93,7 +108,10 @@ def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], sa
             yield allocation
     elif hosts:
         if len(hosts) < nodes:
-            raise ConfigError(SOURCE, [f"cluster.nodes is {nodes}, and they are {len(hosts)}: name more, or lower it"])
+            raise ConfigError(
+                SOURCE,
+                [f"cluster.nodes is {nodes}, and they are {len(hosts)}: name more, or lower it"],
+            )
         with of_hosts(hosts[:nodes], wanted, request.timeout_s, store, site, say) as allocation:
             yield allocation
     else:
@@ -102,11 +120,13 @@ def allocated(request: NodeRequest, store: Store, environ: Mapping[str, str], sa
 
 
 def _links_of(joined: Sequence[Joined]) -> Iterator[HostLink]:
-    """Yield the links of hosts that joined, named by their addresses, and by the node rank too if two have the same."""
+    """Yield the links of joined hosts, named by address, and by node rank if two share one."""
     addresses = [one.address for one in joined]
     for one in joined:
         is_alone = addresses.count(one.address) == 1
-        yield HostLink(one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel)
+        yield HostLink(
+            one.address if is_alone else f"{one.address} (node {one.node_rank})", one.channel
+        )
 
 
 @contextmanager
@@ -115,7 +135,8 @@ def of_hosts(
 ) -> Iterator[Allocation]:
     """Connect to `hosts`, check them, and keep them during the block. Raises as `of_links`."""
     if problems := [
-        f"{host.name} has {host.slots} slots in the hostfile, and cluster.gpus_per_node is {wanted.gpus_per_node}"
+        f"{host.name} has {host.slots} slots in the hostfile, and cluster.gpus_per_node is "
+        f"{wanted.gpus_per_node}"
         for host in hosts
         if host.slots is not None and wanted.gpus_per_node > host.slots
     ]:
@@ -128,9 +149,16 @@ def of_hosts(
 
 @contextmanager
 def of_links(
-    links: Sequence[HostLink], wanted: HostNeeds, timeout_s: float, store: Store, interface: str | None
+    links: Sequence[HostLink],
+    wanted: HostNeeds,
+    timeout_s: float,
+    store: Store,
+    interface: str | None,
 ) -> Iterator[Allocation]:
-    """Check linked hosts and keep them during the block. Raises ConfigError with all problems, and HostLost."""
+    """Check linked hosts and keep them during the block.
+
+    Raises ConfigError with all problems, and HostLost.
+    """
     runs = store.run_dir("x").parent
     with HostGroup(links, timeout_s).kept() as group:
         group.check([Path(folder).resolve() for folder in (store.root, runs)], wanted, interface)
@@ -140,7 +168,9 @@ def of_links(
 def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
     hosts = node_names(job.fields["NodeList"])
     if len(hosts) < nodes:
-        raise ConfigError(source, [f"cluster.nodes: {nodes}, and SLURM job {job.id} has {len(hosts)}: {hosts}"])
+        raise ConfigError(
+            source, [f"cluster.nodes: {nodes}, and SLURM job {job.id} has {len(hosts)}: {hosts}"]
+        )
     # The batch host is the first node, and the port that this process chooses is free there.
     first = job.fields["BatchHost"] if job.fields.get("BatchHost") in hosts else hosts[0]
     hosts = (first, *(name for name in hosts if name != first))[:nodes]
@@ -148,11 +178,14 @@ def _of_job(job: SlurmJob, nodes: int, source: str) -> Allocation:
 
 
 def warning_of_gpus_here(cluster: Cluster) -> str | None:
-    """Return a warning if this machine has GPUs that `cluster` leaves idle, or does not name; else None.
+    """Return a warning if this machine has GPUs that `cluster` leaves idle or omits; else None.
 
     Not where the config says that it trains on CPUs.
     """
-    says_cpus = not cluster.gpus_per_node and cluster.model_fields_set & {"gpus_per_node", "cpu_ranks"}
+    says_cpus = not cluster.gpus_per_node and cluster.model_fields_set & {
+        "gpus_per_node",
+        "cpu_ranks",
+    }
     if says_cpus or cluster.gpu is not None:
         return None
     found = gpus_here()
@@ -160,13 +193,22 @@ def warning_of_gpus_here(cluster: Cluster) -> str | None:
         return None
     has = f"this machine has {count(len(found), 'GPUs')} ({found[0].name})"
     if cluster.gpus_per_node:
-        return f"cluster.gpu is not set, so the plan does not know the GPUs; {has}: set gpu: {found[0].name}"
+        return (
+            f"cluster.gpu is not set, so the plan does not know the GPUs; {has}: set gpu: "
+            f"{found[0].name}"
+        )
     wanted = f"cluster: {{gpus_per_node: {len(found)}, gpu: {found[0].name}}}"
-    return f"{has}, and the training takes its CPUs: set {wanted}, or gpus_per_node: 0 if that is meant"
+    return (
+        f"{has}, and the training takes its CPUs: set {wanted}, or gpus_per_node: 0 if that is "
+        "meant"
+    )
 
 
 def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: Say) -> None:
-    """Check all hosts of a training before its data is prepared. Raises ConfigError if it cannot be started."""
+    """Check all hosts of a training before its data is prepared.
+
+    Raises ConfigError if it cannot be started.
+    """
     is_job = can_start_tasks(environ)
     if cluster.nodes == 1 or is_job:
         refuse_here(cluster, is_job)
@@ -174,7 +216,9 @@ def refuse_now(cluster: Cluster, store: Store, environ: Mapping[str, str], say: 
     if not hosts_of(Site.load(environ)) and joining_hosts(environ):
         read_secret(environ)  # the hosts join when the training begins, and are checked then
         return
-    request = NodeRequest(cluster.nodes, cluster.launcher, HostNeeds.by(cluster), CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
+    request = NodeRequest(
+        cluster.nodes, cluster.launcher, HostNeeds.by(cluster), CHECK_TIMEOUT_S, CHECK_TIMEOUT_S
+    )
     with allocated(request, store, environ, say) as found:
         addresses = found.group.addresses.items() if found.group else ()
         say(f"hosts: {', '.join(f'{host} ({address})' for host, address in addresses)} are ready")

@@ -1,6 +1,7 @@
-"""A sign of life of every rank: a small file that a thread renews, and who has stopped renewing his.
+"""Every rank's sign of life: a small file that a thread renews, and who has stopped renewing it.
 
-The times that are compared are those that the file server gave the files of one folder, never a machine's own clock.
+The times that are compared are those that the file server gave the files of one folder, never a
+machine's own clock.
 """
 
 import json
@@ -28,7 +29,10 @@ ENDED = "ended"
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank said last. `heard_s` is a time of the file server: compare it with other signs only."""
+    """What a rank said last.
+
+    `heard_s` is a time of the file server: compare it with other signs only.
+    """
 
     rank: int
     host: str
@@ -46,7 +50,10 @@ class Sign:
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank that its peers waited for. `silent_s` is by how much its last sign is older than the newest of all."""
+    """A rank that its peers waited for.
+
+    `silent_s` is by how much its last sign is older than the newest of all.
+    """
 
     rank: int
     why: str  # silent, behind or never heard
@@ -60,19 +67,31 @@ class LostRank:
         """Return a clause like `rank 3 on n2 was last heard 12 s before the others, in step 41`."""
         if self.host is None:
             return f"rank {self.rank} was never heard: it did not start"
-        doing = f"in step {self.step}" if self.doing == "training" else f"{self.doing}, after step {self.step}"
+        doing = (
+            f"in step {self.step}"
+            if self.doing == "training"
+            else f"{self.doing}, after step {self.step}"
+        )
         if self.why == "behind":
             return f"rank {self.rank} on {self.host} was behind the others, {doing}"
-        return f"rank {self.rank} on {self.host} was last heard {self.silent_s:.0f} s before the others, {doing}"
+        return (
+            f"rank {self.rank} on {self.host} was last heard {self.silent_s:.0f} s before the "
+            f"others, {doing}"
+        )
 
 
 class Heartbeat:
-    """Renews the file of one rank until the block ends. A process that is frozen or dead does not."""
+    """Renews the file of one rank until the block ends.
+
+    A process that is frozen or dead does not.
+    """
 
     def __init__(self, run_dir: Path, rank: int, host: str, timeout_s: float) -> None:
-        """Prepare for rank `rank` of the run in `run_dir`, whose peers give it up after `timeout_s`."""
+        """Prepare for rank `rank` of the run in `run_dir`; peers give it up after `timeout_s`."""
         self._path = run_dir / HEARTBEATS / f"rank-{rank}.json"
-        self._rank, self._host, self._every_s = rank, host, min(EVERY_S, timeout_s / BEATS_OF_A_TIMEOUT)
+        self._rank = rank
+        self._host = host
+        self._every_s = min(EVERY_S, timeout_s / BEATS_OF_A_TIMEOUT)
         self._step, self._doing, self._since_s = 0, "starting", time.monotonic()
         self._over, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
@@ -82,8 +101,10 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write a last sign, so that a rank that ended is not taken for lost; write none after the lock was lost."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Write a last sign, so an ended rank does not seem lost; none once the lock is lost."""
         self._over.set()
         self._is_due.set()
         self._thread.join()
@@ -100,9 +121,10 @@ class Heartbeat:
             self._go_on(self._step, str(fields["what"]))
 
     def _go_on(self, step: int, doing: str) -> None:
-        """Note what the rank does now; a sign that it was at something else for long is replaced at once.
+        """Note what the rank does now; replace a sign of a long activity at once.
 
-        Else a rank that is killed soon after it began would be taken for one that others waited for.
+        Else a rank that is killed soon after it began would be taken for one that others waited
+        for.
         """
         was_long = time.monotonic() - self._since_s > MISSED_BEATS * self._every_s
         self._step, self._doing, self._since_s = step, doing, time.monotonic()
@@ -117,9 +139,14 @@ class Heartbeat:
                 self._beat()
 
     def _beat(self) -> None:
-        """Replace the file, without waiting for the disk; ignore errors, since no training may fail for it."""
+        """Replace the file without waiting for the disk; ignore errors.
+
+        No training may fail for it.
+        """
         for_s = round(time.monotonic() - self._since_s, 3)
-        sign = Sign(self._rank, self._host, os.getpid(), self._step, self._doing, self._every_s, for_s)
+        sign = Sign(
+            self._rank, self._host, os.getpid(), self._step, self._doing, self._every_s, for_s
+        )
         fields = {name: value for name, value in asdict(sign).items() if name != "heard_s"}
         partial = self._path.with_suffix(".partial")
         with suppress(OSError):
@@ -145,7 +172,10 @@ def read_signs(run_dir: Path, ranks: int) -> dict[int, Sign]:
 
 
 def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[LostRank]:
-    """Return the ranks that others waited for: silent or never heard ones, else those behind; or an empty list."""
+    """Return the ranks that others waited for: silent or unheard ones, else those behind.
+
+    The list may be empty.
+    """
     if not signs:
         return []
     newest_s = max(sign.heard_s for sign in signs.values())
@@ -156,6 +186,9 @@ def find_lost(signs: Mapping[int, Sign], ranks: int) -> list[LostRank]:
         lost = [sign.lost("silent", round(newest_s - sign.heard_s, 3)) for sign in silent]
         return sorted([*unheard, *lost], key=lambda one: one.rank)
     ahead = max(sign.step for sign in signs.values())
-    # One that was not in its step for long may have gone on since, and have been killed with the others.
-    stuck = [sign for sign in running if sign.for_s > MISSED_BEATS * sign.every_s and sign.step < ahead]
+    # One that was not in its step for long may have gone on since, and have been killed with the
+    # others.
+    stuck = [
+        sign for sign in running if sign.for_s > MISSED_BEATS * sign.every_s and sign.step < ahead
+    ]
     return [sign.lost("behind", round(newest_s - sign.heard_s, 3)) for sign in stuck]

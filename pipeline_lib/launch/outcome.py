@@ -1,4 +1,4 @@
-"""What happened to the ranks, as one message: each leaves a report when it fails, and who leaves none was killed."""
+"""What happened to the ranks, as one message: each that fails leaves a report, unless killed."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from pipeline_lib.core.run_folder import CHECKPOINTS, sealed_steps
 from pipeline_lib.launch.heartbeat import LostRank, Sign, find_lost, read_signs
 from pipeline_lib.launch.rank_report import Blame, Cause, RankReport, read_reports
 
-# None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's watchdog aborts a rank
-# that waited in vain; launchers end the others by the rest.
+# None: of a launcher that has an exit code of its own for whatever its ranks end with. NCCL's
+# watchdog aborts a rank that waited in vain; launchers end the others by the rest.
 ENDED_WITH_OTHERS = (None, signal.SIGABRT, signal.SIGTERM, signal.SIGKILL)
 # What an exit code of ours means, where no report says more.
 MEANINGS = {
@@ -69,7 +69,9 @@ class _Evidence:
     @cached_property
     def first(self) -> RankReport | None:
         """The most telling report."""
-        return min(self.reports.values(), key=lambda report: (report.blame, report.rank), default=None)
+        return min(
+            self.reports.values(), key=lambda report: (report.blame, report.rank), default=None
+        )
 
     @property
     def blame(self) -> int:
@@ -92,14 +94,19 @@ class _Evidence:
         return _signal_of(self.exit_code)
 
 
-def explain(launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir: Path) -> PipelineError:
-    """Return the most telling of what the ranks left: a rank's own error before a peer's complaint about its absence.
+def explain(
+    launcher: str, exit_code: int, rank: int | None, ranks: int, run_dir: Path
+) -> PipelineError:
+    """Return the most telling of the ranks' reports: a rank's own error before a peer's complaint.
 
-    `exit_code` is that of `rank`, the first to fail, if the launcher tells which one that is. Else `rank` is None and
-    `exit_code` the launcher's own. It is negative if a signal killed the process.
+    `exit_code` is that of `rank`, the first to fail, if the launcher tells which one that is. Else
+    `rank` is None and `exit_code` the launcher's own. It is negative if a signal killed the
+    process.
     """
     reports = read_reports(run_dir, ranks)
-    evidence = _Evidence(launcher, exit_code, rank, ranks, run_dir, reports, read_signs(run_dir, ranks))
+    evidence = _Evidence(
+        launcher, exit_code, rank, ranks, run_dir, reports, read_signs(run_dir, ranks)
+    )
     killed = _launcher_killed(evidence) or _ranks_waited_for(evidence) or _ranks_killed(evidence)
     if killed is not None:
         return killed
@@ -118,11 +125,15 @@ def _launcher_killed(evidence: _Evidence) -> PipelineError | None:
 
 
 def _ranks_waited_for(evidence: _Evidence) -> PipelineError | None:
-    """Return the loss of ranks whose signs stopped, if nothing else tells a cause and others may have ended for it."""
+    """Return the loss of ranks whose signs stopped, if no cause is told and others ended for it."""
     may_be_others = evidence.rank in evidence.reports or evidence.signal_number in ENDED_WITH_OTHERS
     if not may_be_others or not evidence.has_no_cause:
         return None
-    lost = [one for one in find_lost(evidence.signs, evidence.ranks) if one.rank in evidence.without_report]
+    lost = [
+        one
+        for one in find_lost(evidence.signs, evidence.ranks)
+        if one.rank in evidence.without_report
+    ]
     if not lost:
         return None
     named = "; ".join(map(str, lost[:3]))
@@ -132,7 +143,10 @@ def _ranks_waited_for(evidence: _Evidence) -> PipelineError | None:
 
 
 def _ranks_killed(evidence: _Evidence) -> PipelineError | None:
-    """Return the end by a signal of the first rank to fail, or of those without a report, unless a report says more."""
+    """Return the first failing rank's end by a signal, unless a report says more.
+
+    Else return the end of those without a report.
+    """
     is_complaint = evidence.blame == Blame.COMPLAINT
     is_killed = is_complaint or evidence.signal_number is not None
     if not is_killed or not evidence.without_report or evidence.rank in evidence.reports:
@@ -141,8 +155,12 @@ def _ranks_killed(evidence: _Evidence) -> PipelineError | None:
         return None
     suspects = evidence.without_report if evidence.rank is None else [evidence.rank]
     signs = evidence.signs
-    killed = [signs[rank].lost("killed") if rank in signs else LostRank(rank, "killed") for rank in suspects]
-    # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks by it.
+    killed = [
+        signs[rank].lost("killed") if rank in signs else LostRank(rank, "killed")
+        for rank in suspects
+    ]
+    # Where the rank is a guess, SIGTERM is not taken for the cause: launchers end the other ranks
+    # by it.
     is_guess = evidence.rank is None and evidence.signal_number == signal.SIGTERM
     return _killed(killed, None if is_guess else evidence.signal_number, evidence.run_dir)
 
@@ -155,7 +173,7 @@ def _exit_code_alone(evidence: _Evidence) -> PipelineError:
 
 
 def _network_between_hosts(evidence: _Evidence, first: RankReport) -> PipelineError | None:
-    """Return a peer's complaint with the hosts whose network may be the cause, if there are several."""
+    """Return a peer's complaint with the hosts whose network may be the cause, if several."""
     hosts = sorted({sign.host for sign in evidence.signs.values()})
     if first.blame != Blame.COMPLAINT or len(hosts) < 2:
         return None
@@ -170,8 +188,10 @@ def _error_of_rank(first: RankReport) -> PipelineError:
     return RankFailed(message, first.exit_code)
 
 
-def explain_lost_hosts(error: PipelineError, lost: Mapping[str, str], ranks: int, run_dir: Path) -> PipelineError:
-    """Return the loss of the hosts in `lost`, by name with the reason, unless `error` is a rank's own and says more."""
+def explain_lost_hosts(
+    error: PipelineError, lost: Mapping[str, str], ranks: int, run_dir: Path
+) -> PipelineError:
+    """Return the loss of the `lost` hosts with the reason, unless a rank's `error` says more."""
     if not lost or error.exit_code != Interrupted.exit_code:
         return error
     signs = read_signs(run_dir, ranks)
@@ -189,7 +209,11 @@ def _killed(suspects: Sequence[LostRank], number: int | None, run_dir: Path) -> 
     who = f"rank {' or '.join(str(one.rank) for one in suspects)}"
     if hosts := sorted({one.host for one in suspects if one.host}):
         who += f" on {' or '.join(hosts[:4])}"
-    name = f"was killed by {signal.Signals(number).name}" if number else "ended without a word, as one that is killed"
+    name = (
+        f"was killed by {signal.Signals(number).name}"
+        if number
+        else "ended without a word, as one that is killed"
+    )
     hint = " (out of memory?)" if number in (None, signal.SIGKILL) else ""
     return RanksLost(f"{who} {name}{hint}; {how_to_continue(run_dir)}", suspects)
 

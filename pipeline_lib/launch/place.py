@@ -16,7 +16,7 @@ from pipeline_lib.slurm.site import Site
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where an attempt runs: which launcher starts how many ranks on each node of the allocation."""
+    """Where an attempt runs: which launcher starts how many ranks on each allocated node."""
 
     launcher: str
     nodes: int
@@ -27,7 +27,7 @@ class RankPlacement:
 
     @staticmethod
     def of(cluster: Ranks, allocation: Allocation) -> "RankPlacement":
-        """Return the place of the plan's `cluster` on the allocation; `auto` is srun in a SLURM job, else spawn."""
+        """Return where the plan's `cluster` runs; `auto` is srun in a SLURM job, else spawn."""
         launcher, nodes = known(cluster.launcher), known(cluster.nodes)
         if launcher == "auto":
             launcher = "srun" if allocation.job else "spawn"
@@ -46,7 +46,10 @@ class RankPlacement:
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
-        """Return words such as `srun, on n1 and n2 in SLURM job 7`; the launcher alone on this machine."""
+        """Return words such as `srun, on n1 and n2 in SLURM job 7`.
+
+        On this machine, these are the launcher alone.
+        """
         if self.allocation.is_this_machine:
             return self.launcher
         hosts = self.allocation.hosts
@@ -54,13 +57,17 @@ class RankPlacement:
         return f"{self.launcher}, on {shown}{self.allocation}"
 
 
-# What the agent of a host is told to start, as settings: the host's own code makes a command of them. Only these two
-# programs can be named: the ranks of a training, and the doctor's measurements.
+# What the agent of a host is told to start, as settings: the host's own code makes a command of
+# them. Only these two programs can be named: the ranks of a training, and the doctor's
+# measurements.
 
 
 @dataclass(frozen=True)
 class RankArguments:
-    """The arguments of `python -m pipeline_lib rank`. All paths are absolute, and the same on all hosts."""
+    """The arguments of `python -m pipeline_lib rank`.
+
+    All paths are absolute, and the same on all hosts.
+    """
 
     NAME: ClassVar[str] = "rank"
 
@@ -85,7 +92,7 @@ class RankArguments:
 
 @dataclass(frozen=True)
 class ProbeArguments:
-    """The arguments of `python -m pipeline_lib probe node`: `token` names a file in the folder `store`."""
+    """The arguments of `python -m pipeline_lib probe node`: `token` names a file in `store`."""
 
     store: str
     token: str
@@ -100,7 +107,16 @@ class ProbeArguments:
 
     def to_list(self) -> list[str]:
         """Return what follows `python -m pipeline_lib`."""
-        return [self.NAME, "node", "--store", self.store, "--token", self.token, "--device", self.device]
+        return [
+            self.NAME,
+            "node",
+            "--store",
+            self.store,
+            "--token",
+            self.token,
+            "--device",
+            self.device,
+        ]
 
 
 Program = RankArguments | ProbeArguments
@@ -108,7 +124,9 @@ Program = RankArguments | ProbeArguments
 
 @dataclass(frozen=True)
 class HostOrder:
-    """The order to start the ranks of one host. `interface` is the network interface that leads to the other hosts.
+    """The order to start the ranks of one host.
+
+    `interface` is the network interface that leads to the other hosts.
 
     `run_dir` is the folder where ranks report how they ended.
     """
@@ -129,18 +147,31 @@ class HostOrder:
 
     def command(self) -> list[str]:
         """Return the command line that starts the ranks of this host, with this host's Python."""
-        return [sys.executable, "-m", *node_program(self.nodes, self.ranks_per_node), *self.program.to_list()]
+        return [
+            sys.executable,
+            "-m",
+            *node_program(self.nodes, self.ranks_per_node),
+            *self.program.to_list(),
+        ]
 
     @staticmethod
-    def common(place: RankPlacement, environ: Mapping[str, str], run_dir: Path, program: Program) -> dict[str, Any]:
+    def common(
+        place: RankPlacement, environ: Mapping[str, str], run_dir: Path, program: Program
+    ) -> dict[str, Any]:
         """Return the fields that are the same for all hosts, as JSON values.
 
-        The ranks get from `environ` the settings of libraries and where rank 0 is, and the variables of the site file.
+        The ranks get from `environ` the settings of libraries and where rank 0 is, and the
+        variables of the site file.
         """
         site, group = Site.load(environ).environment, place.allocation.group
-        # What joined hosts are sent can be read in the network, so nothing else of the site file goes there.
+        # What joined hosts are sent can be read in the network, so nothing else of the site file
+        # goes there.
         private = () if group is not None and group.has_joined else site.keys()
-        sent = {name: value for name, value in {**environ, **site}.items() if is_sent(name) or name in private}
+        sent = {
+            name: value
+            for name, value in {**environ, **site}.items()
+            if is_sent(name) or name in private
+        }
         return {
             "nodes": place.nodes,
             "ranks_per_node": place.ranks_per_node,
@@ -151,10 +182,15 @@ class HostOrder:
 
     @staticmethod
     def from_json(message: Mapping[str, Any], accepts: Callable[[str], bool]) -> "HostOrder":
-        """Read an order, with the variables whose names `accepts` allows. Raises PipelineError if it is malformed."""
+        """Read an order, with the variables whose names `accepts` allows.
+
+        Raises PipelineError if it is malformed.
+        """
         try:
             fields = {name: message[name] for name in HostOrder.__dataclass_fields__}
-            fields["environ"] = {name: str(value) for name, value in fields["environ"].items() if accepts(name)}
+            fields["environ"] = {
+                name: str(value) for name, value in fields["environ"].items() if accepts(name)
+            }
             program = _read_program(fields["program"])
             return HostOrder(**{**fields, "program": program, "run_dir": Path(fields["run_dir"])})
         except (KeyError, TypeError, AttributeError) as error:
@@ -162,7 +198,10 @@ class HostOrder:
 
 
 def _read_program(fields: Mapping[str, Any]) -> Program:
-    """Return the program that an order names. Raises PipelineError, or KeyError or TypeError for wrong fields."""
+    """Return the program that an order names.
+
+    Raises PipelineError, or KeyError or TypeError for wrong fields.
+    """
     name, arguments = fields["name"], {key: value for key, value in fields.items() if key != "name"}
     if name == RankArguments.NAME:
         return RankArguments(**arguments)
@@ -173,23 +212,30 @@ def _read_program(fields: Mapping[str, Any]) -> Program:
 
 # The command lines that start ranks on other nodes, or as tasks of SLURM.
 
-# Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which contradict those given.
+# Of an outer sbatch or srun, for tasks other than ours: srun takes some for options, which
+# contradict those given.
 OF_OTHER_TASKS = (
     *("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
-    *("SLURM_CPUS_PER_GPU", "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
+    *(
+        "SLURM_CPUS_PER_GPU",
+        "SLURM_CPU_BIND",
+        "SLURM_CPU_BIND_LIST",
+        "SLURM_CPU_BIND_TYPE",
+        "SLURM_CPU_BIND_VERBOSE",
+    ),
 )
 
 
 def node_program(nodes: int, ranks_per_node: int) -> list[str]:
-    """Return the arguments after `python -m` that start the ranks of one node; the program of the ranks follows."""
+    """Return the arguments after `python -m` that start one node's ranks, before their program."""
     return [MODULE, "node", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node), "--"]
 
 
 def srun_command(place: RankPlacement, environ: dict[str, str], program: list[str]) -> list[str]:
-    """Return the srun command of tasks in the running job: ranks that run `program`, or on each node one starting them.
+    """Return the srun command of tasks in the job: ranks of `program`, or a starter on each node.
 
-    A task that fails ends the others. Output is not labelled: it is that of rank 0, for people. Variables of other
-    tasks are removed from `environ`, which is that of the ranks.
+    A task that fails ends the others. Output is not labelled: it is that of rank 0, for people.
+    Variables of other tasks are removed from `environ`, which is that of the ranks.
     """
     for name in OF_OTHER_TASKS:
         environ.pop(name, None)
@@ -199,7 +245,14 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
         tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
         started = node_program(place.nodes, place.ranks_per_node)
     command = ["srun", "--nodes", str(place.nodes), "--ntasks", str(place.nodes * tasks)]
-    command += ["--ntasks-per-node", str(tasks), "--cpus-per-task", str(cpus), "--distribution", "block"]
+    command += [
+        "--ntasks-per-node",
+        str(tasks),
+        "--cpus-per-task",
+        str(cpus),
+        "--distribution",
+        "block",
+    ]
     command += ["--nodelist", ",".join(place.allocation.hosts)]
     command += ["--kill-on-bad-exit=1", "--overlap", "--input", "none", "--export", "ALL"]
     command += ["--gres", f"gpu:{place.ranks_per_node}"] if place.device == "cuda" else []

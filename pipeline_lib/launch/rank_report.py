@@ -1,7 +1,7 @@
 """The report that a rank leaves when it fails, and whose report is told when a training ends.
 
-There is one order for the launcher, and for who looks at what it left. It knows only what a report says, so that
-looking needs no torch.
+There is one order for the launcher, and for who looks at what it left. It knows only what a report
+says, so that looking needs no torch.
 """
 
 import sys
@@ -13,7 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pipeline_lib.core.errors import DiskFull, Diverged, Interrupted, LockLost, PeerLost, PipelineError
+from pipeline_lib.core.errors import (
+    DiskFull,
+    Diverged,
+    Interrupted,
+    LockLost,
+    PeerLost,
+    PipelineError,
+)
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.run_folder import ERRORS
 
@@ -61,9 +68,16 @@ class RankReport:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "RankReport | None":
-        """Return the report in `fields`; None if there is none. Without a cause, it gets that of its exit code."""
+        """Return the report in `fields`; None if there is none.
+
+        Without a cause, it gets that of its exit code.
+        """
         rank, exit_code, message = (fields.get(name) for name in ("rank", "exit_code", "message"))
-        if not isinstance(rank, int) or not isinstance(exit_code, int) or not isinstance(message, str):
+        if (
+            not isinstance(rank, int)
+            or not isinstance(exit_code, int)
+            or not isinstance(message, str)
+        ):
             return None
         causes = {Interrupted.exit_code: Cause.PEER_LOST, MISTAKE_CODE: Cause.MISTAKE}
         cause = fields.get("cause")
@@ -73,7 +87,9 @@ class RankReport:
     @property
     def blame(self) -> Blame:
         """How telling the report is among those of its run."""
-        return {Cause.PEER_LOST: Blame.COMPLAINT, Cause.MISTAKE: Blame.MISTAKE}.get(self.cause, Blame.OWN_ERROR)
+        return {Cause.PEER_LOST: Blame.COMPLAINT, Cause.MISTAKE: Blame.MISTAKE}.get(
+            self.cause, Blame.OWN_ERROR
+        )
 
 
 class Reporting:
@@ -86,8 +102,10 @@ class Reporting:
     def __enter__(self) -> None:
         """Begin with nothing to report."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write the report of a failure, or print it if it cannot be written; the exception is raised further.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Write the report of a failure, or print it if that fails; the exception is raised on.
 
         Write nothing after the lock was lost: reports are then the next owner's.
         """
@@ -97,7 +115,9 @@ class Reporting:
             report = RankReport(self._rank, error.exit_code, str(error), Cause.of(error))
         else:
             what = traceback.format_exception_only(kind, error)[-1].strip()
-            report = RankReport(self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error))
+            report = RankReport(
+                self._rank, MISTAKE_CODE, f"{what}; its traceback is above", Cause.of(error)
+            )
         try:
             write_json(self._path, asdict(report))
         except (OSError, DiskFull):  # it often is what the failure is about
@@ -107,7 +127,8 @@ class Reporting:
 def read_reports(run_dir: Path, ranks: int) -> dict[int, RankReport]:
     """Return the reports that ranks left in `run_dir`, by rank."""
     found = {}
-    for path in (run_dir / ERRORS).glob("rank-*.json"):  # listed: over NFS that asks for what came from other nodes
+    # listed: over NFS that asks for what came from other nodes
+    for path in (run_dir / ERRORS).glob("rank-*.json"):
         report = RankReport.from_json(read_json(path))
         if report is not None and report.rank < ranks:
             found[report.rank] = report

@@ -1,4 +1,4 @@
-"""The processes of the ranks on this machine: how a request to stop reaches them; none outlives its launcher."""
+"""The ranks' processes on this machine: how a stop reaches them; none outlives its launcher."""
 
 import os
 import signal
@@ -15,9 +15,11 @@ import psutil
 from pipeline_lib.core.errors import Interrupted
 from pipeline_lib.core.signals import handle_stops, restore
 
-# A signal that asks a run to stop, as ranks hear it; and what their launcher passes on, which needs no torch.
+# A signal that asks a run to stop, as ranks hear it; and what their launcher passes on, which needs
+# no torch.
 
-# A rank blocks SLURM's warning signal first: it would kill the rank before or after the time in which it can save.
+# A rank blocks SLURM's warning signal first: it would kill the rank before or after the time in
+# which it can save.
 EARLY_SIGNAL = signal.SIGUSR1
 
 
@@ -36,8 +38,8 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Restore the mask, which blocks a warning that comes too late, and the handlers.
 
-        After an error the handlers stay: a launcher sends SIGTERM once another rank is gone, and would kill this one
-        before it can report.
+        After an error the handlers stay: a launcher sends SIGTERM once another rank is gone, and
+        would kill this one before it can report.
         """
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         if kind is not None:
@@ -53,10 +55,11 @@ class StopRequest:
         return self.signal_number != 0
 
 
-# The processes of the ranks on this machine: how a request to stop reaches them, and that none outlives its launcher.
+# The processes of the ranks on this machine: how a request to stop reaches them, and that none
+# outlives its launcher.
 #
-# Launchers end their ranks soon after a signal, too soon to save. So launchers never hear of it: they run in a session
-# of their own, and the ranks are told directly.
+# Launchers end their ranks soon after a signal, too soon to save. So launchers never hear of it:
+# they run in a session of their own, and the ranks are told directly.
 
 RETELL_S = 0.5
 LOOK_S = 1.0
@@ -66,21 +69,27 @@ END_S = 15.0
 
 
 def rank_processes(out: Path) -> list[psutil.Process]:
-    """Return the ranks on this machine that write to `out`, whoever started them, without what they started.
+    """Return the ranks on this machine that write to `out`, without what they started.
 
     The doctor's probes count as ranks; their `out` is a token instead of a folder.
     """
     found = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
         command = [part for part in process.info["cmdline"] or [] if part != "-u"]
-        if command[1:3] == ["-m", "pipeline_lib"] and command[3:4] in (["rank"], ["probe"]) and str(out) in command:
+        if (
+            command[1:3] == ["-m", "pipeline_lib"]
+            and command[3:4] in (["rank"], ["probe"])
+            and str(out) in command
+        ):
             found[process.pid] = process
     return [process for process in found.values() if process.info["ppid"] not in found]
 
 
 @contextmanager
-def ranks_asked_to_stop(out: Path, asked: threading.Event, stop_in_s: float | None = None) -> Iterator[None]:
-    """Send SIGTERM to each rank on this machine, also to later ones, once `asked` is set or after `stop_in_s`.
+def ranks_asked_to_stop(
+    out: Path, asked: threading.Event, stop_in_s: float | None = None
+) -> Iterator[None]:
+    """Send SIGTERM to each rank here, also to later ones, once `asked` is set or after `stop_in_s`.
 
     The ranks agree on a step, save and end.
     """
@@ -109,7 +118,7 @@ def ranks_asked_to_stop(out: Path, asked: threading.Event, stop_in_s: float | No
 
 @contextmanager
 def stop_requests_received(asked: threading.Event) -> Iterator[None]:
-    """Set `asked` at a signal to stop, instead of ending this process; once one came, later ones are ignored.
+    """Set `asked` at a signal to stop, instead of ending this process; ignore later signals.
 
     So the process can say what was saved, whatever else sends the same signal again.
     """
@@ -131,7 +140,7 @@ def stop_requests_received(asked: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterator[None]:
-    """Pass a signal to stop on to the ranks of this machine; after `stop_in_s` they are asked without one."""
+    """Pass a signal to stop on to this machine's ranks; after `stop_in_s` ask without one."""
     asked = threading.Event()
     with stop_requests_received(asked), ranks_asked_to_stop(out, asked, stop_in_s):
         yield
@@ -139,9 +148,10 @@ def stop_requests_passed_on(out: Path, stop_in_s: float | None = None) -> Iterat
 
 @contextmanager
 def frozen_ranks_ended(out: Path, peer_is_lost: Callable[[], bool]) -> Iterator[None]:
-    """Kill ranks on this machine that do not end by themselves once a rank has said that it lost a peer.
+    """Kill ranks on this machine that do not end by themselves once a rank has lost a peer.
 
-    Launchers ask them to end by SIGTERM, which a frozen rank does not handle, and wait for half a minute.
+    Launchers ask them to end by SIGTERM, which a frozen rank does not handle, and wait for half a
+    minute.
     """
     over = threading.Event()
 
@@ -167,14 +177,22 @@ def run_launcher(
     give_up_s: float = GIVE_UP_S,
     output: Callable[[str], None] | None = None,
 ) -> int:
-    """Run `command` until it ends; return its exit code, negative if a signal killed it. No rank outlives this call.
+    """Run `command` until it ends; return its exit code, negative if a signal killed it.
 
-    The launcher is killed `give_up_s` after `is_given_up` is true: srun waits for a node as long as SLURM does.
-    `output` gets the lines that the launcher and its ranks print; without it they print where this process does.
+    No rank outlives this call.
+
+    The launcher is killed `give_up_s` after `is_given_up` is true: srun waits for a node as long as
+    SLURM does. `output` gets the lines that the launcher and its ranks print; without it they print
+    where this process does.
     """
     pipe: dict[str, Any] = {}
     if output:
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        pipe = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "errors": "replace",
+        }
     process = subprocess.Popen(
         command,
         env=dict(environ),

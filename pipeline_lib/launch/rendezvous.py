@@ -1,8 +1,8 @@
-"""Where the ranks of a run find each other: in a private file on one machine, at rank 0's address on several.
+"""Where a run's ranks find each other: in a private file on one machine, else at rank 0's address.
 
-torch's own start (`env://`) listens on every interface of rank 0's machine, whatever the address says. A store has no
-password: who reaches it can read and replace what is in it. So it is kept from all who need not reach it, and nothing
-that comes from it is unpickled.
+torch's own start (`env://`) listens on every interface of rank 0's machine, whatever the address
+says. A store has no password: who reaches it can read and replace what is in it. So it is kept from
+all who need not reach it, and nothing that comes from it is unpickled.
 """
 
 import socket
@@ -24,7 +24,8 @@ from pipeline_lib.launch.environment import GLOO_INTERFACE, RENDEZVOUS_FILE, is_
 class Rendezvous:
     """The meeting point of the ranks: `file`, or else a TCP port of rank 0 at `address`.
 
-    `is_served` says that a foreign launcher (torchrun) listens there already. `interface` leads to the other nodes.
+    `is_served` says that a foreign launcher (torchrun) listens there already. `interface` leads to
+    the other nodes.
     """
 
     file: str | None = None
@@ -46,25 +47,32 @@ class Rendezvous:
         )
 
     def store(self, rank: int, ranks: int, timeout_s: float, waits: bool = True) -> Any:
-        """Return the torch.distributed.Store of the `ranks` ranks. Without a file, rank 0 listens on one address only.
+        """Return the torch.distributed.Store of the `ranks` ranks.
 
-        With `waits`, all ranks have connected when it returns, if they have no file. Raises TrainingError if no
-        launcher has said where the ranks meet, if the file's folder cannot be made here or is not the user's alone, or
-        if rank 0's machine does not have the address; torch's DistNetworkError or DistStoreError if the others do not
-        come within `timeout_s`.
+        Without a file, rank 0 listens on one address only.
+
+        With `waits`, all ranks have connected when it returns, if they have no file. Raises
+        TrainingError if no launcher has said where the ranks meet, if the file's folder cannot be
+        made here or is not the user's alone, or if rank 0's machine does not have the address;
+        torch's DistNetworkError or DistStoreError if the others do not come within `timeout_s`.
         """
         timeout = timedelta(seconds=timeout_s)
         if self.file is not None:
             folder = Path(self.file).parent
-            if not UserCache(folder).is_private:  # made here if the launcher runs on another machine
-                raise TrainingError(f"the ranks cannot meet in {folder}: set TMPDIR to a local folder of every node")
+            if not UserCache(
+                folder
+            ).is_private:  # made here if the launcher runs on another machine
+                raise TrainingError(
+                    f"the ranks cannot meet in {folder}: set TMPDIR to a local folder of every node"
+                )
             mark_used(folder)  # until this process ends
             store: Any = distributed.FileStore(self.file, ranks)  # type: ignore[attr-defined]
             store.set_timeout(timeout)
             return store
         if not self.address:
             raise TrainingError(
-                f"neither {RENDEZVOUS_FILE} nor MASTER_ADDR and MASTER_PORT are set: a rank is started by"
+                f"neither {RENDEZVOUS_FILE} nor MASTER_ADDR and MASTER_PORT are set: a rank is "
+                "started by"
                 " `python -m pipeline_lib train`"
             )
         options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": waits}
@@ -79,8 +87,9 @@ class Rendezvous:
 def own_address(address: str, interface: str | None) -> str:
     """Return the numeric address of this machine at which the other ranks reach it by `address`.
 
-    A host name may lead its own machine to a loopback address (127.0.1.1 on Debian), where others cannot connect; then
-    it is the address of `interface`, which leads to the others. Raises TrainingError if this machine has neither.
+    A host name may lead its own machine to a loopback address (127.0.1.1 on Debian), where others
+    cannot connect; then it is the address of `interface`, which leads to the others. Raises
+    TrainingError if this machine has neither.
     """
     by_interface = _addresses_by_interface()
     own = {one for addresses in by_interface.values() for one in addresses}
@@ -92,8 +101,10 @@ def own_address(address: str, interface: str | None) -> str:
     if reached:
         return reached[0]
     raise TrainingError(
-        f"rank 0 is to be reached at {address}, which is no address of this machine: name the network interface that"
-        f" leads to the other nodes in {GLOO_INTERFACE} (it is {interface or 'not set'}; this machine has"
+        f"rank 0 is to be reached at {address}, which is no address of this machine: name the "
+        "network interface that"
+        f" leads to the other nodes in {GLOO_INTERFACE} (it is {interface or 'not set'}; this "
+        "machine has"
         f" {', '.join(sorted(by_interface))})"
     )
 
@@ -112,7 +123,7 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def _addresses_by_interface() -> dict[str, list[str]]:
-    """Return the IPv4 addresses, then the IPv6 addresses, of each network interface that has one."""
+    """Return the IPv4 addresses, then the IPv6 addresses, of each interface that has one."""
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [
@@ -127,11 +138,15 @@ def _addresses_by_interface() -> dict[str, list[str]]:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at `address` alone. Raises TrainingError if the port is taken."""
+    """Return a socket that listens at `address` alone.
+
+    Raises TrainingError if the port is taken.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=2048)
     except OSError as error:
         raise TrainingError(
-            f"rank 0 cannot listen at {address}, port {port} ({error.strerror}): run the same command again"
+            f"rank 0 cannot listen at {address}, port {port} ({error.strerror}): run the same "
+            "command again"
         ) from error

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node as processes and waits for them; the ranks of a failed one's node end with it."""
+"""Starts one node's ranks as processes and waits for them; when one fails, they all end."""
 
 import json
 import subprocess
@@ -26,30 +26,43 @@ class Failed:
 
 
 def run_ranks(
-    program: Sequence[str], environ: Mapping[str, str], ranks_per_node: int, nodes: int = 1, node: int = 0
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    ranks_per_node: int,
+    nodes: int = 1,
+    node: int = 0,
 ) -> Failed | None:
-    """Run `python -m pipeline_lib PROGRAM` as the ranks of node number `node`; return which failed first, if any did.
+    """Run `python -m pipeline_lib PROGRAM` as the ranks of node `node`; return which failed first.
 
-    Each rank has a session of its own, so that only their launcher tells them of signals from a terminal.
+    Each rank has a session of its own, so that only their launcher tells them of signals from a
+    terminal.
     """
     started: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        _start(started, program, rank_environments(environ, ranks_per_node, nodes, node), subprocess.DEVNULL)
+        _start(
+            started,
+            program,
+            rank_environments(environ, ranks_per_node, nodes, node),
+            subprocess.DEVNULL,
+        )
         return _wait(started)
     finally:
         _end(list(started.values()))
 
 
-# Ranks take seconds to import torch. Meanwhile their launcher verifies what they will read, which may take as long.
-# They open no file before it gives the word, a line of JSON on standard input. If that ends without one, what was to be
-# read is not whole, or the launcher has ended.
+# Ranks take seconds to import torch. Meanwhile their launcher verifies what they will read, which
+# may take as long. They open no file before it gives the word, a line of JSON on standard input. If
+# that ends without one, what was to be read is not whole, or the launcher has ended.
 
 HELD = "--held"
 _RESUME_FROM = "resume_from"
 
 
 class HeldRanks:
-    """The ranks of a training on this machine, which wait for the word within the context. None outlives it."""
+    """The ranks of a training on this machine, which wait for the word within the context.
+
+    None outlives it.
+    """
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str], ranks: int) -> None:
         """Prepare `ranks` processes of `python -m pipeline_lib PROGRAM`."""
@@ -64,7 +77,9 @@ class HeldRanks:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """End the ranks that still run."""
         for process in self._started.values():
             if process.stdin is not None:
@@ -73,8 +88,10 @@ class HeldRanks:
         _end(list(self._started.values()))
 
     def release(self, resume_from: Path | None) -> Failed | None:
-        """Let the ranks train from the checkpoint `resume_from`, verified; return which failed first, if any did."""
-        word = json.dumps({_RESUME_FROM: str(resume_from.absolute()) if resume_from else None}) + "\n"
+        """Let the ranks train from the verified checkpoint `resume_from`; return which failed."""
+        word = (
+            json.dumps({_RESUME_FROM: str(resume_from.absolute()) if resume_from else None}) + "\n"
+        )
         for process in self._started.values():
             if process.stdin is not None:
                 with suppress(BrokenPipeError):  # it has ended, which is told by its exit code
@@ -84,7 +101,7 @@ class HeldRanks:
 
 
 def checkpoint_in(word: str) -> Path | None:
-    """Return the checkpoint that a rank continues from by the `word` of its launcher; None if from the start."""
+    """Return the checkpoint that a rank continues from, by its launcher's `word`, or None."""
     resume_from = json.loads(word)[_RESUME_FROM]
     return Path(resume_from) if resume_from else None
 

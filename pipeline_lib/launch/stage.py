@@ -1,4 +1,4 @@
-"""The training stage, around the ranks: attempts, what they continue from, and what is kept of their work."""
+"""The training stage, around the ranks: attempts, what they continue from, and what is kept."""
 
 import shutil
 import threading
@@ -48,12 +48,13 @@ from pipeline_lib.records.results import Training
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
-# One attempt at a training run: its ranks are started on the nodes of the allocation, and waited for.
+# One attempt at a training run: its ranks are started on the nodes of the allocation, and waited
+# for.
 
 
 @dataclass(frozen=True)
 class LaunchedAttempt:
-    """One attempt at a training run: `resume_from` is the checkpoint that it continues from, verified."""
+    """One attempt at a training run: `resume_from` is the verified checkpoint to start from."""
 
     job: Job
     plan_dir: Path
@@ -65,7 +66,7 @@ class LaunchedAttempt:
 
     @property
     def out(self) -> Path:
-        """The folder that the ranks write to, as their command lines name it: they are found by it."""
+        """The folder that the ranks write to, as on their command lines: they are found by it."""
         return self.job.out.absolute()
 
     @property
@@ -88,7 +89,8 @@ class LaunchedAttempt:
         except LockLost:
             raise
         except PipelineError as error:
-            with suppress(OSError, DiskFull):  # a full disk takes no events, and `error` says so better
+            # a full disk takes no events, and `error` says so better
+            with suppress(OSError, DiskFull):
                 self._record(error)
             raise
 
@@ -96,7 +98,8 @@ class LaunchedAttempt:
         allocation = self.place.allocation
         stop_in_s = None
         if (left_s := allocation.left_s) is not None:
-            # SLURM's own warning of its time limit is lost on ranks that have not begun when it comes.
+            # SLURM's own warning of its time limit is lost on ranks that have not begun when it
+            # comes.
             stop_in_s = max(0.0, left_s - warning_s(self.plan, int(left_s)))
         with _rendezvous(self.place) as rendezvous:
             made = launch_environment(environ, self.plan, rendezvous)
@@ -110,7 +113,9 @@ class LaunchedAttempt:
         with stop_requests_passed_on(self.out):
             failed = held.release(self.resume_from)
         if failed is not None:
-            raise explain(self.place.launcher, failed.exit_code, failed.rank, self.place.ranks, self.run_dir)
+            raise explain(
+                self.place.launcher, failed.exit_code, failed.rank, self.place.ranks, self.run_dir
+            )
 
     def _run_in_job(self, environ: dict[str, str], stop_in_s: float | None) -> None:
         """Let srun start the ranks on the nodes of the job, and wait for them."""
@@ -121,7 +126,9 @@ class LaunchedAttempt:
         if exit_code:
             raise explain(place.launcher, exit_code, None, place.ranks, self.run_dir)
 
-    def _run_on_hosts(self, group: HostGroup, environ: Mapping[str, str], stop_in_s: float | None) -> None:
+    def _run_on_hosts(
+        self, group: HostGroup, environ: Mapping[str, str], stop_in_s: float | None
+    ) -> None:
         """Let the agents of all hosts start their ranks, and wait for them."""
         place, run_dir = self.place, self.run_dir
         order = HostOrder.common(place, environ, run_dir.absolute(), self.rank_arguments)
@@ -135,7 +142,9 @@ class LaunchedAttempt:
         if not ended.exit_code and not ended.lost:
             return
         launcher = f"{place.launcher} on {ended.host}" if ended.host else place.launcher
-        error = explain(launcher, ended.exit_code or Interrupted.exit_code, None, place.ranks, run_dir)
+        error = explain(
+            launcher, ended.exit_code or Interrupted.exit_code, None, place.ranks, run_dir
+        )
         raise explain_lost_hosts(error, ended.lost, place.ranks, run_dir)
 
     def _peer_is_lost(self) -> bool:
@@ -146,11 +155,17 @@ class LaunchedAttempt:
         if isinstance(error, RanksLost):
             for lost in error.lost:
                 events.emit(EventName.RANK_LOST, **asdict(lost))
-        name = EventName.RUN_INTERRUPTED if error.exit_code == Interrupted.exit_code else EventName.RUN_FAILED
+        name = (
+            EventName.RUN_INTERRUPTED
+            if error.exit_code == Interrupted.exit_code
+            else EventName.RUN_FAILED
+        )
         events.emit(name, reason=reason_of(error), exit_code=error.exit_code)
 
 
-def _rank_arguments(job: Job, plan_dir: Path, attempt: int, resume_from: Path | None) -> RankArguments:
+def _rank_arguments(
+    job: Job, plan_dir: Path, attempt: int, resume_from: Path | None
+) -> RankArguments:
     return RankArguments(
         spec=str(job.store.spec_path(job.spec.digest).absolute()),
         plan=str(plan_dir.absolute()),
@@ -170,11 +185,15 @@ def _rendezvous(place: RankPlacement) -> AbstractContextManager[Mapping[str, str
     return nullcontext({"MASTER_ADDR": place.allocation.address, "MASTER_PORT": str(port)})
 
 
-# The training stage, around the ranks: what they continue from, who starts them, and what is kept of their work.
+# The training stage, around the ranks: what they continue from, who starts them, and what is kept
+# of their work.
 
 
 def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction:
-    """Return the training stage as the sealed plan in `plan_dir` places it. `environ` is this process's own."""
+    """Return the training stage as the sealed plan in `plan_dir` places it.
+
+    `environ` is this process's own.
+    """
 
     def launch(job: Job) -> dict[str, Any]:
         verify(plan_dir, job.store.verified)
@@ -207,17 +226,18 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
 
 
 def warning_of_lost_best(train: Train, summary: Mapping[str, Any]) -> str | None:
-    """Return what to tell of a training that should have left its best step and could not; None if it did."""
+    """Return what to tell of a training that should have left its best step; None if it did."""
     if not Training.model_validate(summary).has_lost_best(train.keep_best):
         return None
     return (
-        f"the held-out loss was lowest after step {summary['best_step']:,}, and the checkpoint of that step was damaged"
+        f"the held-out loss was lowest after step {summary['best_step']:,}, and the checkpoint of "
+        "that step was damaged"
         f" or missing, so the result is step {summary['result_step']:,}"
     )
 
 
 def take_hashes(job: Job, checkpoint: Path) -> None:
-    """Take the hashes of the weights that are links to those of the sealed `checkpoint`: they are not read again."""
+    """Take the hashes of weights that link to the sealed `checkpoint`, instead of reading them."""
     if not (checkpoint / MANIFEST_NAME).exists():
         return
     sealed_ns = (checkpoint / MANIFEST_NAME).stat().st_mtime_ns
@@ -233,7 +253,7 @@ def take_hashes(job: Job, checkpoint: Path) -> None:
 def _held_here(
     place: RankPlacement, plan: PlanDocument, arguments: RankArguments, environ: Mapping[str, str]
 ) -> Iterator[HeldRanks | None]:
-    """Start the ranks if they run on this machine: they import while this process verifies what they will read.
+    """Start the ranks if they run here: they import while this process verifies their inputs.
 
     Yield None for ranks elsewhere: srun and agents start them later.
     """
@@ -246,7 +266,9 @@ def _held_here(
             yield held
 
 
-def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> AbstractContextManager[Allocation]:
+def _allocated(
+    plan: PlanDocument, job: Job, environ: Mapping[str, str]
+) -> AbstractContextManager[Allocation]:
     """Return the nodes for the training of `plan`, to be entered."""
     nodes, ranks = known(plan.cluster.nodes), known(plan.cluster.ranks)
     wanted = HostNeeds(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
@@ -257,15 +279,19 @@ def _allocated(plan: PlanDocument, job: Job, environ: Mapping[str, str]) -> Abst
 
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the attempt that begins now, from 1."""
-    launched = [event for event in read_events(run_dir / EVENTS_NAME) if event.get("event") == EventName.RUN_LAUNCHED]
+    launched = [
+        event
+        for event in read_events(run_dir / EVENTS_NAME)
+        if event.get("event") == EventName.RUN_LAUNCHED
+    ]
     return 1 + len(launched)
 
 
 def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Path | None:
-    """Return the newest checkpoint up to `last_step` that verifies; None if there are no checkpoints.
+    """Return the newest checkpoint up to `last_step` that verifies; None if there are none.
 
-    It is looked for before any rank waits for another. Damaged ones are set aside and reported. Raises IntegrityError
-    if all are damaged.
+    It is looked for before any rank waits for another. Damaged ones are set aside and reported.
+    Raises IntegrityError if all are damaged.
     """
     folder = run_dir / CHECKPOINTS
     files.sweep(folder, "step-")
@@ -279,14 +305,15 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
     found = newest_valid(folder, last_step, reject)
     if had_any and found is None:
         raise IntegrityError(
-            f"{folder}: every checkpoint is damaged, and they were set aside there as rejected-step-*; "
+            f"{folder}: every checkpoint is damaged, and they were set aside there as "
+            "rejected-step-*; "
             "run the same command again to begin the training anew"
         )
     return found
 
 
 def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
-    """Return the folders of trainings with the settings and the model of this one by another version of the code.
+    """Return the folders of trainings with this one's settings and model by another code version.
 
     They have checkpoints, and are not continued: the versions compute something else.
     """
@@ -297,7 +324,10 @@ def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
             continue
         with suppress(IntegrityError):
             left_by = Spec.from_json(read_manifest(steps[-1][1]).spec, str(other))
-            is_same = (left_by.settings, left_by.inputs.get("model")) == (job.spec.settings, job.spec.inputs["model"])
+            is_same = (left_by.settings, left_by.inputs.get("model")) == (
+                job.spec.settings,
+                job.spec.inputs["model"],
+            )
             if is_same and left_by.version != job.spec.version:
                 found.append(other)
     return found
@@ -305,16 +335,21 @@ def runs_of_other_versions(job: Job, run_dir: Path) -> list[Path]:
 
 def _tell(attempt: LaunchedAttempt) -> None:
     """Print how the attempt begins, and write its event."""
-    plan, place, run_dir, resume_from = attempt.plan, attempt.place, attempt.run_dir, attempt.resume_from
+    plan = attempt.plan
+    place = attempt.place
+    run_dir = attempt.run_dir
+    resume_from = attempt.resume_from
     others = [] if resume_from else runs_of_other_versions(attempt.job, run_dir)
     for other in others:
         attempt.job.say(
-            f"train: {other} holds checkpoints of this training by another version of the training code, which computes"
+            f"train: {other} holds checkpoints of this training by another version of the training "
+            "code, which computes"
             " something else; they are not continued, and may be removed"
         )
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(
-        f"train: {plan.chosen.strategy} on {count(place.ranks, f'{place.device} ranks')} by {place}, "
+        f"train: {plan.chosen.strategy} on {count(place.ranks, f'{place.device} ranks')} by "
+        f"{place}, "
         f"{count(plan.batch.steps, 'steps')}, {where} (attempt {attempt.number}; "
         f"plan in {attempt.plan_dir / 'plan.txt'}, checkpoints in {run_dir / CHECKPOINTS})"
     )

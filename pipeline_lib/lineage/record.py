@@ -1,4 +1,4 @@
-"""The lineage of a model as its folder stores it: links, training attempts, and the manifests of all stages."""
+"""A model's lineage as its folder stores it: links, training attempts, all stages' manifests."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,28 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_ma
 # Links: what a result was made from, back to the sources, as the manifests record it.
 
 CODE = "code"  # the key of the git commit in `versions`
-NEWEST_FIRST = ("report", "evaluate", "baseline", "merge", "train", "shard", "tokenize", "data", "generation", "model")
+NEWEST_FIRST = (
+    "report",
+    "evaluate",
+    "baseline",
+    "merge",
+    "train",
+    "shard",
+    "tokenize",
+    "data",
+    "generation",
+    "model",
+)
 
 
 @dataclass(frozen=True)
 class LineageLink:
-    """One stage instance of the lineage. `made_from` lists its inputs by part and digest; `sources` is text.
+    """One stage instance of the lineage.
 
-    `job` names the SLURM jobs that made it. `duration_s` is in seconds; `restarts` counts those of a training.
+    `made_from` lists its inputs by part and digest; `sources` is text.
+
+    `job` names the SLURM jobs that made it. `duration_s` is in seconds; `restarts` counts those of
+    a training.
     """
 
     part: str
@@ -46,7 +60,9 @@ class LineageLink:
 def chain(inputs: Mapping[str, Sealed]) -> list[LineageLink]:
     """Return the links of `inputs` (sealed directories by part), newest stage first."""
     return [
-        link_of(part, inputs[part].manifest, RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts)
+        link_of(
+            part, inputs[part].manifest, RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts
+        )
         for part in sorted(inputs, key=place_of)
     ]
 
@@ -57,11 +73,16 @@ def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> 
         part=part,
         stage=manifest.stage,
         digest=manifest.digest,
-        made_from=[(name, manifest.inputs[name].digest) for name in sorted(manifest.inputs, key=place_of)],
+        made_from=[
+            (name, manifest.inputs[name].digest) for name in sorted(manifest.inputs, key=place_of)
+        ],
         sources=sources_of(manifest),
         versions=manifest.versions,
         machine=manifest.machine or None,
-        job=", ".join(dict.fromkeys(filter(None, [*(attempt.job for attempt in attempts), manifest.job]))) or None,
+        job=", ".join(
+            dict.fromkeys(filter(None, [*(attempt.job for attempt in attempts), manifest.job]))
+        )
+        or None,
         started_at=manifest.started_at,
         duration_s=manifest.duration_s,
         restarts=sum(not attempt.is_completed for attempt in attempts[:-1]),
@@ -76,14 +97,17 @@ def settings_in(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def sources_of(manifest: Manifest) -> list[str]:
-    """Return the origin of a download and each of its files with its SHA-256; empty for other stages."""
+    """Return the origin of a download and the SHA-256 of each file; empty for other stages."""
     if manifest.stage != "download":
         return []
-    return [origin_of(manifest), *(f"{name} sha256:{entry.sha256}" for name, entry in sorted(manifest.files.items()))]
+    return [
+        origin_of(manifest),
+        *(f"{name} sha256:{entry.sha256}" for name, entry in sorted(manifest.files.items())),
+    ]
 
 
 def origin_of(manifest: Manifest) -> str:
-    """Describe the origin of a download: `modelscope Qwen/Qwen3-8B@COMMIT`, `files of the machine`."""
+    """Describe a download's origin: `modelscope Qwen/Qwen3-8B@COMMIT`, `files of the machine`."""
     settings = settings_in(manifest)
     source = str(settings.get("source", "unknown"))
     if "name" in settings:
@@ -92,8 +116,12 @@ def origin_of(manifest: Manifest) -> str:
     if source in made_by:
         content = settings.get("content")
         python = content.get("python") if isinstance(content, dict) else None
-        return f"{source}: {made_by[source]}" + (f" {python}" if python and source == "pydoc" else "")
-    return {"file": "files of the machine", "local": "a model folder of the machine"}.get(source, source)
+        return f"{source}: {made_by[source]}" + (
+            f" {python}" if python and source == "pydoc" else ""
+        )
+    return {"file": "files of the machine", "local": "a model folder of the machine"}.get(
+        source, source
+    )
 
 
 def attempt_text(attempt: Attempt) -> str:
@@ -108,7 +136,11 @@ def code_text(versions: Mapping[str, str]) -> str:
     if commit is None:
         return "unknown: not run from a git repository"
     dirty = commit.endswith("-dirty")
-    return f"{commit.removesuffix('-dirty')}, with changes that were not committed" if dirty else commit
+    return (
+        f"{commit.removesuffix('-dirty')}, with changes that were not committed"
+        if dirty
+        else commit
+    )
 
 
 def place_of(part: str) -> tuple[int, int]:
@@ -118,12 +150,14 @@ def place_of(part: str) -> tuple[int, int]:
     return known, int(number) if number.isdecimal() else 0
 
 
-# lineage.json of a model folder: the manifests of everything it was made from, so that a copied folder has them too.
-# Each manifest records the SHA-256 of its inputs' manifests, so an edited link does not match the manifest above it.
-# File paths, and host names outside SLURM, are left out because they may identify people and machines.
+# lineage.json of a model folder: the manifests of everything it was made from, so that a copied
+# folder has them too. Each manifest records the SHA-256 of its inputs' manifests, so an edited link
+# does not match the manifest above it. File paths, and host names outside SLURM, are left out
+# because they may identify people and machines.
 
 LINEAGE_NAME = "lineage.json"
-REMADE, WITHOUT_PATHS = "made again since it was read", "its manifest contains paths, which are left out here"
+REMADE = "made again since it was read"
+WITHOUT_PATHS = "its manifest contains paths, which are left out here"
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:;,'\"()]+/)+(?=[^\s/])")
 
 
@@ -141,7 +175,7 @@ class ManifestEntry(BaseModel):
 
 
 class Folder(BaseModel):
-    """A local base model that this pipeline made: the manifest of its folder and its lineage.json."""
+    """A local base model that this pipeline made: its manifest and its lineage.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     manifest: dict[str, Any]
@@ -149,7 +183,7 @@ class Folder(BaseModel):
 
 
 class Record(BaseModel):
-    """The content of lineage.json: links by part, the attempts at the training, and a local base model's origin."""
+    """The content of lineage.json: links by part, attempts, a local base model's origin."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = 1
@@ -178,11 +212,15 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
         links[part] = _entry(path, wanted_sha256)
         for name in sorted(manifest.inputs.keys() - asked_for, key=place_of):
             entry = manifest.inputs[name]
-            waiting.append((name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256))
+            waiting.append(
+                (name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256)
+            )
         asked_for |= manifest.inputs.keys()
     # Attempts without folder paths, and without the name of a machine that trained alone.
     events = RunRecord.read(inputs["train"].file(EVENTS_NAME)).events
-    public = RunRecord([event if _has_public_nodes(event) else {**event, "nodes": None} for event in events])
+    public = RunRecord(
+        [event if _has_public_nodes(event) else {**event, "nodes": None} for event in events]
+    )
     attempts = [replace(attempt, end=_FOLDERS.sub("", attempt.end)) for attempt in public.attempts]
     return Record(links=links, attempts=attempts, base=base_folder(inputs["model"].manifest, store))
 
@@ -196,7 +234,8 @@ def _has_public_nodes(event: Mapping[str, Any]) -> bool:
 def _entry(path: Path, wanted_sha256: str | None) -> ManifestEntry:
     """Return the entry for the manifest at `path`, without paths of this machine.
 
-    `wanted_sha256` is the recorded SHA-256 of the manifest; None for an input that was just verified.
+    `wanted_sha256` is the recorded SHA-256 of the manifest; None for an input that was just
+    verified.
     """
     manifest = read_json(path / MANIFEST_NAME)
     unproven = None if wanted_sha256 in (None, sha256_file(path / MANIFEST_NAME)) else REMADE
@@ -224,8 +263,8 @@ def base_folder(downloaded: Manifest, store: Store) -> Folder | None:
 def _folders_of_base(downloaded: Manifest, store: Store) -> Iterator[Path]:
     """Yield where a local base model may lie with its manifest.
 
-    The spec has the path of who wrote it last, which may be another user's copy without a manifest: all who work with
-    the store have its own merges.
+    The spec has the path of who wrote it last, which may be another user's copy without a manifest:
+    all who work with the store have its own merges.
     """
     with suppress(IntegrityError, KeyError):
         yield Path(store.read_spec(store.spec_path(downloaded.digest)).where["path"])
@@ -233,7 +272,7 @@ def _folders_of_base(downloaded: Manifest, store: Store) -> Iterator[Path]:
 
 
 def _folder(path: Path, manifest: Manifest) -> Folder:
-    """Return the manifest in `path`, which was read as `manifest`, with the lineage that it sealed."""
+    """Return the manifest in `path`, read as `manifest`, with the lineage that it sealed."""
     found = path / LINEAGE_NAME
     lineage = None
     with suppress(OSError, ValueError, RecursionError, KeyError):
@@ -243,10 +282,12 @@ def _folder(path: Path, manifest: Manifest) -> Folder:
 
 
 def is_same_model(downloaded: Manifest, merged: Manifest) -> bool:
-    """Return whether `merged` is a merge that sealed every file of the local base model `downloaded`."""
+    """Return whether `merged` is a merge that sealed every file of the base `downloaded`."""
     if merged.stage != "merge":
         return False
-    return bool(downloaded.files) and all(merged.files.get(name) == entry for name, entry in downloaded.files.items())
+    return bool(downloaded.files) and all(
+        merged.files.get(name) == entry for name, entry in downloaded.files.items()
+    )
 
 
 def read_record(folder: Path) -> Record | None:

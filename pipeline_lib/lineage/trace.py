@@ -1,4 +1,4 @@
-"""The trace of a model folder back to its sources, with every available digest checked, as a tree or as JSON."""
+"""A model folder's trace back to its sources, each available digest checked, as a tree or JSON."""
 
 import json
 import re
@@ -54,7 +54,10 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 @dataclass
 class Traced:
-    """A link and the results of checking it. `link` is None if nothing describes it; `inputs` are the links below."""
+    """A link and the results of checking it.
+
+    `link` is None if nothing describes it; `inputs` are the links below.
+    """
 
     part: str
     ref: Ref
@@ -75,7 +78,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Checks:
-    """How to check links: against which store, whether by size only, and where to report progress."""
+    """How to check links: against which store, if by size only, where to report progress."""
 
     store: Store
     sizes_only: bool
@@ -97,12 +100,14 @@ class Checks:
 
 
 def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
-    """Check a link against the record and the store, and describe it; return its manifest, or None without one.
+    """Check a link against record and store, and describe it; return its manifest, or None.
 
     The store's manifest is used if it is the recorded one, else the record's if there is one.
     """
     if traced.ref.stage not in MADE_BY_US or not _DIGEST.fullmatch(traced.ref.digest):
-        traced.problems.append(f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is not a stage instance")
+        traced.problems.append(
+            f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is not a stage instance"
+        )
         return None
     here = in_store(traced, checks)
     recorded = _recorded(traced, record, checks)
@@ -114,11 +119,15 @@ def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | N
         return None
     traced.problems += [f"{traced.part}: {problem}" for problem in problems_of_spec(manifest)]
     if Ref(manifest.stage, manifest.digest) != traced.ref:
-        traced.problems.append(f"{traced.part}: its manifest is that of {manifest.stage} {manifest.digest}")
+        traced.problems.append(
+            f"{traced.part}: its manifest is that of {manifest.stage} {manifest.digest}"
+        )
     attempts: Sequence[Attempt] = ()
     if traced.part == "train":
         folder = checks.store.sealed(traced.ref)
-        attempts = RunRecord.read(folder / EVENTS_NAME).attempts if record is None else record.attempts
+        attempts = (
+            RunRecord.read(folder / EVENTS_NAME).attempts if record is None else record.attempts
+        )
     describe(traced, manifest, attempts)
     if here is None:
         mark_recorded(traced)
@@ -132,14 +141,16 @@ def mark_recorded(traced: Traced) -> None:
 
 
 def _recorded(traced: Traced, record: Record | None, checks: Checks) -> Manifest | None:
-    """Return the link's manifest from the model's record, checked against its SHA-256; None without a valid one."""
+    """Return the link's manifest from the record, checked by SHA-256; None if there is none."""
     entry = record.links.get(traced.part) if record else None
     if entry is None:
         return None
     if entry.unproven is not None and traced.state != checks.verified:
         traced.notes.append(f"its sha256 cannot be checked by the record alone: {entry.unproven}")
     elif entry.unproven is None and entry.manifest_sha256 != traced.manifest_sha256:
-        traced.problems.append(f"{LINEAGE_NAME}: {traced.part}: its sha256 differs from the recorded one")
+        traced.problems.append(
+            f"{LINEAGE_NAME}: {traced.part}: its sha256 differs from the recorded one"
+        )
     try:
         return parse_manifest(entry.manifest, f"{LINEAGE_NAME}: {traced.part}")
     except IntegrityError as error:
@@ -148,7 +159,7 @@ def _recorded(traced: Traced, record: Record | None, checks: Checks) -> Manifest
 
 
 def in_store(traced: Traced, checks: Checks) -> Manifest | None:
-    """Return the link's manifest from the store and check all its files; None if it is missing or damaged."""
+    """Return the link's manifest from the store, with files checked; None if gone or damaged."""
     folder = checks.store.sealed(traced.ref)
     try:
         if not (folder / MANIFEST_NAME).is_file():
@@ -167,16 +178,19 @@ def in_store(traced: Traced, checks: Checks) -> Manifest | None:
         traced.state = checks.verified
     elif pointer.is_file() and read_pointer(pointer) == sha256:
         traced.state = REMADE
-        traced.notes.append(f"the store has another build of it, made {manifest.started_at}; its files are whole")
+        traced.notes.append(
+            f"the store has another build of it, made {manifest.started_at}; its files are whole"
+        )
     else:
         traced.problems.append(
-            f"{folder / MANIFEST_NAME}: neither the manifest that was read nor the one that was sealed"
+            f"{folder / MANIFEST_NAME}: neither the manifest that was read nor the one that was "
+            "sealed"
         )
     return manifest
 
 
 def problems_of_spec(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong if the spec does not match the digest, or its inputs not those that were read."""
+    """Yield what is wrong if the spec does not match the digest, or its inputs differ."""
     try:
         spec = Spec.from_json(manifest.spec, "its spec")
         digest = spec.digest
@@ -184,7 +198,9 @@ def problems_of_spec(manifest: Manifest) -> Iterator[str]:
         yield f"its spec is damaged ({error})"
         return
     if (spec.stage, digest) != (manifest.stage, manifest.digest):
-        yield f"its spec belongs to {spec.stage} {digest}, not to {manifest.stage} {manifest.digest}"
+        yield (
+            f"its spec belongs to {spec.stage} {digest}, not to {manifest.stage} {manifest.digest}"
+        )
     read = {name: Ref(entry.stage, entry.digest) for name, entry in manifest.inputs.items()}
     if read != dict(spec.inputs):
         yield "its inputs are not those that its spec names"
@@ -201,18 +217,24 @@ def read_pointer(pointer: Path) -> str:
     return pointer.read_text(encoding="utf-8", errors="replace").strip()
 
 
-# The trace: the folder is checked against its manifest, each manifest against the SHA-256 that the link above recorded,
-# and each spec against its digest. For links that are in the store, all files are checked too.
+# The trace: the folder is checked against its manifest, each manifest against the SHA-256 that the
+# link above recorded, and each spec against its digest. For links that are in the store, all files
+# are checked too.
 
 MOST_BASES = 32  # models in a row, each fine-tuned from the one before
 
 
 def model_folder(path: Path) -> Path:
-    """Return the model folder at `path`, or the one around it for its `adapter`. Raises DataError for others."""
+    """Return the model folder at `path`, or the one around it for its `adapter`.
+
+    Raises DataError for others.
+    """
     if not path.is_dir():
         raise DataError(f"{path}: no such folder; give a model folder, such as results/NAME/model")
     for folder in (path, path.resolve().parent):
-        if (folder / MANIFEST_NAME).is_file() and (folder == path or path.resolve().name == "adapter"):
+        if (folder / MANIFEST_NAME).is_file() and (
+            folder == path or path.resolve().name == "adapter"
+        ):
             return folder
     hint = f"; {path / 'model'} is one" if (path / "model" / MANIFEST_NAME).is_file() else ""
     raise DataError(f"{path}: not a model folder of this pipeline: it has no {MANIFEST_NAME}{hint}")
@@ -227,10 +249,10 @@ def store_of(folder: Path, manifest: Manifest, store: Store) -> Store:
 
 
 def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
-    """Return the trace from the model folder at `path`, newest link first; problems are in the links' `problems`.
+    """Return the trace from the model folder at `path`, newest first; links hold their `problems`.
 
-    `say` reports what is being read. Raises DataError if it is no model folder of this pipeline, IntegrityError if its
-    manifest cannot be parsed.
+    `say` reports what is being read. Raises DataError if it is no model folder of this pipeline,
+    IntegrityError if its manifest cannot be parsed.
     """
     folder = model_folder(path)
     manifest = read_manifest(folder)
@@ -238,7 +260,12 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
         raise DataError(f"{path}: made by the {manifest.stage} stage, so it is not a model folder")
     home, store = folder.resolve(), store_of(folder, manifest, store)
     checks = Checks(store, sizes_only, say)
-    root = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_file(folder / MANIFEST_NAME), checks.verified)
+    root = Traced(
+        "merge",
+        Ref(manifest.stage, manifest.digest),
+        sha256_file(folder / MANIFEST_NAME),
+        checks.verified,
+    )
     describe(root, manifest)
     root.problems += problems_of_spec(manifest)
     pointer = home.with_suffix(".ok")
@@ -249,14 +276,18 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     try:
         checks.verify(folder, manifest)
         record = read_record(folder)
-    except IntegrityError as error:  # the folder may be a copy: the advice to delete it does not hold
+    except (
+        IntegrityError
+    ) as error:  # the folder may be a copy: the advice to delete it does not hold
         root.problems.append(str(error).rpartition("; delete ")[0] or str(error))
     above: _Merge | None = _Merge(root, manifest, record)
     for _ in range(MOST_BASES):
         if above is not None:
             above = _attach_inputs(above, checks)
     if above is not None:
-        above.traced.notes.append(f"its base models go back further; only the first {MOST_BASES} are shown")
+        above.traced.notes.append(
+            f"its base models go back further; only the first {MOST_BASES} are shown"
+        )
     for traced in root.walk():
         traced.state = DAMAGED if traced.problems else traced.state
     return root
@@ -272,7 +303,7 @@ class _Merge:
 
 
 def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
-    """Attach everything that a merge was made from below it, each link below the newest one that read it.
+    """Attach everything that a merge was made from, each link below the newest one that read it.
 
     Returns the merge that made its base model, if this pipeline did.
     """
@@ -287,7 +318,8 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
             if part in seen:
                 if seen[part].ref != ref:
                     above.problems.append(
-                        f"{above.part}: made from {part} {wanted.digest}, and not {seen[part].ref.digest}"
+                        f"{above.part}: made from {part} {wanted.digest}, and not "
+                        f"{seen[part].ref.digest}"
                     )
                 elif seen[part].manifest_sha256 != wanted.manifest_sha256:
                     seen[part].notes.append(f"{above.part} read another making of it")
@@ -302,7 +334,9 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
     return base
 
 
-def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, checks: Checks) -> _Merge | None:
+def _attach_base(
+    traced: Traced, downloaded: Manifest, record: Record | None, checks: Checks
+) -> _Merge | None:
     """Attach the merge that made a local base model below it, if this pipeline did."""
     if settings_in(downloaded).get("source") != "local":
         return None
@@ -320,7 +354,9 @@ def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, ch
     except IntegrityError as error:
         traced.problems.append(str(error))
         return None
-    below = Traced("merge", Ref(manifest.stage, manifest.digest), sha256_text(json_text(base.manifest)))
+    below = Traced(
+        "merge", Ref(manifest.stage, manifest.digest), sha256_text(json_text(base.manifest))
+    )
     traced.inputs.append(below)
     describe(below, manifest)
     below.problems += problems_of_spec(manifest)
@@ -333,7 +369,13 @@ def _attach_base(traced: Traced, downloaded: Manifest, record: Record | None, ch
 
 # Output: the trace as a tree for people, and as JSON for programs.
 
-STYLES = {VERIFIED: "green", SAME_SIZES: "green", RECORDED: "yellow", REMADE: "yellow", DAMAGED: "bold red"}
+STYLES = {
+    VERIFIED: "green",
+    SAME_SIZES: "green",
+    RECORDED: "yellow",
+    REMADE: "yellow",
+    DAMAGED: "bold red",
+}
 NAME_CHARS = 11
 _IN_ORIGIN = frozenset({"kind", "source", "name", "revision", "content"})
 
@@ -360,7 +402,7 @@ def problems_of(root: Traced) -> list[str]:
 
 @contextmanager
 def status_line_on(stream: TextIO) -> Iterator[Say]:
-    """Yield a `say` that shows a transient status line on a terminal; elsewhere it prints nothing."""
+    """Yield a `say` that shows a transient status on a terminal; elsewhere it prints nothing."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         yield lambda _: None
@@ -369,7 +411,9 @@ def status_line_on(stream: TextIO) -> Iterator[Say]:
         yield lambda text: status.update(Text(one_line(text)))
 
 
-def facts_of(link: LineageLink, settings: Mapping[str, Any], above: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def facts_of(
+    link: LineageLink, settings: Mapping[str, Any], above: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Yield the facts of a link by name; of its versions only those that differ from `above`."""
     made = [link.started_at, f"in {seconds(link.duration_s)}"]
     made += [f"on {link.machine}"] if link.machine else []
@@ -377,7 +421,11 @@ def facts_of(link: LineageLink, settings: Mapping[str, Any], above: Mapping[str,
     yield "made", ", ".join(made)
     if not above or link.versions.get(CODE) != above.get(CODE):
         yield CODE, code_text(link.versions)
-    others = {name: version for name, version in link.versions.items() if name != CODE and above.get(name) != version}
+    others = {
+        name: version
+        for name, version in link.versions.items()
+        if name != CODE and above.get(name) != version
+    }
     if others:
         yield "versions", ", ".join(f"{name} {version}" for name, version in others.items())
     left_out = _IN_ORIGIN if link.stage == "download" else frozenset()
@@ -396,8 +444,12 @@ def facts_of(link: LineageLink, settings: Mapping[str, Any], above: Mapping[str,
 
 
 def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> Iterator[Text]:
-    """Yield the lines of a link and all links below it; the first has the prefix `first`, the others `rest`."""
-    head = Text(first, "dim").append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold").append("  ")
+    """Yield the lines of a link and those below; the first has prefix `first`, others `rest`."""
+    head = (
+        Text(first, "dim")
+        .append(one_line(f"{traced.part} {traced.ref.digest}"), "not dim bold")
+        .append("  ")
+    )
     yield head.append(traced.state, STYLES.get(traced.state, "yellow"))
     bar = rest + ("│  " if traced.inputs else "   ")
     versions = dict(above)
@@ -412,7 +464,12 @@ def _tree(traced: Traced, first: str, rest: str, above: Mapping[str, str]) -> It
         yield Text(bar, "dim").append(one_line(problem), "bold red")
     for below in traced.inputs:
         is_last = below is traced.inputs[-1]
-        yield from _tree(below, rest + ("└─ " if is_last else "├─ "), rest + ("   " if is_last else "│  "), versions)
+        yield from _tree(
+            below,
+            rest + ("└─ " if is_last else "├─ "),
+            rest + ("   " if is_last else "│  "),
+            versions,
+        )
 
 
 def _fact(name: str, text: str) -> str:
@@ -423,7 +480,10 @@ def _object(traced: Traced) -> dict[str, Any]:
     link = traced.link
     known: dict[str, Any] = {}
     if link is not None:
-        attempts = [{name: value for name, value in vars(one).items() if name != "job"} for one in link.attempts]
+        attempts = [
+            {name: value for name, value in vars(one).items() if name != "job"}
+            for one in link.attempts
+        ]
         known = {
             "settings": dict(traced.settings),
             "sources": link.sources,

@@ -18,9 +18,10 @@ from pipeline_lib.model.context import Part, heads_to_tokens, tokens_to_heads
 from pipeline_lib.model.gpu import AMPERE
 from pipeline_lib.model.recompute import once
 
-# cuDNN's attention kernel for Hopper, up to twice as fast as torch's flash kernel. torch offers it only for batches of
-# equal rows; cuDNN's own front end also takes packed documents of different lengths. A graph is built once per shape
-# (about 50 ms) and cached. The kernel is a custom operator, so that compiled layers contain it as one opaque step.
+# cuDNN's attention kernel for Hopper, up to twice as fast as torch's flash kernel. torch offers it
+# only for batches of equal rows; cuDNN's own front end also takes packed documents of different
+# lengths. A graph is built once per shape (about 50 ms) and cached. The kernel is a custom
+# operator, so that compiled layers contain it as one opaque step.
 
 _WIDEST_HEAD = 128  # the largest that the backward pass supports
 _HOPPER = 9  # other GPUs have other kernels, which are untested here
@@ -29,7 +30,10 @@ _HAS_FRONT_END = torch.version.cuda is not None and importlib.util.find_spec("cu
 
 
 def has_kernel(value: Tensor) -> bool:
-    """Return True if torch's flash kernel takes tensors like `value` [..., D]: half precision, Ampere or later."""
+    """Return True if torch's flash kernel takes tensors like `value` [..., D].
+
+    It takes half precision, from Ampere on.
+    """
     return (
         value.is_cuda
         and value.dtype in (torch.bfloat16, torch.float16)
@@ -39,7 +43,10 @@ def has_kernel(value: Tensor) -> bool:
 
 
 def is_available(value: Tensor) -> bool:
-    """Return True if cuDNN's kernel takes tensors like `value` [..., D]: half precision, on a Hopper GPU."""
+    """Return True if cuDNN's kernel takes tensors like `value` [..., D].
+
+    It takes half precision, on a Hopper GPU.
+    """
     return (
         has_kernel(value)
         and value.shape[-1] <= _WIDEST_HEAD
@@ -50,7 +57,10 @@ def is_available(value: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """The key for which a graph is built. `longest` is at least the length of the longest document."""
+    """The key for which a graph is built.
+
+    `longest` is at least the length of the longest document.
+    """
 
     documents: int
     longest: int
@@ -68,10 +78,11 @@ class Shape:
 def cudnn_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention within each document: query [B, H, T, D], key and value [B, G, T, D].
+    """Compute causal attention within each document: query [B, H, T, D], key, value [B, G, T, D].
 
-    `ends` are cu_seq_lens. No input is copied if the heads of a token are adjacent in memory, as the projections leave
-    them. Returns the output [B, T, H, D] and the log-sum-exp of the softmax [B * T, H] in fp32.
+    `ends` are cu_seq_lens. No input is copied if the heads of a token are adjacent in memory, as
+    the projections leave them. Returns the output [B, T, H, D] and the log-sum-exp of the softmax
+    [B * T, H] in fp32.
     """
     output, sums = once(lambda: _cudnn_forward(query, key, value, ends, longest, scaling))
     return output, sums
@@ -88,7 +99,9 @@ def _cudnn_forward(
 
 
 @cudnn_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
     batch, heads, length, width = query.shape
     sums = query.new_empty((batch * length, heads), dtype=torch.float32)
     return query.new_empty((batch, length, heads, width)), sums
@@ -106,22 +119,27 @@ def cudnn_attention_backward(
     longest: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, with the heads of a token adjacent in memory."""
+    """Return the gradients of query, key and value, a token's heads adjacent in memory."""
     shape = _shape_of(query, key, ends, longest, scaling)
     inputs = _inputs(query, key, value)
     outputs = {"o": output.flatten(0, 1), "stats": sums, "do": gradient.contiguous().flatten(0, 1)}
     gradients = {f"d{name}": torch.empty_like(tensor) for name, tensor in inputs.items()}
     _run(_backward_graph(shape), ends, {**inputs, **outputs, **gradients})
     of_query, of_key, of_value = (
-        tensor.view(query.shape[0], -1, *tensor.shape[1:]).transpose(1, 2) for tensor in gradients.values()
+        tensor.view(query.shape[0], -1, *tensor.shape[1:]).transpose(1, 2)
+        for tensor in gradients.values()
     )
     return of_query, of_key, of_value
 
 
 @cudnn_attention_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     of_query, of_key, of_value = (
-        tensor.new_empty((tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3])).transpose(1, 2)
+        tensor.new_empty(
+            (tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3])
+        ).transpose(1, 2)
         for tensor in (query, key, value)
     )
     return of_query, of_key, of_value
@@ -134,7 +152,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, ends, output, sums = ctx.saved_tensors
-    gradients = cudnn_attention_backward(gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling)
+    gradients = cudnn_attention_backward(
+        gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling
+    )
     return (*gradients, None, None, None)
 
 
@@ -142,16 +162,19 @@ cudnn_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Return each [B, H, T, D] as contiguous [B * T, H, D]; cuDNN gives wrong results for any other layout."""
+    """Return each [B, H, T, D] as contiguous [B * T, H, D]; cuDNN is wrong for other layouts."""
     tensors = {"q": query, "k": key, "v": value}
-    return {name: tensor.transpose(1, 2).contiguous().flatten(0, 1) for name, tensor in tensors.items()}
+    return {
+        name: tensor.transpose(1, 2).contiguous().flatten(0, 1) for name, tensor in tensors.items()
+    }
 
 
 def _shape_of(query: Tensor, key: Tensor, ends: Tensor, longest: int, scaling: float) -> Shape:
     batch, heads, length, width = query.shape
     if batch * length * heads * width >= 2**31:
         raise TrainingError(
-            f"micro-batches of {batch * length:,} tokens are too large for cuDNN's offsets; set train.attention: flash "
+            f"micro-batches of {batch * length:,} tokens are too large for cuDNN's offsets; set "
+            "train.attention: flash "
             "or a smaller train.micro_batch_blocks"
         )
     return Shape(
@@ -177,14 +200,16 @@ def _handle(device: int) -> Any:
 
 
 class _Graph:
-    """A cuDNN graph over packed documents, its tensors by name, and the workspace that it needs once it is built."""
+    """A cuDNN graph over packed documents, its tensors by name, and its workspace once built."""
 
     def __init__(self, shape: Shape) -> None:
         import cudnn
 
         self.cudnn, self.shape = cudnn, shape
         self.graph = cudnn.pygraph(
-            io_data_type=cudnn.data_type.BFLOAT16 if shape.dtype == torch.bfloat16 else cudnn.data_type.HALF,
+            io_data_type=cudnn.data_type.BFLOAT16
+            if shape.dtype == torch.bfloat16
+            else cudnn.data_type.HALF,
             intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
             handle=_handle(shape.device),
@@ -209,7 +234,7 @@ class _Graph:
         }
 
     def _layout(self, name: str) -> tuple[list[int], list[int], Any]:
-        """Return a tensor's sizes and strides as [documents, heads, longest, width], and its document offsets."""
+        """Return a tensor's sizes, strides [documents, heads, longest, width] and offsets."""
         shape = self.shape
         is_key = name[-1] in "kv"
         heads = shape.kv_heads if is_key else shape.heads
@@ -238,15 +263,18 @@ class _Graph:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build the graph at the end of the block, which adds the operation; cuDNN chooses the kernel.
+        """Build the graph when the block, which adds the operation, ends; cuDNN picks the kernel.
 
-        Raises TrainingError if cuDNN does not support the shape; its front end uses several error types for that.
+        Raises TrainingError if cuDNN does not support the shape; its front end uses several error
+        types for that.
         """
         try:
             yield
             self.graph.validate()
             self.graph.build_operation_graph()
-            self.graph.create_execution_plans([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
+            self.graph.create_execution_plans(
+                [self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK]
+            )
             self.graph.check_support()
             self.graph.build_plans()
             self.workspace_bytes: int = self.graph.get_workspace_size()
@@ -260,7 +288,9 @@ def _forward_graph(shape: Shape) -> _Graph:
     new = _Graph(shape)
     with new.building():
         query, key, value = (new.add_input(name) for name in ("q", "k", "v"))
-        output, sums = new.graph.sdpa(name="forward", q=query, k=key, v=value, generate_stats=True, **new.masks)
+        output, sums = new.graph.sdpa(
+            name="forward", q=query, k=key, v=value, generate_stats=True, **new.masks
+        )
         new.mark_output("o", output)
         new.mark_output("stats", sums)
     return new
@@ -274,7 +304,8 @@ def _backward_graph(shape: Shape) -> _Graph:
         gradients = new.graph.sdpa_backward(
             name="backward",
             **{argument: new.add_input(name) for argument, name in names.items()},
-            max_total_seq_len_q=shape.tokens,  # else the workspace is sized for `longest` tokens per document
+            # else the workspace is sized for `longest` tokens per document
+            max_total_seq_len_q=shape.tokens,
             max_total_seq_len_kv=shape.tokens,
             use_deterministic_algorithm=shape.is_deterministic,
             **new.masks,
@@ -293,11 +324,13 @@ def _run(graph: _Graph, ends: Tensor, tensors: dict[str, Tensor]) -> None:
     offsets = zip(_OFFSETS, ends * graph.elements, strict=True)
     known = {**tensors, **dict(offsets), "lengths": ends.diff()}
     workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=ends.device)
-    graph.graph.execute({tensor: known[name] for name, tensor in graph.tensors.items()}, workspace, handle=handle)
+    graph.graph.execute(
+        {tensor: known[name] for name, tensor in graph.tensors.items()}, workspace, handle=handle
+    )
 
 
-# torch's flash kernel for documents of different lengths. The operator of `varlen_attn` cannot keep its result for the
-# repetition of a layer (model/recompute.py), so this one calls the same kernels.
+# torch's flash kernel for documents of different lengths. The operator of `varlen_attn` cannot keep
+# its result for the repetition of a layer (model/recompute.py), so this one calls the same kernels.
 
 _CAUSAL: dict[str, Any] = {"window_size_left": -1, "window_size_right": 0}
 
@@ -308,7 +341,8 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention within each document: query [N, H, D], key and value [N, G, D].
 
-    `ends` are cu_seq_lens. Returns the output [N, H, D] and the log-sum-exp of the softmax [H, N] in fp32.
+    `ends` are cu_seq_lens. Returns the output [N, H, D] and the log-sum-exp of the softmax [H, N]
+    in fp32.
     """
     output, sums = once(lambda: _flash_forward(query, key, value, ends, longest, scaling))
     return output, sums
@@ -317,7 +351,8 @@ def flash_attention(
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    arguments = (query, key, value, ends, ends, longest, longest, 0.0, True)  # without dropout, causal
+    # without dropout, causal
+    arguments = (query, key, value, ends, ends, longest, longest, 0.0, True)
     output, sums, *_ = torch.ops.aten._flash_attention_forward(
         *arguments, return_debug_mask=False, scale=scaling, **_CAUSAL
     )
@@ -325,8 +360,12 @@ def _flash_forward(
 
 
 @flash_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(
+        (query.shape[1], query.shape[0]), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("qwen3_pipeline::flash_attention_backward", mutates_args=())
@@ -342,30 +381,53 @@ def flash_attention_backward(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    random = torch.zeros((2,), dtype=torch.uint64, device=query.device)  # of dropout, which there is none
-    arguments = (gradient, query, key, value, output, sums, ends, ends, longest, longest, 0.0, True, random)
+    random = torch.zeros(
+        (2,), dtype=torch.uint64, device=query.device
+    )  # of dropout, which there is none
+    arguments = (
+        gradient,
+        query,
+        key,
+        value,
+        output,
+        sums,
+        ends,
+        ends,
+        longest,
+        longest,
+        0.0,
+        True,
+        random,
+    )
     unused = torch.empty(0, device=query.device)
-    of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(*arguments, unused, scale=scaling, **_CAUSAL)
+    of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+        *arguments, unused, scale=scaling, **_CAUSAL
+    )
     return of_query, of_key, of_value
 
 
 @flash_attention_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _flash_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, ends, output, sums = ctx.saved_tensors
-    gradients = flash_attention_backward(gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling)
+    gradients = flash_attention_backward(
+        gradient, query, key, value, output, sums, ends, ctx.longest, ctx.scaling
+    )
     return (*gradients, None, None, None)
 
 
 flash_attention.register_autograd(_flash_backward, setup_context=_save)
 
 
-# Attention as transformers calls it. On CUDA one kernel serves the whole batch: cuDNN's if available, else torch's
-# flash kernel. Elsewhere, and in fp32, each document is computed by itself. A document's output does not depend on the
-# documents around it. Sliding windows and padded rows for generation are not supported.
+# Attention as transformers calls it. On CUDA one kernel serves the whole batch: cuDNN's if
+# available, else torch's flash kernel. Elsewhere, and in fp32, each document is computed by itself.
+# A document's output does not depend on the documents around it. Sliding windows and padded rows
+# for generation are not supported.
 
 PACKED = "packed"
 PACKED_FLASH = "packed_by_torch"  # without cuDNN
@@ -374,7 +436,9 @@ PACKED_FLASH = "packed_by_torch"  # without cuDNN
 def register() -> None:
     """Register the attention with transformers as `attn_implementation=PACKED` and PACKED_FLASH."""
     AttentionInterface.register(PACKED, packed_attention)
-    AttentionInterface.register(PACKED_FLASH, functools.partial(packed_attention, takes_cudnn=False))
+    AttentionInterface.register(
+        PACKED_FLASH, functools.partial(packed_attention, takes_cudnn=False)
+    )
 
 
 def packed_attention(
@@ -393,20 +457,25 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within documents, with the signature that transformers expects.
 
-    `query` is [B, H, T, D], `key` and `value` are [B, G, T, D]; returns the output [B, T, H, D] and None.
-    `cu_seq_lens_q`, int32, holds the flat offsets at which documents begin, and ends with one or more B * T.
-    `max_length_q` is at least the longest document's length, as a number or as `sized` gives it. Without them, as in
-    generation, each row is one sequence. With `part`, the tensors are this rank's part of the tokens, and both of those
-    arguments describe whole blocks.
+    `query` is [B, H, T, D], `key` and `value` are [B, G, T, D]; returns the output [B, T, H, D] and
+    None. `cu_seq_lens_q`, int32, holds the flat offsets at which documents begin, and ends with one
+    or more B * T. `max_length_q` is at least the longest document's length, as a number or as
+    `sized` gives it. Without them, as in generation, each row is one sequence. With `part`, the
+    tensors are this rank's part of the tokens, and both of those arguments describe whole blocks.
     """
     if cu_seq_lens_q is None or max_length_q is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout
+        )
     longest = max_length_q.shape[0] if isinstance(max_length_q, Tensor) else max_length_q
-    # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the projection's dtype.
+    # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the
+    # projection's dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if part is not None:
         query, key, value = tokens_to_heads(query, key, value, part)
-    output = _within_documents(query, key, value, cu_seq_lens_q, longest, scaling, dropout, takes_cudnn)
+    output = _within_documents(
+        query, key, value, cu_seq_lens_q, longest, scaling, dropout, takes_cudnn
+    )
     return output if part is None else heads_to_tokens(output, part), None
 
 
@@ -440,20 +509,32 @@ def sized(length: int, device: torch.device) -> Tensor:
 
     Compiled code takes varying sizes, but is recompiled for each new value of a number.
     """
-    return torch.empty(max(2, length), 0, device=device)  # the compiler treats a size of 1 as a constant
+    # the compiler treats a size of 1 as a constant
+    return torch.empty(max(2, length), 0, device=device)
 
 
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, scaling: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    scaling: float | None,
+    dropout: float,
 ) -> Tensor:
     """Return [N, H, D] from query [N, H, D], key and value [N, G, D], document by document.
 
     On a GPU each call waits for the lengths.
     """
-    if query.is_cuda:  # the remaining kernels there need equally many key heads, or would materialize the scores
-        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    # the remaining kernels there need equally many key heads, or would materialize the scores
+    if query.is_cuda:
+        key, value = (
+            tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            for tensor in (key, value)
+        )
     lengths = [length for length in cu_seq_lens.diff().tolist() if length]
-    queries, keys, values = (torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value))
+    queries, keys, values = (
+        torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value)
+    )
     outputs = [
         F.scaled_dot_product_attention(
             one[None],

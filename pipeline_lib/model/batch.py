@@ -1,4 +1,4 @@
-"""Batches of packed blocks as tensors, their losses, their prefetching, and the probe for checking an export."""
+"""Batches of packed blocks as tensors, their losses, prefetching, and the probe for exports."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,20 @@ from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.context import Part
 from pipeline_lib.model.dropout import Draws
 
-# From packed blocks to tensors and losses. Documents do not attend to each other, and only supervised tokens are
-# predicted.
+# From packed blocks to tensors and losses. Documents do not attend to each other, and only
+# supervised tokens are predicted.
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of B blocks of T tokens. `targets[b, t]` is the token to predict at position t, or IGNORED.
+    """A micro-batch of B blocks of T tokens.
 
-    With `part`, tensors [B, T] and numbers of tokens are of that part; `cu_seq_lens` and `max_length` describe the
-    whole blocks.
+    `targets[b, t]` is the token to predict at position t, or IGNORED.
+
+    With `part`, tensors [B, T] and numbers of tokens are of that part; `cu_seq_lens` and
+    `max_length` describe the whole blocks.
     """
 
     tokens: Tensor  # [B, T] int64
@@ -46,7 +48,8 @@ class Batch:
     max_length: int  # an upper bound on the length of documents
     supervised_tokens: int
     real_tokens: int
-    squared_lengths: int  # sum of the documents' squared lengths: the cost of attention; 0 but for the first part
+    # sum of the documents' squared lengths: the cost of attention; 0 but for the first part
+    squared_lengths: int
     part: Part | None = None
     draws: Draws | None = None  # of dropout; without them torch's random numbers decide
 
@@ -59,7 +62,9 @@ class Batch:
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)}
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
         return replace(self, **changed)
 
 
@@ -96,14 +101,17 @@ def make_batch(blocks: Sequence[Block]) -> Batch:
 
 
 def read_batch(reader: BlockReader, block_ids: Sequence[int] | NDArray[np.int64]) -> Batch:
-    """Read the blocks with these numbers; -1 stands for a block of padding, which keeps ranks in step."""
+    """Read the blocks with these numbers; -1 is a block of padding, which keeps ranks in step."""
     return make_batch(
-        [reader[int(block)] if block != order.PADDING else empty_block(reader.block_tokens) for block in block_ids]
+        [
+            reader[int(block)] if block != order.PADDING else empty_block(reader.block_tokens)
+            for block in block_ids
+        ]
     )
 
 
 def part_of(batch: Batch, part: Part | None) -> Batch:
-    """Return the part of each block of `batch`, whose blocks are whole; without `part`, `batch` itself."""
+    """Return the part of each whole block of `batch`; without `part`, `batch` itself."""
     if part is None:
         return batch
     targets, documents = part.of(batch.targets), part.of(batch.documents)
@@ -124,7 +132,7 @@ def part_of(batch: Batch, part: Part | None) -> Batch:
 
 @dataclass(frozen=True)
 class Portion:
-    """What a rank computes of a set of blocks: those of its group, one of `groups`, and of each block its `part`.
+    """What a rank computes of some blocks: those of its group, one of `groups`, and their `part`.
 
     Without `part`, a rank is a group of its own and has whole blocks.
     """
@@ -134,14 +142,20 @@ class Portion:
     part: Part | None = None
 
     def batches(
-        self, reader: BlockReader, block_ids: NDArray[np.int64], micro_batch_blocks: int, key: int | None = None
+        self,
+        reader: BlockReader,
+        block_ids: NDArray[np.int64],
+        micro_batch_blocks: int,
+        key: int | None = None,
     ) -> Iterator[Batch]:
-        """Read this rank's micro-batches of the blocks with these numbers; all ranks get equally many.
+        """Read this rank's micro-batches of the blocks with these numbers, as many as each rank.
 
         With `key`, that and the number of a block decide its dropout.
         """
         costs, tokens = reader.costs[block_ids], reader.block_tokens
-        for micro in order.rank_blocks(block_ids, costs, self.group, self.groups, micro_batch_blocks):
+        for micro in order.rank_blocks(
+            block_ids, costs, self.group, self.groups, micro_batch_blocks
+        ):
             batch = read_batch(reader, micro)
             if key is not None:
                 keys = tuple(key_of(key, block) for block in micro.tolist())
@@ -163,16 +177,18 @@ def empty_block(block_tokens: int) -> Block:
 
 
 def _rounded(least: int) -> int:
-    """Round up to 2**k or 3 * 2**(k - 1): finer steps mean more shapes, coarser ones more padding to process."""
+    """Round up to 2**k or 3 * 2**(k - 1): finer steps mean more shapes, coarser ones padding."""
     step = 1 << max(0, (least - 1).bit_length() - 2)
     return -(-least // step) * step
 
 
-def logits_at(model: nn.Module, batch: Batch, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Return logits [B, K, V] at the K `positions` of whole blocks; the head is applied to no others.
+def logits_at(
+    model: nn.Module, batch: Batch, positions: Tensor, hidden: Tensor | None = None
+) -> Tensor:
+    """Return logits [B, K, V] at the K `positions` of whole blocks; the head is applied only there.
 
-    `hidden` [B, T, H] takes the place of the embedded tokens. With parts, all ranks of the group return the logits of
-    all positions, without gradients.
+    `hidden` [B, T, H] takes the place of the embedded tokens. With parts, all ranks of the group
+    return the logits of all positions, without gradients.
     """
     if batch.part is None:
         return model(**_inputs(batch, hidden), logits_to_keep=positions).logits  # type: ignore[no-any-return]
@@ -184,14 +200,15 @@ def logits_at(model: nn.Module, batch: Batch, positions: Tensor, hidden: Tensor 
 
 
 def hidden_states(base: nn.Module, batch: Batch, hidden: Tensor) -> Tensor:
-    """Return the last hidden states [B, T, H] of `base`, a model without head, for the embedded tokens `hidden`."""
+    """Return the last hidden states [B, T, H] of the headless `base` for embedded `hidden`."""
     return base(**_inputs(batch, hidden)).last_hidden_state  # type: ignore[no-any-return]
 
 
 def loss_sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the sum of -log p over the supervised tokens, in nats, and the weighted router loss; both in fp32.
+    """Return the sum of -log p over the supervised tokens, in nats, and the router loss; both fp32.
 
-    The router loss is summed over the real tokens. It is 0 without experts, without gradients, or if its weight is 0.
+    The router loss is summed over the real tokens. It is 0 without experts, without gradients, or
+    if its weight is 0.
     """
     total, _, of_routers = _losses(model, batch)
     return total, of_routers
@@ -203,7 +220,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def token_losses(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-    """Return -log p [B, T] of the target at each position, 0 where there is none; in fp32, without gradients.
+    """Return -log p [B, T] of each position's target, 0 where there is none; fp32, no gradients.
 
     `hidden` [B, T, H] takes the place of the embedded tokens.
     """
@@ -215,7 +232,9 @@ def block_losses(model: nn.Module, batch: Batch) -> Tensor:
     return token_losses(model, batch).sum(dim=1)
 
 
-def _losses(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(
+    model: nn.Module, batch: Batch, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Call the forward of `return_losses` in model/loss.py."""
     real = batch.documents >= 0
     inputs = _inputs(batch, hidden)
@@ -223,7 +242,7 @@ def _losses(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> tup
 
 
 def _inputs(batch: Batch, hidden: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of transformers' forward; the document offsets are passed on to the attention."""
+    """Return the arguments of transformers' forward; attention gets the document offsets."""
     return {
         **({"input_ids": batch.tokens} if hidden is None else {"inputs_embeds": hidden}),
         "position_ids": batch.positions,
@@ -243,10 +262,11 @@ Read = Callable[[int], list[Batch]]
 
 
 class Prefetcher(AbstractContextManager["Prefetcher"]):
-    """A reader that calls `read` one step ahead in a thread and measures the time spent waiting for it.
+    """A reader that calls `read` one step ahead in a thread and measures the time spent waiting.
 
-    Steps may be taken in any order: a step that was not prefetched is read at once. For a GPU the batches are in
-    pinned memory, so that copies are asynchronous. `take` raises the errors of `read`.
+    Steps may be taken in any order: a step that was not prefetched is read at once. For a GPU the
+    batches are in pinned memory, so that copies are asynchronous. `take` raises the errors of
+    `read`.
     """
 
     def __init__(self, read: Read, last_step: int, device: torch.device) -> None:
@@ -263,13 +283,17 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> tuple[list[Batch], float]:
-        """Return the micro-batches of global step `step`, counted from 0, and the seconds spent waiting for them."""
+        """Return the micro-batches of global step `step`, from 0, and the seconds of waiting."""
         start_s = time.monotonic()
         if step not in self._coming:
             self._coming = {step: self._pool.submit(self._read_step, step)}
         batches = self._coming[step].result()
         following = step + 1
-        self._coming = {following: self._pool.submit(self._read_step, following)} if following < self._last_step else {}
+        self._coming = (
+            {following: self._pool.submit(self._read_step, following)}
+            if following < self._last_step
+            else {}
+        )
         return batches, time.monotonic() - start_s
 
     def _read_step(self, step: int) -> list[Batch]:
@@ -284,7 +308,9 @@ _POSITIONS = 32  # at most, spread evenly over the real tokens of the block
 
 
 @torch.no_grad()
-def probe_logits(model: nn.Module, block: Block, device: torch.device, part: Part | None = None) -> Tensor:
+def probe_logits(
+    model: nn.Module, block: Block, device: torch.device, part: Part | None = None
+) -> Tensor:
     """Return the logits [K, V] of `model` at the probe's positions of `block`, in fp32 on the CPU.
 
     With `part`, the ranks of its group compute them together.
@@ -299,7 +325,10 @@ def probe_logits(model: nn.Module, block: Block, device: torch.device, part: Par
 
 
 def probe_block(block: Block, parts: int = 1) -> Block:
-    """Return the beginning of `block` that is the probe: up to PROBE_TOKENS tokens, or a few less for equal parts."""
+    """Return the beginning of `block` that is the probe: up to PROBE_TOKENS tokens.
+
+    It has a few less for equal parts.
+    """
     count = min(len(block.tokens), PROBE_TOKENS // parts * parts)
     return Block(block.tokens[:count], block.supervised[:count], block.documents[:count])
 
@@ -325,5 +354,7 @@ def save_probe(folder: Path, block: Block, logits: Tensor) -> None:
 def load_probe(folder: Path) -> tuple[Block, Tensor]:
     """Return the block and the logits [K, V] of the probe in `folder`."""
     with safe_open(str(folder / PROBE_NAME), framework="pt") as file:
-        block = Block(*(file.get_tensor(name).numpy() for name in ("tokens", "supervised", "documents")))
+        block = Block(
+            *(file.get_tensor(name).numpy() for name in ("tokens", "supervised", "documents"))
+        )
         return block, file.get_tensor("logits")

@@ -1,4 +1,4 @@
-"""Building the model: transformers' Qwen with adapters, checkpointed, compiled or fp8 decoder layers, and losses."""
+"""Building the model: Qwen with adapters; checkpointed, compiled or fp8 layers; and losses."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -39,12 +39,17 @@ from pipeline_lib.model.experts import (
 from pipeline_lib.model.loss import return_losses
 from pipeline_lib.model.nf4 import quantize_linears
 from pipeline_lib.model.offload import HostMemory
-from pipeline_lib.model.recompute import fully_recomputed, keep_attention_of_last, selectively_recomputed
+from pipeline_lib.model.recompute import (
+    fully_recomputed,
+    keep_attention_of_last,
+    selectively_recomputed,
+)
 from pipeline_lib.model.weights import base_parameters
 
-# fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and gradients are each
-# scaled per tensor (torchao's recipe). Norms, attention, the head and the fp32 master weights are as under
-# bf16. Only passes with gradients use fp8: validation, generation and the probe run in bf16, as the model is exported.
+# fp8 matmuls in the decoder layers (torchao), about twice as fast as bf16 ones. Inputs, weights and
+# gradients are each scaled per tensor (torchao's recipe). Norms, attention, the head and the fp32
+# master weights are as under bf16. Only passes with gradients use fp8: validation, generation and
+# the probe run in bf16, as the model is exported.
 
 _ADA = (8, 9)  # the first compute capability with fp8 matmuls
 
@@ -52,16 +57,21 @@ _ADA = (8, 9)  # the first compute capability with fp8 matmuls
 def use_fp8(layer: nn.Module) -> None:
     """Make the linear modules of `layer` multiply in fp8; names and weights stay the same.
 
-    Routers, and linears whose sizes are not multiples of the kernels' tile, are left unchanged. Raises ConfigError if
-    torchao is not installed, or if the GPU has no fp8 matmuls.
+    Routers, and linears whose sizes are not multiples of the kernels' tile, are left unchanged.
+    Raises ConfigError if torchao is not installed, or if the GPU has no fp8 matmuls.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
-        raise ConfigError("train.precision", [f"fp8 needs torchao: {how_to_install('fp8')}"]) from error
+        raise ConfigError(
+            "train.precision", [f"fp8 needs torchao: {how_to_install('fp8')}"]
+        ) from error
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _ADA:
-        raise ConfigError("train.precision", [f"{torch.cuda.get_device_name()} has no products in fp8; it may be bf16"])
+        raise ConfigError(
+            "train.precision",
+            [f"{torch.cuda.get_device_name()} has no products in fp8; it may be bf16"],
+        )
     recipe = Float8LinearConfig.from_recipe_name("tensorwise")
     convert_to_float8_training(layer, config=recipe, module_filter_fn=_is_meant)
     for module in layer.modules():
@@ -80,12 +90,13 @@ def _is_meant(module: nn.Module, name: str) -> bool:
     return not name.endswith("mlp.gate") and all(size % FP8_TILE == 0 for size in sizes)
 
 
-# Preparation of the decoder layers: fp8, activation checkpointing and compilation. Each layer's `forward` is replaced
-# before a strategy wraps the layer, so that the strategy's hooks stay outside and parameters keep their names.
+# Preparation of the decoder layers: fp8, activation checkpointing and compilation. Each layer's
+# `forward` is replaced before a strategy wraps the layer, so that the strategy's hooks stay outside
+# and parameters keep their names.
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a transformers model, with or without adapters; empty if there are none."""
+    """Return a transformers model's decoder layers, with or without adapters; may be empty."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("layers"):
             return list(module)
@@ -93,10 +104,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_layers(model: nn.Module, train: Train) -> None:
-    """Apply the precision, checkpointing and compilation of `train` to the decoder layers of `model`.
+    """Apply the precision, checkpointing and compilation of `train` to the layers of `model`.
 
-    The model may be on the meta device: compilation happens at the first run, and equal layers share the result. Only
-    passes with gradients are compiled, since generation and validation have other shapes.
+    The model may be on the meta device: compilation happens at the first run, and equal layers
+    share the result. Only passes with gradients are compiled, since generation and validation have
+    other shapes.
     """
     prepared: dict[_Kind, Callable[..., Any]] = {}
     host = HostMemory() if keeps_on_host(train) else None
@@ -117,7 +129,7 @@ def prepare_layers(model: nn.Module, train: Train) -> None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the prepared `forward` of a layer depends on: equal layers share it, and what is compiled of it."""
+    """What a layer's prepared `forward` depends on: equal layers share it and its compilation."""
 
     layer: Any  # the class
     is_dense: bool
@@ -127,7 +139,8 @@ class _Kind:
     @staticmethod
     def of_layer(layer: nn.Module, train: Train) -> "_Kind":
         has_random = any(
-            getattr(module, "attention_dropout", 0.0) > 0.0 or (isinstance(module, nn.Dropout) and module.p > 0.0)
+            getattr(module, "attention_dropout", 0.0) > 0.0
+            or (isinstance(module, nn.Dropout) and module.p > 0.0)
             for module in layer.modules()
         )
         is_dense = not has_router(layer)
@@ -139,23 +152,30 @@ def _prepared(kind: _Kind, train: Train, host: HostMemory | None) -> Callable[..
 
     `host` is for what full checkpointing keeps, if that is to be kept on the host.
     """
-    plain = with_router_logits(kind.layer.forward) if kind.keeps_router_logits else kind.layer.forward
+    plain = (
+        with_router_logits(kind.layer.forward) if kind.keeps_router_logits else kind.layer.forward
+    )
     forward = plain
     if train.recompute == "selective":
         forward = selectively_recomputed(forward, kind.has_random)
     attend, feed = attended, fed_forward
     if train.compile is True:
-        torch._dynamo.config.optimize_ddp = False  # DDP's hooks are outside of layers, so no graph breaks are needed
-        forward, attend, feed = _compiled(forward, plain), _compiled(attended, plain), torch.compile(fed_forward)
+        torch._dynamo.config.optimize_ddp = (
+            False  # DDP's hooks are outside of layers, so no graph breaks are needed
+        )
+        forward = _compiled(forward, plain)
+        attend = _compiled(attended, plain)
+        feed = torch.compile(fed_forward)
     if kind.is_dense and can_feed_in_chunks(train):
         forward = in_chunks(forward, attend, feed, kind.has_random)
-    if train.recompute == "full":  # outside of the compiled part, which would keep more than the layer's input
+    # outside of the compiled part, which would keep more than the layer's input
+    if train.recompute == "full":
         forward = fully_recomputed(forward, kind.has_random, host)
     return keeping_router_logits(forward) if kind.keeps_router_logits else forward
 
 
 def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` compiled with a dynamic number of documents; without gradients it runs `plain`."""
+    """Return `forward` compiled for any number of documents; without gradients it runs `plain`."""
     compiled = torch.compile(forward)
 
     @functools.wraps(plain)  # transformers reads the signature
@@ -172,20 +192,30 @@ def _compiled(forward: Callable[..., Any], plain: Callable[..., Any]) -> Callabl
     return run
 
 
-# The model itself: transformers' Qwen2, Qwen3 or Qwen3-MoE, without distributed code, and its adapters. Trained weights
-# are kept in fp32 as the master copy, frozen ones in the compute precision. A model to train is built on the meta
-# device, and model/weights.py fills it after it has been sharded.
+# The model itself: transformers' Qwen2, Qwen3 or Qwen3-MoE, without distributed code, and its
+# adapters. Trained weights are kept in fp32 as the master copy, frozen ones in the compute
+# precision. A model to train is built on the meta device, and model/weights.py fills it after it
+# has been sharded.
 
-# The dtype of weights in computation and of activations; fp8 matmuls round both by themselves (`use_fp8`).
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The dtype of weights in computation and of activations; fp8 matmuls round both by themselves
+# (`use_fp8`).
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
-def load_base(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any) -> PreTrainedModel:
+def load_base(
+    folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any
+) -> PreTrainedModel:
     """Load the whole model in the Hugging Face folder in `dtype`. Never runs code from the folder.
 
-    The model can attend within documents and return losses, as model/batch.py calls it. It uses torch's attention
-    kernel, since speed matters little here and cuDNN's may not support the shape. It is on the CPU unless `options` of
-    `from_pretrained` say otherwise. Raises DataError if transformers cannot load the model, or if weights are missing.
+    The model can attend within documents and return losses, as model/batch.py calls it. It uses
+    torch's attention kernel, since speed matters little here and cuDNN's may not support the shape.
+    It is on the CPU unless `options` of `from_pretrained` say otherwise. Raises DataError if
+    transformers cannot load the model, or if weights are missing.
     """
     attention.register()
     experts.register()
@@ -200,8 +230,10 @@ def prepare_to_generate(model: PreTrainedModel) -> None:
     model.config.use_cache = True
 
 
-def load_plain(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any) -> PreTrainedModel:
-    """Load the model in `folder` as transformers has it, with `rope`; `options` are those of `from_pretrained`.
+def load_plain(
+    folder: Path, dtype: torch.dtype, rope: Rope | None = None, **options: Any
+) -> PreTrainedModel:
+    """Load transformers' model in `folder` with `rope`; `options` are those of `from_pretrained`.
 
     Raises DataError if transformers cannot load the model, or if weights are missing.
     """
@@ -218,7 +250,9 @@ def load_plain(folder: Path, dtype: torch.dtype, rope: Rope | None = None, **opt
         )
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
-        raise DataError(f"{folder}: its files lack {', '.join(missing[:5])}; get the whole model again")
+        raise DataError(
+            f"{folder}: its files lack {', '.join(missing[:5])}; get the whole model again"
+        )
     return model
 
 
@@ -233,20 +267,28 @@ def _config_of(folder: Path, rope: Rope | None) -> PreTrainedConfig:
     return kind.from_dict(stretched(text, rope))
 
 
-def empty_base(folder: Path, dtype: torch.dtype, attend: str = PACKED, rope: Rope | None = None) -> PreTrainedModel:
-    """Build the model of `folder` with `rope` and all parameters on the meta device, without memory or values.
+def empty_base(
+    folder: Path, dtype: torch.dtype, attend: str = PACKED, rope: Rope | None = None
+) -> PreTrainedModel:
+    """Build the model of `folder` with `rope` on the meta device, without memory or values.
 
-    `attend` is the attention implementation. Raises DataError if transformers cannot build the model.
+    `attend` is the attention implementation. Raises DataError if transformers cannot build the
+    model.
     """
     attention.register()
     experts.register()
     with _named_failure(folder), torch.device("meta"):
         config = _config_of(folder, rope)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=attend, experts_implementation=GROUPED, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=attend,
+            experts_implementation=GROUPED,
+            trust_remote_code=False,
         )
     for name, module in list(model.named_modules()):
-        if next(module.buffers(recurse=False), None) is not None:  # rotary frequencies are computed, not loaded
+        # rotary frequencies are computed, not loaded
+        if next(module.buffers(recurse=False), None) is not None:
             model.set_submodule(name, type(module)(model.config))
     return _prepare(model, folder)
 
@@ -262,7 +304,10 @@ def _named_failure(folder: Path) -> Iterator[None]:
 
 def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if getattr(model.config, "sliding_window", None) is not None:
-        raise DataError(f"{folder}: this model attends in a sliding window, which is not supported for packed blocks")
+        raise DataError(
+            f"{folder}: this model attends in a sliding window, which is not supported for packed "
+            "blocks"
+        )
     model.config.use_cache = False
     delta.install(model)
     return_losses(model)
@@ -270,12 +315,12 @@ def _prepare(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def build_trainable(folder: Path, train: Train, rope: Rope | None = None) -> nn.Module:
-    """Build the model to train on the meta device: trained weights in fp32, frozen ones in the compute precision.
+    """Build the model on the meta device: trained weights in fp32, frozen in the compute precision.
 
     `rope` is the config's `model.rope`.
 
-    Raises DataError if a glob of `train.freeze` or a name in `train.lora.targets` matches nothing, or if the model does
-    not fit `train.lora.base`.
+    Raises DataError if a glob of `train.freeze` or a name in `train.lora.targets` matches nothing,
+    or if the model does not fit `train.lora.base`.
     """
     is_full = train.method == "full"
     attend = PACKED_FLASH if train.attention == "flash" else PACKED
@@ -297,7 +342,7 @@ def build_trainable(folder: Path, train: Train, rope: Rope | None = None) -> nn.
 
 
 def freeze(model: PreTrainedModel, train: Train) -> None:
-    """Disable gradients of the parameters that `train.freeze` matches, and convert them to the compute precision."""
+    """Freeze the parameters that `train.freeze` matches, and convert them to compute precision."""
     named = {names[0]: (parameter, names) for parameter, names in base_parameters(model)}
     for name in frozen_names({name: names for name, (_, names) in named.items()}, train.freeze):
         parameter, _ = named[name]

@@ -1,9 +1,10 @@
-"""The second half of a decoder layer, its MLP, in chunks of the tokens: one chunk's intermediate tensors exist at once.
+"""The second half of a decoder layer, its MLP, in chunks: only one chunk's intermediates exist.
 
-It stands inside full checkpointing, which keeps the layer's input. The forward pass keeps nothing of the chunks. The
-backward pass needs the first half of the layer again, which checkpointing computes once the tensor between the halves
-is asked for; that tensor is the last one kept, so the repetition ends there. Then each chunk is computed again, and its
-own backward pass follows. So each half is computed twice, as without chunks.
+It stands inside full checkpointing, which keeps the layer's input. The forward pass keeps nothing
+of the chunks. The backward pass needs the first half of the layer again, which checkpointing
+computes once the tensor between the halves is asked for; that tensor is the last one kept, so the
+repetition ends there. Then each chunk is computed again, and its own backward pass follows. So each
+half is computed twice, as without chunks.
 """
 
 import functools
@@ -22,7 +23,7 @@ from pipeline_lib.model.dropout import rows_from
 
 
 def attended(layer: Any, hidden: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
-    """Return the first half of a dense decoder layer of transformers: `hidden` [B, T, H] plus its attention.
+    """Return the first half of a dense decoder layer: `hidden` [B, T, H] plus its attention.
 
     In a layer with Gated DeltaNet, that takes the place of attention.
     """
@@ -41,12 +42,17 @@ def fed_forward(layer: Any, hidden: Tensor) -> Tensor:
 
 
 def in_chunks(
-    whole: Callable[..., Any], attend: Callable[..., Tensor], feed: Callable[..., Tensor], has_random: bool
+    whole: Callable[..., Any],
+    attend: Callable[..., Tensor],
+    feed: Callable[..., Tensor],
+    has_random: bool,
 ) -> Callable[..., Any]:
-    """Return `whole`, the forward of a layer, such that with gradients more than FED_AT_ONCE tokens run in chunks.
+    """Return `whole`, a layer's forward, in chunks of tokens with gradients.
 
-    `attend` and `feed` are `attended` and `fed_forward`, as they are or compiled. `has_random` makes the backward pass
-    repeat random numbers.
+    More than FED_AT_ONCE tokens run in chunks.
+
+    `attend` and `feed` are `attended` and `fed_forward`, as they are or compiled. `has_random`
+    makes the backward pass repeat random numbers.
     """
 
     @functools.wraps(whole)
@@ -54,7 +60,8 @@ def in_chunks(
         if hidden.shape[:-1].numel() <= layers.FED_AT_ONCE or not torch.is_grad_enabled():
             return whole(layer, hidden, *args, **kwargs)
         between = attend(layer, hidden, *args, **kwargs)
-        # The empty tensor makes a node of the graph in any case, which keeps `between` before the chunks are computed.
+        # The empty tensor makes a node of the graph in any case, which keeps `between` before the
+        # chunks are computed.
         kept = _Kept.apply(torch.empty(0, requires_grad=True), between)  # type: ignore[no-untyped-call]
         return _FedForward.apply(feed, layer, [kept], has_random, between, *_trained(layer))  # type: ignore[no-untyped-call]
 
@@ -64,11 +71,16 @@ def in_chunks(
 def _trained(layer: Any) -> list[nn.Parameter]:
     """Return the parameters of the second half that get gradients."""
     modules = (layer.post_attention_layernorm, layer.mlp)
-    return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        parameter
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
 
 
 class _Kept(torch.autograd.Function):
-    """A node that keeps a tensor, as what is around it keeps tensors; it has no part in the result."""
+    """A node that keeps a tensor, as its neighbours keep tensors; it has no part in the result."""
 
     @staticmethod
     def forward(ctx: Any, node: Tensor, tensor: Tensor) -> Tensor:
@@ -89,12 +101,14 @@ class _FedForward(torch.autograd.Function):
         between: Tensor,
         *_: Tensor,
     ) -> Tensor:
-        # The tensor, not its node alone: up to torch 2.11 a node frees what it keeps when its last tensor is gone.
+        # The tensor, not its node alone: up to torch 2.11 a node frees what it keeps when its last
+        # tensor is gone.
         ctx.feed, ctx.layer, ctx.kept = feed, layer, kept
         ctx.again = _Again(between.device, has_random)
         rows = between.flatten(0, -2)
         output = torch.empty_like(rows)
-        # The backward pass has to repeat this, so it is the same code: with a graph, which is dropped.
+        # The backward pass has to repeat this, so it is the same code: with a graph, which is
+        # dropped.
         with torch.enable_grad(), _keeping_for_itself():
             for part in _parts(len(rows)):
                 chunk = rows[part].detach().requires_grad_(between.requires_grad)
@@ -126,9 +140,17 @@ class _FedForward(torch.autograd.Function):
                 sums = [_added(*pair) for pair in zip(sums, found, strict=True)]
                 del result, found  # before the next chunk's are computed
         of_parameters = [
-            None if one is None else one.to(parameter.dtype) for one, parameter in zip(sums, parameters, strict=True)
+            None if one is None else one.to(parameter.dtype)
+            for one, parameter in zip(sums, parameters, strict=True)
         ]
-        return None, None, None, None, None if of_rows is None else of_rows.view_as(between), *of_parameters
+        return (
+            None,
+            None,
+            None,
+            None,
+            None if of_rows is None else of_rows.view_as(between),
+            *of_parameters,
+        )
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -143,7 +165,7 @@ def _parts(rows: int) -> Iterator[slice]:
 
 
 def _keeping_for_itself() -> AbstractContextManager[Any]:
-    """Let autograd keep tensors as it does by itself: the checkpoint around it shall not see those of a chunk.
+    """Let autograd keep tensors as usual: the checkpoint around it shall not see a chunk's.
 
     They are kept as aliases: an operator's own result would keep its graph alive.
     """
@@ -151,15 +173,21 @@ def _keeping_for_itself() -> AbstractContextManager[Any]:
 
 
 class _Again:
-    """The state of autocast, and of random numbers if the layer draws any, of a forward pass that is repeated."""
+    """The state of autocast, and of any random numbers, of a forward pass that is repeated."""
 
     def __init__(self, device: torch.device, has_random: bool) -> None:
         """Take what holds now."""
         self._device = device
-        self._autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self._autocast = (
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
+        )
         self._random: tuple[Tensor, Tensor | None] | None = None
         if has_random:
-            self._random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            self._random = (
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            )
 
     @contextmanager
     def repeated(self) -> Iterator[None]:

@@ -1,10 +1,11 @@
 """Gated DeltaNet layers over packed documents: each document is computed as if it were alone.
 
-Two parts of such a layer carry something from token to token, and both stop at the beginning of a document here: a
-causal convolution over a few tokens, and the gated delta rule, whose state is a matrix for each head. The convolution
-is plain torch, which compiled layers fuse. The delta rule is a custom operator, so that compiled layers contain it as
-one opaque step. On GPUs it runs the Triton kernels of fla-core in half precision; anything else takes transformers'
-function, document by document.
+Two parts of such a layer carry something from token to token, and both stop at the beginning of a
+document here: a causal convolution over a few tokens, and the gated delta rule, whose state is a
+matrix for each head. The convolution is plain torch, which compiled layers fuse. The delta rule is
+a custom operator, so that compiled layers contain it as one opaque step. On GPUs it runs the Triton
+kernels of fla-core in half precision; anything else takes transformers' function, document by
+document.
 """
 
 import functools
@@ -30,7 +31,7 @@ _LAYERS = frozenset({"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 
 
 def install(model: nn.Module) -> None:
-    """Let the Gated DeltaNet layers of a transformers model heed `cu_seq_lens_q`; names and weights stay the same."""
+    """Let transformers' Gated DeltaNet layers heed `cu_seq_lens_q`; names and weights stay."""
     for module in model.modules():
         if type(module).__name__ in _LAYERS:
             module.forward = MethodType(packed_forward, module)
@@ -45,23 +46,33 @@ def packed_forward(
     part: Part | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute a Gated DeltaNet layer of transformers within documents: [B, T, H] from `hidden_states` [B, T, H].
+    """Compute a Gated DeltaNet layer within documents: [B, T, H] from `hidden_states`, the same.
 
-    `cu_seq_lens_q` is as in `packed_attention`. Without it or with a cache, as in generation, transformers' own forward
-    runs. With `part`, the tokens are this rank's part: each rank convolves all tokens for some of the heads. Raises
-    TrainingError if the ranks cannot share the heads equally.
+    `cu_seq_lens_q` is as in `packed_attention`. Without it or with a cache, as in generation,
+    transformers' own forward runs. With `part`, the tokens are this rank's part: each rank
+    convolves all tokens for some of the heads. Raises TrainingError if the ranks cannot share the
+    heads equally.
     """
     if cu_seq_lens_q is None or cache_params is not None:
         ends = {} if cu_seq_lens_q is None else {"cu_seq_lens_q": cu_seq_lens_q}
-        own = type(module).forward
-        return own(module, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **ends, **kwargs)  # type: ignore[no-any-return]
+        own: Callable[..., Tensor] = type(module).forward
+        return own(
+            module,
+            hidden_states,
+            cache_params=cache_params,
+            attention_mask=attention_mask,
+            **ends,
+            **kwargs,
+        )
     sizes = [module.key_dim, module.key_dim, module.value_dim]
     inputs = [*module.in_proj_qkv(hidden_states).split(sizes, -1)]
     inputs += [module.in_proj_a(hidden_states), module.in_proj_b(hidden_states)]
     weights = [*module.conv1d.weight[:, 0].split(sizes), module.A_log, module.dt_bias]
     if part is not None:
         if (key_heads := module.key_dim // module.head_k_dim) % part.count:
-            text = f"{part.count} ranks cannot share {key_heads} key heads of Gated DeltaNet equally"
+            text = (
+                f"{part.count} ranks cannot share {key_heads} key heads of Gated DeltaNet equally"
+            )
             raise TrainingError(f"train.context_ranks: {text}")
         inputs = tokens_to_channels(inputs, part)
         weights = [weight.chunk(part.count)[part.number] for weight in weights]
@@ -69,7 +80,8 @@ def packed_forward(
     *mixed, step, strength = (tensor.flatten(0, 1) for tensor in inputs)
     *of_convolution, decay_log, bias = weights
     positions = positions_of(cu_seq_lens_q, batch * length)
-    # Queries, keys and values are convolved by themselves: so they are contiguous, as the kernels want, without copies.
+    # Queries, keys and values are convolved by themselves: so they are contiguous, as the kernels
+    # want, without copies.
     query, key, value = (
         convolved(channels, weight, positions, module.activation)
         for channels, weight in zip(mixed, of_convolution, strict=True)
@@ -94,16 +106,18 @@ def packed_forward(
 
 
 def positions_of(ends: Tensor, tokens: int) -> Tensor:
-    """Return the position [tokens] of each token in its document; `ends` are cu_seq_lens, which may be repeated."""
+    """Return each token's position [tokens] in its document; `ends` are cu_seq_lens, may repeat."""
     index = torch.arange(tokens, dtype=ends.dtype, device=ends.device)
     return index - ends[torch.searchsorted(ends, index, right=True) - 1]
 
 
 def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str) -> Tensor:
-    """Return the activation of the causal convolution of each channel within documents: [N, C] from `mixed` [N, C].
+    """Return the activation of each channel's causal convolution within documents.
 
-    `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N] are those in the
-    documents. It is computed in fp32 and returned in the dtype of `mixed`.
+    It is [N, C], from `mixed` [N, C].
+
+    `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N]
+    are those in the documents. It is computed in fp32 and returned in the dtype of `mixed`.
     """
     tokens, before = len(mixed), weight.shape[1] - 1
     # All products are of parts of one tensor: it is what autograd keeps, in the dtype of `mixed`.
@@ -116,19 +130,22 @@ def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str)
     return activated.to(mixed.dtype)
 
 
-# The delta rule. With the state S of a head, [D, E], a token's key k and query q, both of norm 1, and its value v:
-# S <- decay S; S <- S + k (beta (v - S' k))'; its output is S' q / sqrt(D).
+# The delta rule. With the state S of a head, [D, E], a token's key k and query q, both of norm 1,
+# and its value v: S <- decay S; S <- S + k (beta (v - S' k))'; its output is S' q / sqrt(D).
 
 
 @torch.library.custom_op("qwen3_pipeline::delta_rule", mutates_args=())
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule within documents: query and key [N, G, D], value [N, H, E], G divides H.
+    """Compute the gated delta rule within documents.
 
-    Queries and keys are normalized here. `log_decay` and `beta` are [N, H] in fp32; `ends` are cu_seq_lens. Returns the
-    output [N, H, E] and the inverses [N, H, DELTA_CHUNK] that the kernels' backward pass needs, [N, H, 0] without
-    kernels. Raises ConfigError if there should be kernels and fla-core is not installed.
+    Query and key are [N, G, D], value [N, H, E], and G divides H.
+
+    Queries and keys are normalized here. `log_decay` and `beta` are [N, H] in fp32; `ends` are
+    cu_seq_lens. Returns the output [N, H, E] and the inverses [N, H, DELTA_CHUNK] that the kernels'
+    backward pass needs, [N, H, 0] without kernels. Raises ConfigError if there should be kernels
+    and fla-core is not installed.
     """
     if has_kernel(value):
         return _kernels().forward(query, key, value, log_decay, beta, ends)  # type: ignore[no-any-return]
@@ -156,7 +173,7 @@ def delta_rule_backward(
     inverses: Tensor,
     ends: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, log_decay and beta; the reference is computed again for them."""
+    """Return the gradients of query, key, value, log_decay and beta; recompute the reference."""
     if has_kernel(value):
         return _kernels().backward(gradient, query, key, value, log_decay, beta, inverses, ends)  # type: ignore[no-any-return]
     found = []
@@ -164,7 +181,9 @@ def delta_rule_backward(
         for of_output, *inputs in _documents(ends, gradient, query, key, value, log_decay, beta):
             leaves = [tensor.detach().requires_grad_() for tensor in inputs]
             found.append(torch.autograd.grad(_alone(*leaves), leaves, of_output))
-    of_query, of_key, of_value, of_decay, of_beta = (torch.cat(parts) for parts in zip(*found, strict=True))
+    of_query, of_key, of_value, of_decay, of_beta = (
+        torch.cat(parts) for parts in zip(*found, strict=True)
+    )
     return of_query, of_key, of_value, of_decay, of_beta
 
 
@@ -188,7 +207,7 @@ delta_rule.register_autograd(_backward, setup_context=_save)
 
 @contextmanager
 def _recording(device: torch.device) -> Iterator[None]:
-    """Let autograd record inside of an operator, where it is off, whatever modes the operator was called in."""
+    """Let autograd record inside an operator, where it is off, in whatever modes it was called."""
     nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     keys = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), nothing)
     with keys, torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -207,7 +226,10 @@ def _kernels() -> ModuleType:
 
 
 def _documents(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the rows of `tensors` that are a document's, for each document. On a GPU this waits for the lengths."""
+    """Yield the rows of `tensors` that are a document's, for each document.
+
+    On a GPU this waits for the lengths.
+    """
     for begin, end in pairwise(ends.tolist()):
         if begin < end:
             yield tuple(tensor[begin:end] for tensor in tensors)
@@ -218,13 +240,15 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
     repeats = value.shape[1] // key.shape[1]
     query, key = (tensor.repeat_interleave(repeats, dim=1) for tensor in (query, key))
     tensors = (tensor[None] for tensor in (query, key, value, log_decay, beta))
-    output: Tensor = _reference()(*tensors, chunk_size=DELTA_CHUNK, use_qk_l2norm_in_kernel=True)[0][0]
+    output: Tensor = _reference()(*tensors, chunk_size=DELTA_CHUNK, use_qk_l2norm_in_kernel=True)[
+        0
+    ][0]
     return output
 
 
 @functools.cache
 def _reference() -> Callable[..., Any]:
-    """Return transformers' function itself: where fla-core is installed, that name stands for fla's kernels."""
+    """Return transformers' own function: with fla-core installed, its name means fla's kernels."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     plain: Callable[..., Any] = inspect.unwrap(torch_chunk_gated_delta_rule)

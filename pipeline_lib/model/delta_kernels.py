@@ -1,7 +1,7 @@
-"""The gated delta rule over packed documents by the Triton kernels of fla-core, forward and backward.
+"""The gated delta rule over packed documents by fla-core's Triton kernels, forward and backward.
 
-A call never waits for the GPU: the chunks of all documents are listed there, in as many rows as there can be chunks.
-Importing this module needs fla-core and Triton.
+A call never waits for the GPU: the chunks of all documents are listed there, in as many rows as
+there can be chunks. Importing this module needs fla-core and Triton.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,16 @@ import triton
 from fla.modules.norm import l2norm
 from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
 from fla.ops.common import chunk_delta_h, chunk_o
-from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
-from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_bwd_kernel_dqkwg, chunk_fwd_o
+from fla.ops.common.chunk_delta_h import (
+    chunk_gated_delta_rule_bwd_dhu,
+    chunk_gated_delta_rule_fwd_h,
+)
+from fla.ops.common.chunk_o import (
+    chunk_bwd_dqkwg,
+    chunk_bwd_dv_local,
+    chunk_bwd_kernel_dqkwg,
+    chunk_fwd_o,
+)
 from fla.ops.gated_delta_rule import chunk_fwd, wy_fast
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
@@ -24,8 +32,9 @@ from torch import Tensor
 
 from pipeline_lib.arch.geometry import DELTA_CHUNK
 
-# Tiles, warps and stages of each kernel on Hopper: of fla-core's there the fastest over documents of 512, 4,096 and
-# 16,384 tokens at widths of 128, on an H200 (`python -m benchmarks.delta --choose`).
+# Tiles, warps and stages of each kernel on Hopper: of fla-core's there the fastest over documents
+# of 512, 4,096 and 16,384 tokens at widths of 128, on an H200 (`python -m benchmarks.delta
+# --choose`).
 ON_HOPPER: dict[str, tuple[dict[str, int], int, int]] = {
     "l2norm_fwd_kernel": ({"BT": 16}, 4, 3),
     "l2norm_bwd_kernel": ({"BT": 8}, 4, 3),
@@ -46,7 +55,8 @@ def tuners() -> dict[str, Any]:
     found = {}
     for module in (l2norm, cumsum, chunk_fwd, wy_fast, chunk_delta_h, chunk_o):
         for name, kernel in vars(module).items():
-            while kernel is not None and not hasattr(kernel, "configs"):  # it is inside of heuristics
+            # it is inside of heuristics
+            while kernel is not None and not hasattr(kernel, "configs"):
                 kernel = getattr(kernel, "fn", None)
             if kernel is not None:
                 found[name] = kernel
@@ -59,8 +69,8 @@ OFFERED = {name: list(tuner.configs) for name, tuner in tuners().items()}  # bef
 def pin() -> None:
     """Leave each kernel one configuration on Hopper.
 
-    Otherwise Triton compiles and times all of them when a training starts, for minutes, and may take others when it is
-    resumed.
+    Otherwise Triton compiles and times all of them when a training starts, for minutes, and may
+    take others when it is resumed.
     """
     if not IS_NVIDIA_HOPPER:
         return
@@ -75,7 +85,8 @@ class _Chunks(NamedTuple):
 
     ends: Tensor  # [documents + 1]: cu_seq_lens
     begins: Tensor  # [documents + 1]: the first chunk of each document
-    numbers: Tensor  # [rows, 2]: a chunk's document and its number there; spare rows lie behind the last document
+    # [rows, 2]: a chunk's document and its number there; spare rows lie behind the last document
+    numbers: Tensor
 
     def named(self) -> dict[str, Any]:
         """Return the arguments of kernels that take a chunk each."""
@@ -88,21 +99,30 @@ class _Chunks(NamedTuple):
 
 def _chunks_of(ends: Tensor, tokens: int) -> _Chunks:
     documents = len(ends) - 1
-    begins = F.pad(((ends.diff() + (DELTA_CHUNK - 1)) // DELTA_CHUNK).cumsum(0), (1, 0)).to(ends.dtype)
+    begins = F.pad(((ends.diff() + (DELTA_CHUNK - 1)) // DELTA_CHUNK).cumsum(0), (1, 0)).to(
+        ends.dtype
+    )
     rows = torch.arange(tokens // DELTA_CHUNK + documents, dtype=ends.dtype, device=ends.device)
     document = (torch.searchsorted(begins, rows, right=True) - 1).clamp(max=documents - 1)
-    return _Chunks(ends, begins, torch.stack([document.to(ends.dtype), rows - begins[document]], dim=1))
+    return _Chunks(
+        ends, begins, torch.stack([document.to(ends.dtype), rows - begins[document]], dim=1)
+    )
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule`: the output [N, H, E] and the inverses [N, H, DELTA_CHUNK] that its backward pass needs."""
+    """Compute `delta_rule`: its output, and the inverses that its backward pass needs.
+
+    These are [N, H, E] and [N, H, DELTA_CHUNK].
+    """
     with torch.cuda.device(value.device):
         chunks = _chunks_of(ends, len(value))
         query, key, value, log_decay, beta = _batched(query, key, value, log_decay, beta)
         query, key = l2norm_fwd(query)[0], l2norm_fwd(key)[0]
-        decay = chunk_local_cumsum(log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named())
+        decay = chunk_local_cumsum(
+            log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named()
+        )
         keys, values, inverses = chunk_gated_delta_rule_fwd_intra(
             k=key, v=value, g=decay, beta=beta, chunk_size=DELTA_CHUNK, **chunks.named()
         )
@@ -111,7 +131,14 @@ def forward(
         )
         scale = query.shape[-1] ** -0.5
         output = chunk_fwd_o(
-            q=query, k=key, v=changes, h=states, g=decay, scale=scale, chunk_size=DELTA_CHUNK, **chunks.named()
+            q=query,
+            k=key,
+            v=changes,
+            h=states,
+            g=decay,
+            scale=scale,
+            chunk_size=DELTA_CHUNK,
+            **chunks.named(),
         )
     return output[0], inverses[0]
 
@@ -126,15 +153,22 @@ def backward(
     inverses: Tensor,
     ends: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `delta_rule_backward`. The states before each chunk are computed again rather than kept."""
+    """Compute `delta_rule_backward`.
+
+    The states before each chunk are computed again rather than kept.
+    """
     with torch.cuda.device(value.device):
         chunks = _chunks_of(ends, len(value))
         of_output, query, key, value, log_decay, beta, inverses = _batched(
             gradient, query, key, value, log_decay, beta, inverses
         )
         (query, of_norms), (key, of_key_norms) = l2norm_fwd(query), l2norm_fwd(key)
-        decay = chunk_local_cumsum(log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named())
-        keys, values = recompute_w_u_fwd(k=key, v=value, beta=beta, A=inverses, g=decay, **chunks.named())
+        decay = chunk_local_cumsum(
+            log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named()
+        )
+        keys, values = recompute_w_u_fwd(
+            k=key, v=value, beta=beta, A=inverses, g=decay, **chunks.named()
+        )
         states, changes, _ = chunk_gated_delta_rule_fwd_h(
             k=key, w=keys, u=values, g=decay, chunk_size=DELTA_CHUNK, **chunks.in_order()
         )
@@ -150,14 +184,31 @@ def backward(
         )
         inside = _in_right_tiles if IS_NVIDIA_HOPPER else chunk_bwd_dqkwg
         of_query, of_key, of_keys, of_decay = inside(
-            q=query, k=key, v=changes, w=keys, h=states, dv=of_changes, dh=of_states, **shared, **chunks.named()
+            q=query,
+            k=key,
+            v=changes,
+            w=keys,
+            h=states,
+            dv=of_changes,
+            dh=of_states,
+            **shared,
+            **chunks.named(),
         )
         more_key, of_value, of_beta, more_decay = prepare_wy_repr_bwd(
-            k=key, v=value, beta=beta, g=decay, A=inverses, dw=of_keys, du=of_changes, **chunks.named()
+            k=key,
+            v=value,
+            beta=beta,
+            g=decay,
+            A=inverses,
+            dw=of_keys,
+            du=of_changes,
+            **chunks.named(),
         )
         of_query = l2norm_bwd(query, of_norms, of_query)
         of_key = l2norm_bwd(key, of_key_norms, of_key.add_(more_key))
-        of_decay = chunk_local_cumsum(of_decay.add_(more_decay), chunk_size=DELTA_CHUNK, reverse=True, **chunks.named())
+        of_decay = chunk_local_cumsum(
+            of_decay.add_(more_decay), chunk_size=DELTA_CHUNK, reverse=True, **chunks.named()
+        )
     return of_query[0], of_key[0], of_value[0], of_decay[0], of_beta[0]
 
 
@@ -181,10 +232,11 @@ def _in_right_tiles(
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what `chunk_bwd_dqkwg` does on Hopper, with the same kernel, in tiles of 32 by 32 or 128 by 128.
+    """Do what `chunk_bwd_dqkwg` does on Hopper, with its kernel in tiles of 32 x 32 or 128 x 128.
 
-    Triton 3.4 to 3.7.0 compiles it wrongly for Hopper if its tiles are 64 wide (flash-linear-attention, issue 640);
-    in tiles of 32 by 128 it reads where it must not (seen with 3.6). fla-core refuses it there whatever the tiles are.
+    Triton 3.4 to 3.7.0 compiles it wrongly for Hopper if its tiles are 64 wide
+    (flash-linear-attention, issue 640); in tiles of 32 by 128 it reads where it must not (seen with
+    3.6). fla-core refuses it there whatever the tiles are.
     """
     _, tokens, key_heads, width = k.shape
     heads, values = v.shape[2:]

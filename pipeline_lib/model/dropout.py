@@ -1,7 +1,8 @@
-"""Dropout of adapters: its masks depend on the seed, the step, the block, the place in it and the kind of device alone.
+"""Dropout of adapters: masks depend only on seed, step, block, place in it, and kind of device.
 
-So a run draws the same masks on any number of ranks, with any micro-batches, in chunks or not, and after a resume. Each
-module draws the masks of SEGMENT tokens of a block at a time, from a generator with a key of its own.
+So a run draws the same masks on any number of ranks, with any micro-batches, in chunks or not, and
+after a resume. Each module draws the masks of SEGMENT tokens of a block at a time, from a generator
+with a key of its own.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ DRAWING = "drawing"  # the attribute of a model with such dropouts that holds wh
 
 @dataclass(frozen=True)
 class Draws:
-    """What decides the masks of a micro-batch: one key for each of its blocks, of which it has equal parts.
+    """What decides a micro-batch's masks: one key for each of its blocks, which have equal parts.
 
-    The part has `tokens` tokens, from the `first` of the block on; the whole block has `block_tokens`.
+    The part has `tokens` tokens, from the `first` of the block on; the whole block has
+    `block_tokens`.
     """
 
     keys: tuple[int, ...]
@@ -37,7 +39,7 @@ class Draws:
 
 
 class Drawing:
-    """What the dropouts of a model share: the draws of the micro-batch in work, and the first of its rows in work."""
+    """What a model's dropouts share: the draws of the current micro-batch, and its first row."""
 
     def __init__(self) -> None:
         """Begin without draws: then masks come from torch's own random numbers."""
@@ -54,7 +56,7 @@ class SeededDropout(nn.Dropout):
         self.number, self.drawing = number, drawing
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` [..., H], flattened rows of the micro-batch in work, with some elements set to 0."""
+        """Return `hidden` [..., H], rows of the current micro-batch, with some elements as 0."""
         draws = self.drawing.draws
         if not self.training or draws is None:
             return super().forward(hidden)
@@ -81,7 +83,7 @@ class SeededDropout(nn.Dropout):
 
 @contextmanager
 def rows_from(layer: nn.Module, first: int) -> Iterator[None]:
-    """Let the dropouts of `layer` take rows of the micro-batch from `first` on, for as long as the context lasts."""
+    """Let the dropouts of `layer` take the micro-batch's rows from `first` on, in this context."""
     drawings = {module.drawing for module in layer.modules() if isinstance(module, SeededDropout)}
     for drawing in drawings:
         drawing.first_row = first

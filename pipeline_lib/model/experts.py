@@ -1,7 +1,8 @@
-"""Support for mixture-of-experts models: the router's load-balancing loss, grouped matmuls, and adapters of experts.
+"""Mixture-of-experts models: the router's balancing loss, grouped matmuls, adapters of experts.
 
-The balance loss is computed for each packed block over its real tokens. Its sum therefore does not depend on how
-blocks are spread over ranks and micro-batches, and padding, which is also routed, does not affect it.
+The balance loss is computed for each packed block over its real tokens. Its sum therefore does not
+depend on how blocks are spread over ranks and micro-batches, and padding, which is also routed,
+does not affect it.
 """
 
 import functools
@@ -14,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers.integrations.moe import ExpertsInterface, _grouped_linear, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    _grouped_linear,
+    grouped_mm_experts_forward,
+)
 
 from pipeline_lib.model.context import Part
 
@@ -30,13 +35,14 @@ def register() -> None:
 def router_loss_sum(
     router_logits: Sequence[Tensor], real: Tensor, experts_per_token: int, part: Part | None = None
 ) -> Tensor:
-    """Return the sum over blocks of each block's balance loss times its number of real tokens; a scalar in fp32.
+    """Return the sum over blocks of balance loss times number of real tokens; a scalar in fp32.
 
-    `router_logits` has one tensor [B * T, E] for each layer with experts; `real` [B, T] is False for padding. A block's
-    loss is what transformers' `load_balancing_loss_func` gives for its real tokens: E times the sum over experts of the
-    share of (layer, token) pairs that use the expert, times the expert's mean probability. It is `experts_per_token`
-    if all experts are used equally. With `part`, the logits are of this rank's part of the tokens, and the sum over the
-    ranks of its group is that of whole blocks.
+    `router_logits` has one tensor [B * T, E] for each layer with experts; `real` [B, T] is False
+    for padding. A block's loss is what transformers' `load_balancing_loss_func` gives for its real
+    tokens: E times the sum over experts of the share of (layer, token) pairs that use the expert,
+    times the expert's mean probability. It is `experts_per_token` if all experts are used equally.
+    With `part`, the logits are of this rank's part of the tokens, and the sum over the ranks of its
+    group is that of whole blocks.
     """
     blocks, length = real.shape
     experts = router_logits[0].shape[-1]
@@ -48,14 +54,15 @@ def router_loss_sum(
         probabilities = probabilities + (of_layer * mask).sum(dim=1)
         used = used + (torch.zeros_like(of_layer).scatter_(2, chosen, 1.0) * mask).sum(dim=1)
     tokens = mask.sum(dim=(1, 2))
-    if part is not None:  # the loss is linear in the probabilities, so each rank adds the term of its own
+    # the loss is linear in the probabilities, so each rank adds the term of its own
+    if part is not None:
         used, tokens = part.summed(used), part.summed(tokens)
     tokens = tokens.clamp(min=1.0)  # a block of only padding adds 0
     return (experts * (used * probabilities).sum(dim=1) / (len(router_logits) ** 2 * tokens)).sum()
 
 
 class _Overlay:
-    """A proxy of a module with the attributes in `others` replaced; passed as `self` to the module's methods."""
+    """A module's proxy with the attributes in `others` replaced: the `self` of its methods."""
 
     def __init__(self, module: nn.Module, **others: Any) -> None:
         self._module = module
@@ -74,10 +81,11 @@ def has_router(layer: nn.Module) -> bool:
 def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Wrap `plain`, a layer's `forward`, to return also the router's logits [N, E] of all tokens.
 
-    `tell_router_logits` has to be called on each of these layers first. The hook with which transformers collects
-    the logits is not used, since it causes graph breaks in compiled layers.
+    `tell_router_logits` has to be called on each of these layers first. The hook with which
+    transformers collects the logits is not used, since it causes graph breaks in compiled layers.
     """
-    bare = inspect.unwrap(plain)  # without transformers' checkpointing wrapper, which checks the class of `self`
+    # without transformers' checkpointing wrapper, which checks the class of `self`
+    bare = inspect.unwrap(plain)
 
     @functools.wraps(plain)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -94,7 +102,7 @@ def with_router_logits(plain: Callable[..., Tensor]) -> Callable[..., tuple[Tens
 
 
 def tell_router_logits(layer: nn.Module) -> None:
-    """Make the expert block of `layer` return (output, router logits) instead of the output alone."""
+    """Make the expert block of `layer` return (output, router logits), not the output alone."""
 
     def forward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         kept: list[Tensor] = []
@@ -111,7 +119,7 @@ def tell_router_logits(layer: nn.Module) -> None:
 
 
 def keeping_router_logits(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-    """Wrap a layer's `forward` to store the router's logits for `take_router_logits` if gradients are enabled."""
+    """Wrap a layer's `forward` to store router logits for `take_router_logits` with gradients."""
 
     @functools.wraps(forward)
     def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -124,39 +132,57 @@ def keeping_router_logits(forward: Callable[..., tuple[Tensor, Tensor]]) -> Call
 
 
 def take_router_logits(model: nn.Module) -> list[Tensor]:
-    """Return the router logits that the layers of `model` stored, in layer order, and clear them."""
-    return [vars(module).pop(_ROUTER_LOGITS) for module in model.modules() if _ROUTER_LOGITS in vars(module)]
+    """Return the router logits that the layers of `model` stored, in order, and clear them."""
+    return [
+        vars(module).pop(_ROUTER_LOGITS)
+        for module in model.modules()
+        if _ROUTER_LOGITS in vars(module)
+    ]
 
 
 def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Apply the experts with one grouped matmul for each matrix; return [N, H].
 
-    `hidden` is [N, H], `chosen` and `weights` are [N, k]. The kernel ignores autocast, so the weights are cast here.
+    `hidden` is [N, H], `chosen` and `weights` are [N, k]. The kernel ignores autocast, so the
+    weights are cast here.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        matrices = {name: getattr(experts, name).to(dtype) for name in ("gate_up_proj", "down_proj")}
+        matrices = {
+            name: getattr(experts, name).to(dtype) for name in ("gate_up_proj", "down_proj")
+        }
         experts = _Overlay(experts, **matrices)  # type: ignore[assignment]
     with _without_gathered_weights(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
 
 def adapted_experts(
-    experts: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]], hidden: Tensor, chosen: Tensor, weights: Tensor
+    experts: nn.Module,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
 ) -> Tensor:
     """Apply the experts with their adapters; return [N, H].
 
-    `factors` holds A [E, r, inputs] and B [E, outputs, r], already scaled, of the matrices with adapters, by their
-    names in `experts`. `hidden` is [N, H], `chosen` and `weights` are [N, k]. Each product is one grouped matmul over
-    the rows of all experts, those of the adapters included: rows x W' + (rows x A') x B'.
+    `factors` holds A [E, r, inputs] and B [E, outputs, r], already scaled, of the matrices with
+    adapters, by their names in `experts`. `hidden` is [N, H], `chosen` and `weights` are [N, k].
+    Each product is one grouped matmul over the rows of all experts, those of the adapters included:
+    rows x W' + (rows x A') x B'.
     """
     kind = hidden.device.type
     module: Any = experts
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else module.down_proj.dtype
+    dtype = (
+        torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else module.down_proj.dtype
+    )
     order = chosen.flatten().argsort(stable=True)  # rows of one expert stand together
     counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
-    counts = counts.index_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))
+    counts = counts.index_add(
+        0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32)
+    )
     ends = counts.cumsum(0, dtype=torch.int32)
 
     def product(rows: Tensor, name: str) -> Tensor:
@@ -175,20 +201,26 @@ def adapted_experts(
 
 
 def _without_gathered_weights(experts: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves the experts' parameters, not views of weights that ZeRO-3 has gathered.
+    """Return a context where autograd saves the experts' parameters, not views gathered by ZeRO-3.
 
-    ZeRO-3 releases a parameter's memory after the forward pass and gathers it again before the backward pass. A saved
-    view would keep the gathered weights of all layers in memory. Under activation checkpointing nothing is saved, and
-    hooks set here would take precedence over those of the checkpointing, so none are set.
+    ZeRO-3 releases a parameter's memory after the forward pass and gathers it again before the
+    backward pass. A saved view would keep the gathered weights of all layers in memory. Under
+    activation checkpointing nothing is saved, and hooks set here would take precedence over those
+    of the checkpointing, so none are set.
     """
-    gathered = [parameter for parameter in experts.parameters(recurse=False) if hasattr(parameter, "ds_id")]
+    gathered = [
+        parameter for parameter in experts.parameters(recurse=False) if hasattr(parameter, "ds_id")
+    ]
     if not gathered or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return nullcontext()
     by_place = {parameter.data_ptr(): parameter for parameter in gathered}
 
     def keep(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         parameter = by_place.get(tensor.data_ptr())
-        if parameter is None or (tensor.numel(), tensor.dtype) != (parameter.numel(), parameter.dtype):
+        if parameter is None or (tensor.numel(), tensor.dtype) != (
+            parameter.numel(),
+            parameter.dtype,
+        ):
             return tensor
         size, stride = tensor.size(), tensor.stride()
         return lambda: parameter.detach().as_strided(size, stride)

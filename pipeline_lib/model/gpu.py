@@ -19,8 +19,8 @@ AMPERE = 8  # the compute capability's first number
 def why_no_kernels() -> str:
     """Return the reason why Triton cannot build kernels on this machine; an empty string if it can.
 
-    Triton comes with torch for CUDA. It compiles a C launcher for its kernels, which needs a C compiler and Python's
-    headers; containers often lack both.
+    Triton comes with torch for CUDA. It compiles a C launcher for its kernels, which needs a C
+    compiler and Python's headers; containers often lack both.
     """
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return "this torch brings no Triton"
@@ -32,19 +32,23 @@ def why_no_kernels() -> str:
 
 
 def why_not_compiled(device: torch.device) -> str:
-    """Return the reason not to compile layers for `device`; an empty string if they may be compiled.
+    """Return the reason not to compile layers for `device`; an empty string if there is none.
 
     GPUs older than Ampere are refused. If this machine has no GPU `device`, only Triton is checked.
     """
     generation = _generation(device)
     if generation is not None and generation < AMPERE:
-        return "this GPU has no kernel for packed documents, and layers would be compiled anew for other lengths"
+        return (
+            "this GPU has no kernel for packed documents, and layers would be compiled anew "
+            "for "
+            "other lengths"
+        )
     return why_no_kernels()
 
 
 @functools.cache
 def has_triton(device: torch.device) -> bool:
-    """Return True if Triton can build kernels for `device`, a GPU of this machine of the Ampere generation or later."""
+    """Return True if Triton can build kernels for `device`, a GPU of Ampere or later here."""
     if device.type != "cuda" or why_no_kernels():
         return False
     generation = _generation(device)
@@ -52,9 +56,13 @@ def has_triton(device: torch.device) -> bool:
 
 
 def _generation(device: torch.device) -> int | None:
-    """Return the first number of the GPU's compute capability; None if this machine has no GPU `device`."""
+    """Return the GPU's major compute capability; None if this machine has no GPU `device`."""
     number = device.index or 0
-    return torch.cuda.get_device_properties(number).major if number < torch.cuda.device_count() else None
+    return (
+        torch.cuda.get_device_properties(number).major
+        if number < torch.cuda.device_count()
+        else None
+    )
 
 
 # Bitwise reproducible results, which a GPU's fastest algorithms do not give.
@@ -63,8 +71,8 @@ def _generation(device: torch.device) -> int | None:
 def make_deterministic() -> None:
     """Make torch use deterministic algorithms in this process.
 
-    An operator without one raises RuntimeError and names itself. cuBLAS also needs CUBLAS_WORKSPACE_CONFIG in the
-    environment before CUDA starts; the launcher sets it.
+    An operator without one raises RuntimeError and names itself. cuBLAS also needs
+    CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts; the launcher sets it.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -82,5 +90,6 @@ def free_gpus() -> list[int]:
     """Return the bytes that are free on each GPU."""
     if not torch.cuda.is_available():
         return []
-    torch.cuda.empty_cache()  # memory that torch caches from an earlier model does not count as free
+    # memory that torch caches from an earlier model does not count as free
+    torch.cuda.empty_cache()
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]

@@ -1,6 +1,7 @@
 """Two Triton kernels for GPUs that replace several passes of torch over large tensors.
 
-Both are memory-bound: at best each element is read once and written once. Importing this module needs Triton.
+Both are memory-bound: at best each element is read once and written once. Importing this module
+needs Triton.
 """
 
 import torch
@@ -13,9 +14,14 @@ _TILE = 64, 128  # rows and columns of the output per program
 
 
 def softmax_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return -log p [N] of `targets` [N], in fp32, and overwrite `logits` [N, V] with the probabilities."""
+    """Return -log p [N] of `targets` [N], in fp32.
+
+    It overwrites `logits` [N, V] with the probabilities.
+    """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _softmax[(len(logits),)](logits, targets, losses, logits.stride(0), logits.shape[1], COLUMNS=_COLUMNS, num_warps=16)
+    _softmax[(len(logits),)](
+        logits, targets, losses, logits.stride(0), logits.shape[1], COLUMNS=_COLUMNS, num_warps=16
+    )
     return losses
 
 
@@ -26,8 +32,11 @@ def _softmax(logits, targets, losses, stride, columns, COLUMNS: tl.constexpr):  
     places = tl.arange(0, COLUMNS)
     largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, columns, COLUMNS):  # each lane keeps its own maximum and sum: no reduction in the loop
-        values = tl.load(start + first + places, mask=first + places < columns, other=float("-inf")).to(tl.float32)
+    # each lane keeps its own maximum and sum: no reduction in the loop
+    for first in range(0, columns, COLUMNS):
+        values = tl.load(
+            start + first + places, mask=first + places < columns, other=float("-inf")
+        ).to(tl.float32)
         higher = tl.maximum(largest, values)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(largest - safe) + tl.exp(values - safe)
@@ -40,11 +49,13 @@ def _softmax(logits, targets, losses, stride, columns, COLUMNS: tl.constexpr):  
     for first in range(0, columns, COLUMNS):
         mask = first + places < columns
         values = tl.load(start + first + places, mask=mask, other=float("-inf")).to(tl.float32)
-        tl.store(start + first + places, tl.exp(values - log_sum).to(logits.dtype.element_ty), mask=mask)
+        tl.store(
+            start + first + places, tl.exp(values - log_sum).to(logits.dtype.element_ty), mask=mask
+        )
 
 
 def add_low_rank_(total: Tensor, narrow: Tensor, wide: Tensor) -> Tensor:
-    """Add narrow [N, r] x wide [r, M] to `total` [N, M] in place and return it; r has to be 16, 32, 64 or 128."""
+    """Add narrow [N, r] x wide [r, M] to `total` [N, M] in place; r is 16, 32, 64 or 128."""
     rows, columns = total.shape
     grid = (triton.cdiv(columns, _TILE[1]), triton.cdiv(rows, _TILE[0]))
     _add_low_rank[grid](
@@ -81,9 +92,13 @@ def _add_low_rank(  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, RANK)
-    left = tl.load(narrow + row[:, None] * narrow_stride + inner[None, :], mask=row[:, None] < rows, other=0.0)
+    left = tl.load(
+        narrow + row[:, None] * narrow_stride + inner[None, :], mask=row[:, None] < rows, other=0.0
+    )
     right = tl.load(
-        wide + inner[:, None] * wide_stride + column[None, :] * wide_column, mask=column[None, :] < columns, other=0.0
+        wide + inner[:, None] * wide_stride + column[None, :] * wide_column,
+        mask=column[None, :] < columns,
+        other=0.0,
     )
     places = total + row[:, None].to(tl.int64) * total_stride + column[None, :]
     mask = (row[:, None] < rows) & (column[None, :] < columns)

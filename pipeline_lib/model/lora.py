@@ -1,4 +1,4 @@
-"""Low-rank adapters: peft's modules, their initial values, and fused operators for frozen linears and experts."""
+"""Low-rank adapters: peft's modules, their initial values, and operators for frozen matrices."""
 
 import math
 import warnings
@@ -22,7 +22,8 @@ from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.gpu import has_triton
 from pipeline_lib.model.nf4 import Nf4Linear, dequantized, dtype_of
 
-# peft imports bitsandbytes, and that inductor, for quantized layers of its kind. Ours are of another (model/nf4.py).
+# peft imports bitsandbytes, and that inductor, for quantized layers of its kind. Ours are of
+# another (model/nf4.py).
 with hidden("bitsandbytes"):
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.import_utils import is_bnb_available
@@ -32,18 +33,22 @@ with hidden("bitsandbytes"):
 
     is_bnb_available()  # peft remembers the answer
 
-# A frozen linear and its adapter as one operator: x W' + s (x A') B', where the second product is added in place.
-# peft's modules convert the input to fp32 and back, and make four more passes over the widest tensors of a layer. Here
-# modules share one saved input, and nothing of the output's size is saved. The result is the same, rounded less often.
-# Adapters with dropout or DoRA keep peft's modules.
+# A frozen linear and its adapter as one operator: x W' + s (x A') B', where the second product is
+# added in place. peft's modules convert the input to fp32 and back, and make four more passes over
+# the widest tensors of a layer. Here modules share one saved input, and nothing of the output's
+# size is saved. The result is the same, rounded less often. Adapters with dropout or DoRA keep
+# peft's modules.
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Make the modules of `model` with adapters use the operator `adapted`; names and weights stay the same.
+    """Make the adapted modules of `model` use the operator `adapted`; names and weights stay.
 
-    Call this only if `has_fused_adapters` in arch/layers.py is true, which the memory and time estimates assume.
+    Call this only if `has_fused_adapters` in arch/layers.py is true, which the memory and time
+    estimates assume.
     """
-    nested = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
+    nested = {
+        id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)
+    }
     for module in model.modules():
         if isinstance(module, LoraLinear):
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
@@ -52,7 +57,10 @@ def fuse_adapters(model: nn.Module) -> None:
 
 
 def _forward_experts(outer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Apply the experts in `outer`, one of peft's nested wrappers for each adapted matrix, with all their adapters."""
+    """Apply the experts in `outer` with all their adapters.
+
+    `outer` is one of peft's nested wrappers for each adapted matrix.
+    """
     wrappers: list[Any] = []
     experts: Any = outer
     while isinstance(experts, ParamWrapper):
@@ -62,21 +70,28 @@ def _forward_experts(outer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
         return cast(Tensor, experts(hidden, chosen, weights))
     factors = {}
     for wrapper in wrappers:
-        a, b = expert_factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.r[ADAPTER])
+        a, b = expert_factors(
+            wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.r[ADAPTER]
+        )
         factors[wrapper.parameter_name] = a, b * wrapper.scaling[ADAPTER]
     return adapted_experts(experts, factors, hidden, chosen, weights)
 
 
 def expert_factors(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, r, inputs] and B [E, outputs, r] of all experts, from `a` [E r, inputs] and `b` [outputs, r E].
+    """Return A [E, r, inputs] and B [E, outputs, r] of all experts, from `a` and `b`.
 
-    peft orders the rows of `a` by expert and then by rank, and the columns of `b` by rank and then by expert.
+    `a` is [E r, inputs], `b` [outputs, r E].
+
+    peft orders the rows of `a` by expert and then by rank, and the columns of `b` by rank and then
+    by expert.
     """
     return a.view(-1, rank, a.shape[-1]), by_expert(b, rank)
 
 
-def factors_of_experts(a: Tensor, b: Tensor, rank: int, experts: slice, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return A and B of some `experts`, and of B some `rows`, as `expert_factors` returns them; no others are read."""
+def factors_of_experts(
+    a: Tensor, b: Tensor, rank: int, experts: slice, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """Return A and B as `expert_factors` does, but only of some `experts` and some `rows` of B."""
     own_a = a.view(-1, rank, a.shape[-1])[experts]
     own_b = b.view(len(b), rank, -1)[rows, :, experts]
     return expert_factors(own_a.flatten(0, 1), own_b.flatten(1), rank)
@@ -86,7 +101,8 @@ def factors_of_experts(a: Tensor, b: Tensor, rank: int, experts: slice, rows: sl
 def by_expert(b: Tensor, rank: int) -> Tensor:
     """Return peft's `b` [outputs, r E] as [E, outputs, r], contiguous.
 
-    It is an operator because the compiler would keep the order in memory, which grouped products do not take.
+    It is an operator because the compiler would keep the order in memory, which grouped products do
+    not take.
     """
     return b.view(len(b), rank, -1).permute(2, 0, 1).contiguous()
 
@@ -118,7 +134,9 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     bias = None if base.bias is None else base.bias.to(dtype)
     rows = hidden.to(dtype).flatten(0, -2)
-    output, _ = adapted(rows, base.weight.to(dtype), bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER])
+    output, _ = adapted(
+        rows, base.weight.to(dtype), bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER]
+    )
     return cast(Tensor, output.view(*hidden.shape[:-1], output.shape[-1]))
 
 
@@ -127,22 +145,28 @@ def _forward_nf4(layer: Any, base: Nf4Linear, hidden: Tensor) -> Tensor:
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     bias = None if base.bias is None else base.bias.to(dtype)
     rows = hidden.to(dtype).flatten(0, -2)
-    output, _ = adapted_nf4(rows, *base.parts, bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER])
+    output, _ = adapted_nf4(
+        rows, *base.parts, bias, a.to(dtype), b.to(dtype) * layer.scaling[ADAPTER]
+    )
     return cast(Tensor, output.view(*hidden.shape[:-1], base.out_features))
 
 
 @torch.library.custom_op("qwen3_pipeline::adapted", mutates_args=())
-def adapted(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def adapted(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return hidden x weight' + bias + (hidden x a') x b', [N, outputs], and hidden x a', [N, r].
 
-    `hidden` is [N, inputs], `weight` [outputs, inputs], `a` [r, inputs], and `b` [outputs, r], already scaled. `weight`
-    and `bias` get no gradients.
+    `hidden` is [N, inputs], `weight` [outputs, inputs], `a` [r, inputs], and `b` [outputs, r],
+    already scaled. `weight` and `bias` get no gradients.
     """
     return _product(hidden, weight, bias, a, b)
 
 
 @adapted.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(len(hidden), len(weight)), hidden.new_empty(len(hidden), len(a))
 
 
@@ -154,7 +178,9 @@ def adapted_backward(
     return _gradients(gradient, hidden, narrow, weight, a, b)
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _product(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
     narrow = hidden @ a.t()
     return _add_product(F.linear(hidden, weight, bias), narrow, b.t()), narrow
 
@@ -168,7 +194,10 @@ def _gradients(
 
 
 def _add_product(total: Tensor, narrow: Tensor, wide: Tensor) -> Tensor:
-    """Add narrow [N, r] x wide [r, M] to `total` in place, with Triton where possible: cuBLAS is slow for small r."""
+    """Add narrow [N, r] x wide [r, M] to `total` in place, if possible with Triton.
+
+    cuBLAS is slow for small r.
+    """
     if total.dtype != torch.float32 and has_triton(total.device):
         from pipeline_lib.model.kernels import add_low_rank_, has_rank
 
@@ -197,12 +226,19 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 adapted.register_autograd(_backward, setup_context=_save)
 
 
-# The same for a base in 4 bits (model/nf4.py), which is dequantized in the forward and again in the backward pass.
+# The same for a base in 4 bits (model/nf4.py), which is dequantized in the forward and again in the
+# backward pass.
 
 
 @torch.library.custom_op("qwen3_pipeline::adapted_nf4", mutates_args=())
 def adapted_nf4(
-    hidden: Tensor, codes: Tensor, absmax: Tensor, statistics: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+    hidden: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    statistics: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return what `adapted` returns, for the weight of an `Nf4Linear` in the dtype of `hidden`."""
     return _product(hidden, dequantized(codes, absmax, statistics, hidden.dtype), bias, a, b)
@@ -210,7 +246,13 @@ def adapted_nf4(
 
 @adapted_nf4.register_fake
 def _(
-    hidden: Tensor, codes: Tensor, absmax: Tensor, statistics: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
+    hidden: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    statistics: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(len(hidden), len(codes)), hidden.new_empty(len(hidden), len(a))
 
@@ -258,13 +300,14 @@ def _backward_nf4(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None,
 adapted_nf4.register_autograd(_backward_nf4, setup_context=_save_nf4)
 
 
-# Adding peft's adapters and drawing their initial values: A random, B zero, DoRA's magnitudes the norms of the base's
-# rows, so that the model's output is unchanged at first. The values are bitwise those that peft draws on one device,
-# however the model is sharded. Only DoRA's magnitudes stay in fp32: peft rounds them, which would change the model.
+# Adding peft's adapters and drawing their initial values: A random, B zero, DoRA's magnitudes the
+# norms of the base's rows, so that the model's output is unchanged at first. The values are bitwise
+# those that peft draws on one device, however the model is sharded. Only DoRA's magnitudes stay in
+# fp32: peft rounds them, which would change the model.
 
 
 def lora_config(lora: Lora, linears: list[str]) -> LoraConfig:
-    """Return peft's config with the settings of `lora` for the linears of those names, and for experts as it says."""
+    """Return peft's config by the settings of `lora`, for linears of those names and experts."""
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -280,13 +323,15 @@ def lora_config(lora: Lora, linears: list[str]) -> LoraConfig:
 def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     """Return `base` frozen, with new fp32 adapters that leave its output unchanged at first.
 
-    The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later. In a model with
-    experts, `all-linear` is the linears of attention and of the delta rule; the fused matrices of the experts get
-    adapters if they are named, and routers never do. Raises DataError naming the targets that the model does not
-    have.
+    The values are drawn from `seed`; on the meta device `draw_adapters` has to fill them in later.
+    In a model with experts, `all-linear` is the linears of attention and of the delta rule; the
+    fused matrices of the experts get adapters if they are named, and routers never do. Raises
+    DataError naming the targets that the model does not have.
     """
     head = base.get_output_embeddings()  # type: ignore[no-untyped-call]
-    experts = next((module for name, module in base.named_modules() if name.endswith(".experts")), None)
+    experts = next(
+        (module for name, module in base.named_modules() if name.endswith(".experts")), None
+    )
     matrices = [f"experts.{name}" for name, _ in experts.named_parameters()] if experts else []
     linears = {
         name.rpartition(".")[2]: None
@@ -299,7 +344,8 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     targets = linears if lora.targets == "all-linear" else lora.targets
     if absent := [name for name in targets if name not in linears and name not in matrices]:
         raise DataError(
-            f"train.lora.targets: this {base.config.model_type} model has no linear for adapters called "
+            f"train.lora.targets: this {base.config.model_type} model has no linear for adapters "
+            "called "
             f"{', '.join(absent)}; it has {', '.join(linears)}"
             + (f", {', '.join(matrices)}. Its routers get none" if experts else "")
         )
@@ -308,7 +354,8 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")  # Nf4Linear
         torch.manual_seed(seed)
-        model = get_peft_model(base, config, low_cpu_mem_usage=base.device.type == "meta")  # then nothing is drawn
+        # then nothing is drawn
+        model = get_peft_model(base, config, low_cpu_mem_usage=base.device.type == "meta")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -325,12 +372,15 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
 
 
 def draw_adapters(
-    model: nn.Module, seed: int, put: Callable[[Tensor, Tensor], None], whole: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    seed: int,
+    put: Callable[[Tensor, Tensor], None],
+    whole: Callable[[Tensor], Tensor],
 ) -> None:
-    """Fill new adapters with the values that peft draws on one device; every rank draws all values, layer by layer.
+    """Fill new adapters as peft does on one device; every rank draws all values, layer by layer.
 
-    `put(parameter, values)` stores this rank's shard of the whole `values`. `whole(parameter)` returns the whole
-    parameter and is a collective.
+    `put(parameter, values)` stores this rank's shard of the whole `values`. `whole(parameter)`
+    returns the whole parameter and is a collective.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -338,9 +388,11 @@ def draw_adapters(
             of_experts, base = isinstance(layer, ParamWrapper), layer.get_base_layer()
             rank = layer.r[ADAPTER] * (layer.num_experts if of_experts else 1)
             drawn = nn.Linear(layer.in_features, rank, bias=False).weight
-            nn.Linear(rank, layer.out_features, bias=False)  # peft also draws B before setting it to zero,
+            # peft also draws B before setting it to zero,
+            nn.Linear(rank, layer.out_features, bias=False)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))  # and then draws A again
-            # peft rounds to the base's dtype, although adapters are kept in fp32, unless that is of integers
+            # peft rounds to the base's dtype, although adapters are kept in fp32, unless that is of
+            # integers
             if of_experts:
                 weight = layer.get_param()
             elif isinstance(base, Nf4Linear):
@@ -359,7 +411,7 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 
 def _adapted(model: nn.Module) -> list[Any]:
-    """Return the modules with adapters in the order in which peft adapts them: linears, then experts, inside out."""
+    """Return the adapted modules in peft's order: linears, then experts from the inside out."""
     linears: list[Any] = []
     of_experts: dict[int, list[Any]] = {}
     for module in model.modules():
@@ -371,7 +423,7 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def adapted_matrices(model: nn.Module) -> dict[int, str]:
-    """Return the names of peft's wrappers of experts, by the id of the fused matrix that each of them adapts."""
+    """Return the names of peft's expert wrappers by the id of the fused matrix each adapts."""
     modules: list[tuple[str, Any]] = [*model.named_modules()]
     wrappers = [(name, module) for name, module in modules if isinstance(module, ParamWrapper)]
     return {id(module.get_param()): name for name, module in wrappers}  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
-"""Chunked cross-entropy that never materializes all logits, computed only at positions with a target.
+"""Chunked cross-entropy that never holds all logits, computed only at positions with a target.
 
-Each chunk of logits is converted to its share of the gradients and freed, so that memory is bounded by LOGITS_AT_ONCE,
-not by the number of tokens. The loss is computed in the head's own forward, where every strategy has gathered the
-head's whole weight. Names and weights of the model do not change.
+Each chunk of logits is converted to its share of the gradients and freed, so that memory is bounded
+by LOGITS_AT_ONCE, not by the number of tokens. The loss is computed in the head's own forward,
+where every strategy has gathered the head's whole weight. Names and weights of the model do not
+change.
 """
 
 import functools
@@ -24,26 +25,36 @@ from pipeline_lib.model.gpu import has_triton
 class LossHead(nn.Linear):
     """A head without bias that returns logits, or losses if targets are given."""
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return logits [..., V] of `hidden` [..., H]; with `targets` [N], `cross_entropy` of `hidden` [N, H]."""
-        return super().forward(hidden) if targets is None else cross_entropy(hidden, self.weight, targets)
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits [..., V] of `hidden` [..., H]; with `targets` [N], its `cross_entropy`."""
+        return (
+            super().forward(hidden)
+            if targets is None
+            else cross_entropy(hidden, self.weight, targets)
+        )
 
 
 def return_losses(model: PreTrainedModel) -> None:
-    """Make `model(..., targets=[B, T], predicted=[N], real=[B, T])` return fp32 losses instead of logits.
+    """Make `model(..., targets=[B, T], predicted=[N], real=[B, T])` return fp32 losses, not logits.
 
-    `predicted` holds the flat int64 indices of the targets that count; `real` is False for padding. The model returns:
-    the sum of -log p in nats over the predicted positions, with gradients; -log p at each position [B, T], 0 where
-    nothing is predicted, without gradients; and `router_loss_sum` times the config's `router_aux_loss_coef`, with
-    gradients. The last is 0 unless `output_router_logits` is set and gradients are enabled; it needs layers prepared
-    by `prepare_layers` in model/build.py. With an argument `part`, all are of this rank's part of the tokens. With
-    `draws`, these decide the masks of dropout (model/dropout.py). Raises DataError if the head is not a linear module
-    without bias.
+    `predicted` holds the flat int64 indices of the targets that count; `real` is False for padding.
+    The model returns: the sum of -log p in nats over the predicted positions, with gradients; -log
+    p at each position [B, T], 0 where nothing is predicted, without gradients; and
+    `router_loss_sum` times the config's `router_aux_loss_coef`, with gradients. The last is 0
+    unless `output_router_logits` is set and gradients are enabled; it needs layers prepared by
+    `prepare_layers` in model/build.py. With an argument `part`, all are of this rank's part of the
+    tokens. With `draws`, these decide the masks of dropout (model/dropout.py). Raises DataError if
+    the head is not a linear module without bias.
     """
     plain = type(model).forward
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise DataError(f"{plain.__qualname__}: this model's head is not a product with one matrix, as Qwen's is")
+        raise DataError(
+            f"{plain.__qualname__}: this model's head is not a product with one matrix, as Qwen's "
+            "is"
+        )
     with torch.device("meta"):
         with_loss = LossHead(head.in_features, head.out_features, bias=False)
     with_loss.weight = head.weight  # the same parameter, tied or not
@@ -60,7 +71,9 @@ def return_losses(model: PreTrainedModel) -> None:
         **kwargs: Any,
     ) -> Any:
         if hasattr(self, DRAWING):
-            getattr(self, DRAWING).draws = draws  # the backward pass, which may compute layers again, needs them too
+            getattr(
+                self, DRAWING
+            ).draws = draws  # the backward pass, which may compute layers again, needs them too
         has_router_loss = getattr(self.config, "output_router_logits", False)
         if has_router_loss:
             kwargs["output_router_logits"] = False  # the layers store them (model/build.py)
@@ -69,7 +82,8 @@ def return_losses(model: PreTrainedModel) -> None:
             return plain(self, *args, **kwargs)
         output = self.base_model(*args, **kwargs)
         hidden = output.last_hidden_state.flatten(0, 1)
-        # An empty selection still keeps the graph, so that every rank takes part in every collective.
+        # An empty selection still keeps the graph, so that every rank takes part in every
+        # collective.
         chosen = hidden.index_select(0, predicted)
         head = self.get_output_embeddings()
         total, losses = head(chosen, targets.flatten()[predicted])
@@ -78,8 +92,13 @@ def return_losses(model: PreTrainedModel) -> None:
         if has_router_loss and real is not None and torch.is_grad_enabled():
             router_logits = take_router_logits(self)
             if not router_logits:
-                raise DataError("no layer has router logits: train.router_aux_loss needs prepared layers with experts")
-            of_routers = router_loss_sum(router_logits, real, self.config.num_experts_per_tok, kwargs.get("part"))
+                raise DataError(
+                    "no layer has router logits: train.router_aux_loss needs prepared layers with "
+                    "experts"
+                )
+            of_routers = router_loss_sum(
+                router_logits, real, self.config.num_experts_per_tok, kwargs.get("part")
+            )
             of_routers = of_routers * float(self.config.router_aux_loss_coef)
         return total, everywhere.view_as(targets), of_routers
 
@@ -89,9 +108,9 @@ def return_losses(model: PreTrainedModel) -> None:
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of -log p of `targets` [N], and each -log p [N] without gradients, in fp32.
 
-    The logits are `hidden` [N, H] x `weight` [V, H] transposed. Matmuls use the dtype of autocast or of `weight`; the
-    softmax and the accumulated gradient of `weight` are in fp32. A second backward pass raises RuntimeError, since the
-    gradients are kept only once.
+    The logits are `hidden` [N, H] x `weight` [V, H] transposed. Matmuls use the dtype of autocast
+    or of `weight`; the softmax and the accumulated gradient of `weight` are in fp32. A second
+    backward pass raises RuntimeError, since the gradients are kept only once.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -101,15 +120,22 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy whose forward pass computes the gradients too; the backward pass only scales them."""
+    """Cross-entropy that computes the gradients in its forward pass; the backward scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_gradients: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         rows, head = hidden.to(dtype), weight.to(dtype)
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        wants_hidden, wants_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
+        wants_hidden, wants_weight = (
+            with_gradients and needed for needed in ctx.needs_input_grad[:2]
+        )
         of_hidden = torch.empty_like(rows) if wants_hidden else None
         of_weight = torch.zeros_like(head, dtype=torch.float32) if wants_weight else None
         at_once = max(1, LOGITS_AT_ONCE // len(head))
@@ -130,7 +156,9 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of this loss have been used; run the forward pass again")
+            raise RuntimeError(
+                "the gradients of this loss have been used; run the forward pass again"
+            )
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [
             None if gradient is None else gradient.mul_(factor).to(dtype)
@@ -140,7 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log p of each row of `logits` [N, V] in fp32; overwrite `logits` with the gradient of the sum."""
+    """Return -log p of each row of `logits` [N, V] in fp32; leave the sum's gradient in it."""
     if has_triton(logits.device):
         from pipeline_lib.model.kernels import softmax_in_place
 

@@ -1,8 +1,9 @@
-"""What checkpointed layers keep, in page-locked host memory, from where it is back when the backward pass needs it.
+"""What checkpointed layers keep, in page-locked host memory until the backward pass needs it.
 
-Copies run on a stream of their own. In the forward pass a tensor leaves while the next layer computes; the device's
-memory is free once the copy is complete, two layers later at the latest. In the backward pass, the tensors of a layer
-come while the layer after it computes. Host memory is allocated in the first step, and used again by all later ones.
+Copies run on a stream of their own. In the forward pass a tensor leaves while the next layer
+computes; the device's memory is free once the copy is complete, two layers later at the latest. In
+the backward pass, the tensors of a layer come while the layer after it computes. Host memory is
+allocated in the first step, and used again by all later ones.
 """
 
 import weakref
@@ -20,7 +21,10 @@ _LEAST_BYTES = 1 << 20  # smaller tensors stay on the device
 
 
 def page_lock(memory: Tensor) -> None:
-    """Page-lock host `memory`, so that the GPU can write to it directly. Raises RuntimeError if the system refuses."""
+    """Page-lock host `memory`, so that the GPU can write to it directly.
+
+    Raises RuntimeError if the system refuses.
+    """
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if code := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)):
         raise RuntimeError(f"cudaHostRegister: error {code}")
@@ -37,7 +41,10 @@ def _unlock(address: int) -> None:
 
 
 class HostMemory:
-    """The host memory of one model's activations, and the stream of the copies. On CPUs, copies are made at once."""
+    """The host memory of one model's activations, and the stream of the copies.
+
+    On CPUs, copies are made at once.
+    """
 
     def __init__(self, least_bytes: int = _LEAST_BYTES) -> None:
         """Allocate nothing yet. Tensors of less than `least_bytes` are not copied."""
@@ -48,7 +55,7 @@ class HostMemory:
         self._stream: Any = None
 
     def call(self) -> "LayerCall":
-        """Return a record for the next call of a layer; what earlier calls kept leaves the device."""
+        """Return a record for a layer's next call; what earlier calls kept leaves the device."""
         for reference in self._recent[: 1 - LAYERS_ON_DEVICE]:
             if (earlier := reference()) is not None:
                 earlier.let_go()
@@ -64,7 +71,7 @@ class HostMemory:
         return self._stream
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return memory [bytes] for a copy of `tensor`: page-locked for a GPU, if the system allows that."""
+        """Return memory for a copy of `tensor`: page-locked for a GPU, if the system allows it."""
         if free := self._free[tensor.nbytes]:
             return free.pop()
         memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
@@ -76,12 +83,17 @@ class HostMemory:
         return memory
 
     def give_back(self, memory: Tensor) -> None:
-        """Take `memory` back. Copies from it may still run: the next copy into it is on the same stream."""
+        """Take `memory` back.
+
+        Copies from it may still run: the next copy into it is on the same stream.
+        """
         self._free[memory.nbytes].append(memory)
 
 
 class LayerCall:
-    """What one call of a layer keeps, owned by the graph of that call. `before` is the call before it.
+    """What one call of a layer keeps, owned by the graph of that call.
+
+    `before` is the call before it.
 
     `keep` and `get` are the hooks of `torch.autograd.graph.saved_tensors_hooks`.
     """
@@ -92,7 +104,10 @@ class LayerCall:
         self._away: list[_Away] = []
 
     def keep(self, tensor: Tensor) -> "Tensor | _Away":
-        """Start to copy `tensor` to the host; return what `get` takes. Small tensors and parameters are not copied."""
+        """Start to copy `tensor` to the host; return what `get` takes.
+
+        Small tensors and parameters are not copied.
+        """
         is_small = tensor.nbytes < self._host.least_bytes
         if is_small or isinstance(tensor, nn.Parameter) or not tensor.is_contiguous():
             return tensor
@@ -110,7 +125,7 @@ class LayerCall:
         return kept.arrived()
 
     def let_go(self) -> None:
-        """Free the device's memory once the copies are complete; the device waits for them, not the host."""
+        """Free the device's memory once the copies are complete; the device waits, not the host."""
         for away in self._away:
             away.let_go()
 
@@ -140,7 +155,7 @@ class _Away:
         return memory.view(self._dtype).view(self._shape)
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy after all that the device was given so far: that computes `source`, or still uses the memory of `to`."""
+        """Copy after all the device's work so far: that makes `source` or still uses `to`."""
         stream = self._host.stream(self._device)
         if stream is None:
             to.copy_(source)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of decoder layers: what a layer keeps of its forward pass, and how it is computed again."""
+"""Activation checkpointing of decoder layers: what a layer keeps, and how the rest is repeated."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -9,32 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from pipeline_lib.arch.layers import KEPT_FROM
 from pipeline_lib.model.offload import HostMemory, LayerCall
 
 Results = tuple[Tensor, ...]
 
-# Results of attention under full checkpointing: kept where documents are long, and not computed again.
-# `train.kept_attention_layers` may be fewer layers than all.
+# Results of attention under full checkpointing: kept where documents are long, and not computed
+# again. `train.kept_attention_layers` may be fewer layers than all.
 #
-# The attention operators of model/attention.py call `once`. It stands inside the operator, so that compiled layers,
-# which call operators while they run, have it too, and the graphs of both passes are the same. Kept are aliases of the
-# results: a result belongs to the graph that is built at the call, and would keep that graph alive.
+# The attention operators of model/attention.py call `once`. It stands inside the operator, so that
+# compiled layers, which call operators while they run, have it too, and the graphs of both passes
+# are the same. Kept are aliases of the results: a result belongs to the graph that is built at the
+# call, and would keep that graph alive.
 
 
 class KeptResults:
-    """The results of the attention operators of one call of a layer, in order; on the host if it has a `call` there."""
+    """The attention results of one call of a layer, in order; on the host with a `call` there."""
 
     def __init__(self, call: LayerCall | None = None) -> None:
         """Keep nothing yet."""
         self._call = call
         self._results: list[tuple[Any, ...]] = []
-        self._next: int | None = None  # the number of the next result to return; None while results are recorded
+        self._next: int | None = (
+            None  # the number of the next result to return; None while results are recorded
+        )
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of the forward pass and of its repetition, as `checkpoint` takes them."""
+        """Return the contexts of the forward pass and its repetition, as `checkpoint` takes."""
         return self._during(None), self._during(0)
 
     @contextmanager
@@ -63,7 +70,7 @@ _KEPT_RESULTS: ContextVar[KeptResults | None] = ContextVar("kept results", defau
 
 
 def once(compute: Callable[[], Results]) -> Results:
-    """Return `compute()`, or in the repetition of a layer the results that its forward pass has kept."""
+    """Return `compute()`, or in a layer's repetition the results that its forward pass kept."""
     kept = _KEPT_RESULTS.get()
     return compute() if kept is None else kept.once(compute)
 
@@ -78,10 +85,10 @@ def keep_attention_of_last(layers: Iterable[nn.Module], count: int) -> None:
 def fully_recomputed(
     forward: Callable[..., Any], has_random: bool, host: HostMemory | None = None
 ) -> Callable[..., Any]:
-    """Return `forward`, of a layer, such that only its input is kept, and the attention's results of long documents.
+    """Return `forward`, of a layer, so that it keeps its input and long documents' attention.
 
-    These only if `keep_attention_of_last` does not leave the layer out. `has_random` makes the repetition repeat
-    random numbers. With `host`, what is kept is kept there.
+    These only if `keep_attention_of_last` does not leave the layer out. `has_random` makes the
+    repetition repeat random numbers. With `host`, what is kept is kept there.
     """
 
     @functools.wraps(forward)
@@ -90,42 +97,67 @@ def fully_recomputed(
             return forward(layer, *args, **kwargs)
         call = None if host is None else host.call()
         longest = kwargs.get("max_length_q")
-        is_kept = isinstance(longest, int) and longest >= KEPT_FROM and _keeps_attention(layer, args)
+        is_kept = (
+            isinstance(longest, int) and longest >= KEPT_FROM and _keeps_attention(layer, args)
+        )
         options: dict[str, Any] = {"context_fn": KeptResults(call).contexts} if is_kept else {}
-        # `checkpoint` saves the tensors among `args` for the repetition, which is the layer's input.
+        # `checkpoint` saves the tensors among `args` for the repetition, which is the layer's
+        # input.
         with nullcontext() if call is None else saved_tensors_hooks(call.keep, call.get):
             return checkpoint(
-                forward, layer, *args, use_reentrant=False, preserve_rng_state=has_random, **options, **kwargs
+                forward,
+                layer,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=has_random,
+                **options,
+                **kwargs,
             )
 
     return recomputed
 
 
 def _keeps_attention(layer: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Return whether `layer` is to keep its attention's results, and they are saved for a backward pass.
+    """Return whether `layer` keeps its attention's results, and they are saved for backward.
 
-    Compiled code reuses the memory of what is not saved. The delta rule's result is never kept: its time does not grow
-    with the square of a document, and the result is as large as the layer's input.
+    Compiled code reuses the memory of what is not saved. The delta rule's result is never kept: its
+    time does not grow with the square of a document, and the result is as large as the layer's
+    input.
     """
     if not hasattr(layer, "self_attn") or not getattr(layer, "keeps_attention", True):
         return False
     if any(isinstance(value, Tensor) and value.requires_grad for value in args):
         return True
-    projections: list[Any] = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    projections: list[Any] = [
+        getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")
+    ]
     return any(parameter.requires_grad for one in projections for parameter in one.parameters())
 
 
-# Selective checkpointing. The choice of experts is recomputed, since transformers normalizes its weights in place; from
-# the same router logits it comes out the same.
+# Selective checkpointing. The choice of experts is recomputed, since transformers normalizes its
+# weights in place; from the same router logits it comes out the same.
 
 # Operators whose results it keeps: matmuls, attention, the delta rule and collectives.
 _KEPT = frozenset(
     {
         *("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
-        *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
-        *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
-        *("aten::_scaled_dot_product_fused_attention_overrideable", "qwen3_pipeline::flash_attention"),
-        *("qwen3_pipeline::cudnn_attention", "qwen3_pipeline::delta_rule", "qwen3_pipeline::adapted"),
+        *(
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+        ),
+        *(
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+        ),
+        *(
+            "aten::_scaled_dot_product_fused_attention_overrideable",
+            "qwen3_pipeline::flash_attention",
+        ),
+        *(
+            "qwen3_pipeline::cudnn_attention",
+            "qwen3_pipeline::delta_rule",
+            "qwen3_pipeline::adapted",
+        ),
         *("qwen3_pipeline::adapted_nf4", "qwen3_pipeline::frozen_nf4"),
         *("transformers::grouped_mm_fallback", "_c10d_functional::reduce_scatter_tensor"),
     }
@@ -133,7 +165,7 @@ _KEPT = frozenset(
 
 
 def selectively_recomputed(forward: Callable[..., Any], has_random: bool) -> Callable[..., Any]:
-    """Return `forward`, of a layer, such that its input and the results of the operators in _KEPT are kept.
+    """Return `forward`, of a layer, so that it keeps its input and the results of _KEPT.
 
     `has_random` makes the repetition repeat random numbers.
     """

@@ -1,9 +1,10 @@
-"""A forward pass over many batches that has one part of a model's weights in memory, and reads the next meanwhile.
+"""A forward pass over many batches with one part of the weights in memory while the next is read.
 
-The parts are the embedding, each decoder layer, and the final norm with the head. Each is read from the files once and
-applied to all batches, whose hidden states wait in host memory between the parts. So a model of any size is evaluated
-on a device with room for its two largest parts, in about the time of reading it or of computing, whichever is longer.
-All arithmetic is transformers' own, called with one layer at a time: results are those of the whole model.
+The parts are the embedding, each decoder layer, and the final norm with the head. Each is read from
+the files once and applied to all batches, whose hidden states wait in host memory between the
+parts. So a model of any size is evaluated on a device with room for its two largest parts, in about
+the time of reading it or of computing, whichever is longer. All arithmetic is transformers' own,
+called with one layer at a time: results are those of the whole model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +24,23 @@ from pipeline_lib.config.rope import Rope
 from pipeline_lib.core.threads import READERS
 from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.attention import PACKED_FLASH
-from pipeline_lib.model.batch import Batch, hidden_states, logits_at, make_batch, probe_positions, token_losses
+from pipeline_lib.model.batch import (
+    Batch,
+    hidden_states,
+    logits_at,
+    make_batch,
+    probe_positions,
+    token_losses,
+)
 from pipeline_lib.model.build import decoder_layers, empty_base
 from pipeline_lib.model.weights import Stored, match_tensors
 
-Fill = Callable[[Tensor], object]  # fills a tensor of a parameter's shape with the parameter's values
+# fills a tensor of a parameter's shape with the parameter's values
+Fill = Callable[[Tensor], object]
 
 
 def fill_from(pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> Fill:
-    """Return what fills a parameter from the tensors `stored` in files, of which `pieces` make it up."""
+    """Return what fills a parameter from the tensors `stored` in files: its `pieces`."""
 
     def fill(values: Tensor) -> None:
         for piece in pieces:
@@ -43,7 +52,7 @@ def fill_from(pieces: Sequence[Piece], stored: Mapping[str, Stored]) -> Fill:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter of a part: its place in its module, its empty value, and what reads its values."""
+    """A parameter of a part: its place in its module, its empty value, and its values' reader."""
 
     module: nn.Module
     name: str
@@ -52,12 +61,17 @@ class _Slot:
 
 
 class Streamed:
-    """A model on `device`, in evaluation mode, with one part in memory, or two if the next is read meanwhile."""
+    """A model on `device`, for evaluation, with one part in memory, or two if one is being read."""
 
     def __init__(
-        self, model: Any, fills: Mapping[int, Fill], dtype: torch.dtype, device: torch.device, reads_ahead: bool = True
+        self,
+        model: Any,
+        fills: Mapping[int, Fill],
+        dtype: torch.dtype,
+        device: torch.device,
+        reads_ahead: bool = True,
     ) -> None:
-        """Take transformers' `model` without weights, which may contain adapters, and activations in `dtype`.
+        """Take transformers' `model` without weights, adapters allowed, and activations in `dtype`.
 
         `fills` has each parameter's values, by the parameter's id.
         """
@@ -69,7 +83,9 @@ class Streamed:
         self._norm: Any = self._base.norm
         self._layers = decoder_layers(self._model)
         for module in self._model.modules():  # rotary frequencies
-            module._buffers = {name: None if it is None else it.to(device) for name, it in module._buffers.items()}
+            module._buffers = {
+                name: None if it is None else it.to(device) for name, it in module._buffers.items()
+            }
         embedding: Any = self._model.get_input_embeddings()
         head: Any = self._model.get_output_embeddings()
         self._embedding = embedding
@@ -97,13 +113,13 @@ class Streamed:
     def token_losses(self, batches: Sequence[Batch], waiting: Tensor) -> list[Tensor]:
         """Return `token_losses` of each batch, [B, T] in fp32 on the CPU.
 
-        `waiting` [N, H] is host memory in the model's dtype for the hidden states of all tokens of `batches`, padding
-        included. On a GPU, page-locked memory is faster.
+        `waiting` [N, H] is host memory in the model's dtype for the hidden states of all tokens of
+        `batches`, padding included. On a GPU, page-locked memory is faster.
         """
         return self._run(batches, waiting, partial(token_losses, self._model))
 
     def probe_logits(self, *blocks: Block, positions: Tensor | None = None) -> list[Tensor]:
-        """Return the logits [K, V] of the model at the probe's positions of each block, in fp32 on the CPU.
+        """Return the model's logits [K, V] at each block's probe positions, in fp32 on the CPU.
 
         `positions` [K] are others for the first block.
         """
@@ -116,13 +132,15 @@ class Streamed:
         def finish(there: Batch, hidden: Tensor) -> Tensor:
             return logits_at(self._model, there, next(coming).to(self.device), hidden)[0].float()
 
-        return self._run(batches, self.waiting_room(sum(batch.tokens.numel() for batch in batches)), finish)
+        return self._run(
+            batches, self.waiting_room(sum(batch.tokens.numel() for batch in batches)), finish
+        )
 
     @torch.no_grad()
     def _run(
         self, batches: Sequence[Batch], waiting: Tensor, finish: Callable[[Batch, Tensor], Tensor]
     ) -> list[Tensor]:
-        """Pass all batches through the model; `finish(batch, hidden)` computes a result after the last layer."""
+        """Pass all batches through the model; `finish(batch, hidden)` computes the result."""
         ends = list(accumulate((batch.tokens.numel() for batch in batches), initial=0))
         places = [
             waiting[start:end].view(*batch.tokens.shape, -1)
@@ -145,7 +163,7 @@ class Streamed:
         return results
 
     def _loaded_parts(self) -> Iterator[int]:
-        """Yield the number of each part while its weights are loaded and the model consists of that part alone."""
+        """Yield each part's number while its weights are loaded and the model is only that part."""
         last = len(self._parts) - 1
         select = partial(torch.cuda.set_device, self.device) if self.device.type == "cuda" else None
         stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -162,7 +180,9 @@ class Streamed:
                 if number < last and self._reads_ahead:
                     coming = begin(number + 1)
                 # transformers' forward passes through these layers and this norm, and no others.
-                self._base.layers = nn.ModuleList(self._layers[number - 1 : number] if 0 < number < last else [])
+                self._base.layers = nn.ModuleList(
+                    self._layers[number - 1 : number] if 0 < number < last else []
+                )
                 self._base.norm = self._norm if number == last else nn.Identity()
                 for slot, value in zip(self._slots[number], values, strict=True):
                     slot.module._parameters[slot.name] = value
@@ -178,8 +198,10 @@ class Streamed:
                     coming = begin(number + 1)
 
     def _read(self, slot: _Slot, stream: Any) -> nn.Parameter:
-        """Read a parameter to the device; on a GPU beside what it computes, in a stream of its own."""
-        beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
+        """Read a parameter to the device; on a GPU beside what it computes, in its own stream."""
+        beside: AbstractContextManager[Any] = (
+            nullcontext() if stream is None else torch.cuda.stream(stream)
+        )
         with torch.no_grad(), beside:
             values = torch.empty(slot.empty.shape, dtype=slot.empty.dtype, device=self.device)
             slot.fill(values)
@@ -191,8 +213,10 @@ class Streamed:
 class StreamedModel(Streamed):
     """The model of a Hugging Face folder."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, rope: Rope | None = None) -> None:
-        """Build the model with `rope` and without weights; `dtype` is that of weights and activations.
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, rope: Rope | None = None
+    ) -> None:
+        """Build the model with `rope`, without weights; `dtype` is that of weights and activations.
 
         Raises DataError unless the files hold exactly the model that config.json describes.
         """

@@ -16,21 +16,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline_lib.arch.weight_files import Header, Piece, copies_of, find_headers, of_text, refuse_misfit
+from pipeline_lib.arch.weight_files import (
+    Header,
+    Piece,
+    copies_of,
+    find_headers,
+    of_text,
+    refuse_misfit,
+)
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.threads import call_all
 from pipeline_lib.model.nf4 import Nf4Linear, quantize_absmax, quantize_rows
 
-# Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards weights and moments.
-# This section splits such a range into boxes, for reading files, and gathers and scatters it bit by bit.
+# Flat shards: a rank keeps a range of a tensor's elements in row-major order, as DeepSpeed shards
+# weights and moments. This section splits such a range into boxes, for reading files, and gathers
+# and scatters it bit by bit.
 
 _MARK = "pipeline_flat_part"
 
 
 @dataclass(frozen=True)
 class FlatPart:
-    """This rank's flat shard of a tensor of `shape`: `values` [n], its elements from `start` on. n may be 0."""
+    """This rank's flat shard of a tensor of `shape`: `values` [n], from `start` on.
+
+    n may be 0.
+    """
 
     values: Tensor
     start: int
@@ -39,7 +50,7 @@ class FlatPart:
 
 @contextmanager
 def held_flat(parts: Mapping[nn.Parameter, FlatPart]) -> Iterator[None]:
-    """Mark parameters with their flat shards within the context; the functions below then read and fill the shards."""
+    """Mark parameters with their flat shards in the context; the functions below use these."""
     try:
         for parameter, part in parts.items():
             setattr(parameter, _MARK, part)
@@ -71,8 +82,13 @@ def boxes(part: FlatPart) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], in
         first += math.prod(sizes)
 
 
-def _boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of the boxes of elements `start` to `stop`: a partial row, whole rows, a partial row."""
+def _boxes(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offsets and sizes of the boxes of elements `start` to `stop`.
+
+    The boxes are a partial row, whole rows, and a partial row.
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -98,10 +114,12 @@ def _within_row(
 
 
 def gather(part: FlatPart, device: torch.device, owner: int | None = None) -> Tensor:
-    """Return the whole tensor on `device`, gathered from the shards of all ranks. This is a collective.
+    """Return the whole tensor on `device`, gathered from the shards of all ranks.
 
-    The result is valid on the rank `owner` only, or on all ranks if `owner` is None. All bits are preserved, including
-    the sign of zeros.
+    This is a collective.
+
+    The result is valid on the rank `owner` only, or on all ranks if `owner` is None. All bits are
+    preserved, including the sign of zeros.
     """
     whole = torch.zeros(math.prod(part.shape), dtype=part.values.dtype, device=device)
     whole[part.start : part.start + len(part.values)] = part.values.to(device)
@@ -114,7 +132,10 @@ def gather(part: FlatPart, device: torch.device, owner: int | None = None) -> Te
 
 
 def scatter(part: FlatPart, whole: Tensor | None, device: torch.device, owner: int) -> None:
-    """Fill `part` on every rank from the `whole` tensor of the rank `owner`. This is a collective."""
+    """Fill `part` on every rank from the `whole` tensor of the rank `owner`.
+
+    This is a collective.
+    """
     received = torch.empty(math.prod(part.shape), dtype=part.values.dtype, device=device)
     if whole is not None:
         received.copy_(whole.flatten())
@@ -122,14 +143,19 @@ def scatter(part: FlatPart, whole: Tensor | None, device: torch.device, owner: i
     part.values.copy_(received[part.start : part.start + len(part.values)])
 
 
-# Reading slices of tensors from a model folder's safetensors files, by the places that their headers give. No more of a
-# tensor is read than is requested, and no pages of a file are mapped: those count as memory of this process, and a
-# fault for each costs more than the copy.
+# Reading slices of tensors from a model folder's safetensors files, by the places that their
+# headers give. No more of a tensor is read than is requested, and no pages of a file are mapped:
+# those count as memory of this process, and a fault for each costs more than the copy.
 
 KINDS = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+    },
 }
 _CONVERTED_AT_ONCE = 1 << 22  # elements
 
@@ -157,8 +183,9 @@ class Stored(Header):
     def copy_to(self, target: Tensor, slices: tuple[slice, ...]) -> None:
         """Copy the `slices` of the tensor to `target`, converted to its dtype and device.
 
-        `slices` may begin with extra ones for leading dimensions that `target` has and the stored tensor lacks.
-        Raises DataError if the file has become shorter, Unreadable if it cannot be read.
+        `slices` may begin with extra ones for leading dimensions that `target` has and the stored
+        tensor lacks. Raises DataError if the file has become shorter, Unreadable if it cannot be
+        read.
         """
         if not target.is_contiguous():
             values = torch.empty(target.shape, dtype=self.dtype)
@@ -178,11 +205,12 @@ class Stored(Header):
                 done += count
 
     def _convert(self, file: FileIO, begin: int, target: Tensor) -> None:
-        """Fill the flat `target` with the values from `begin` on, through memory that stays in the cache."""
+        """Fill the flat `target` with values from `begin` on, through memory that stays cached."""
         values = torch.empty(min(len(target), _CONVERTED_AT_ONCE), dtype=self.dtype)
         for part in torch.split(target, _CONVERTED_AT_ONCE):
             self._read(file, begin, values[: len(part)])
-            part.copy_(values[: len(part)].to(part.device))  # converted there: on the host it would be half as fast
+            # converted there: on the host it would be half as fast
+            part.copy_(values[: len(part)].to(part.device))
             begin += part.numel() * self.dtype.itemsize
 
     def _read(self, file: FileIO, begin: int, values: Tensor) -> None:
@@ -196,12 +224,14 @@ class Stored(Header):
 
 
 def runs(shape: Sequence[int], box: Sequence[slice]) -> Iterator[tuple[int, int]]:
-    """Yield the elements of `box` in a tensor of `shape` in row-major order, as (number of the first, how many)."""
+    """Yield the elements of `box` in a tensor of `shape`, row-major, as (first, how many)."""
     if not shape:
         yield 0, 1
         return
     row, (rows, *rest) = math.prod(shape[1:]), box
-    if all((each.start, each.stop) == (0, size) for each, size in zip(rest, shape[1:], strict=True)):
+    if all(
+        (each.start, each.stop) == (0, size) for each, size in zip(rest, shape[1:], strict=True)
+    ):
         yield rows.start * row, (rows.stop - rows.start) * row
         return
     for number in range(rows.start, rows.stop):
@@ -210,23 +240,29 @@ def runs(shape: Sequence[int], box: Sequence[slice]) -> Iterator[tuple[int, int]
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the tensors in the weight files of `folder`, by name. Raises DataError for missing or damaged files."""
+    """Return the tensors in the weight files of `folder`, by name.
+
+    Raises DataError for missing or damaged files.
+    """
     return {name: Stored(**vars(header)) for name, header in find_headers(folder).items()}
 
 
-# Filling a model that was built on the meta device and sharded by its strategy. The values are bitwise those that
-# transformers and peft would give. Host memory holds this rank's shards and its slices of a few more tensors.
-# Missing or unexpected tensors raise an error before anything is read.
-# Torch's strategies shard a parameter into boxes (DTensor); DeepSpeed's into flat ranges of its elements (FlatPart).
+# Filling a model that was built on the meta device and sharded by its strategy. The values are
+# bitwise those that transformers and peft would give. Host memory holds this rank's shards and its
+# slices of a few more tensors. Missing or unexpected tensors raise an error before anything is
+# read. Torch's strategies shard a parameter into boxes (DTensor); DeepSpeed's into flat ranges of
+# its elements (FlatPart).
 
 
 def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_seed: int) -> None:
-    """Allocate a meta-device model on `device` and fill it with this rank's shards of the weights in `folder`.
+    """Allocate a meta-device model on `device`, with this rank's shards of the weights in `folder`.
 
-    Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters get new values drawn
-    from `adapter_seed`. Raises DataError naming the tensors that do not match config.json.
+    Parameters that already have memory are filled in place. Parameters keep their dtype. Adapters
+    get new values drawn from `adapter_seed`. Raises DataError naming the tensors that do not match
+    config.json.
 
-    Each rank reads and quantizes its own rows of a quantized linear's weight. Several tensors are read at a time.
+    Each rank reads and quantizes its own rows of a quantized linear's weight. Several tensors are
+    read at a time.
     """
     stored, sources = match_tensors(model, folder)
     materialise(model, device)
@@ -253,12 +289,14 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
 def match_tensors(
     model: nn.Module, folder: Path
 ) -> tuple[dict[str, Stored], list[tuple[nn.Parameter, list[str], list[list[Piece]]]]]:
-    """Return the text model's tensors in `folder`, and each base parameter of `model` with its names and copies.
+    """Return the text model's tensors in `folder`, and the names and copies of base parameters.
+
+    The base parameters are those of `model`.
 
     Tensors go by transformers' names; copies are those of `copies_of`.
 
-    The weights of quantized linears come last, each as the parameter of its codes. Raises DataError unless the files
-    hold exactly the tensors of the model.
+    The weights of quantized linears come last, each as the parameter of its codes. Raises DataError
+    unless the files hold exactly the tensors of the model.
     """
     stored = of_text(find_tensors(folder), folder)
     sources = [
@@ -284,7 +322,7 @@ def without_adapters(model: nn.Module) -> Any:
 
 
 def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return the parameters that the files hold, in a fixed order, with their names there: two for a tied one.
+    """Return the parameters that the files hold, ordered, with their names: two if tied.
 
     Weights of quantized linears are left out.
     """
@@ -297,9 +335,13 @@ def base_parameters(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def quantized_linears(model: nn.Module) -> list[tuple[Nf4Linear, str]]:
-    """Return the quantized linears, in a fixed order, with the names of their weights in the files."""
+    """Return the quantized linears, in a fixed order, with their weights' names in the files."""
     named = model.named_modules()
-    return [(module, f"{_stored_name(name)}.weight") for name, module in named if isinstance(module, Nf4Linear)]
+    return [
+        (module, f"{_stored_name(name)}.weight")
+        for name, module in named
+        if isinstance(module, Nf4Linear)
+    ]
 
 
 def _stored_name(name: str) -> str:
@@ -307,8 +349,12 @@ def _stored_name(name: str) -> str:
 
 
 @torch.no_grad()
-def _quantize(linear: Nf4Linear, name: str, pieces: list[Piece], stored: Mapping[str, Stored]) -> None:
-    """Fill this rank's shards of `linear` from its weight in the files, which `pieces` make up. This is a collective.
+def _quantize(
+    linear: Nf4Linear, name: str, pieces: list[Piece], stored: Mapping[str, Stored]
+) -> None:
+    """Fill this rank's shards of `linear` from its weight in the files, which `pieces` make up.
+
+    This is a collective.
 
     Raises DataError if a value is not finite.
     """
@@ -318,17 +364,27 @@ def _quantize(linear: Nf4Linear, name: str, pieces: list[Piece], stored: Mapping
         fill_box(rows, (first, 0), piece, stored[piece.name].copy_to)
     codes, absmax = quantize_rows(rows.to(local.device), name)
     local.copy_(codes)
-    for parameter, values in zip(linear.parts[1:], quantize_absmax(_whole_of(absmax, linear.absmax)), strict=True):
+    for parameter, values in zip(
+        linear.parts[1:], quantize_absmax(_whole_of(absmax, linear.absmax)), strict=True
+    ):
         put(parameter, values)
 
 
 def _whole_of(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return the whole tensor of which every rank has `local`, sharded as `parameter` is. This is a collective."""
+    """Return the whole tensor of which every rank has `local`, sharded as `parameter` is.
+
+    This is a collective.
+    """
     if not isinstance(parameter, DTensor):
         return local
     shape = parameter.shape
     shards = DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
     )
     return shards.full_tensor()
 
@@ -347,11 +403,13 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     was_meta = any(parameter.is_meta for parameter in model.parameters())
     model._apply(place)  # type: ignore[no-untyped-call]
     if was_meta:
-        without_adapters(model).tie_weights()  # a plain tensor that two modules shared has become two
+        without_adapters(
+            model
+        ).tie_weights()  # a plain tensor that two modules shared has become two
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of `parameter`, sharing its memory, and the shard's offsets in the whole."""
+    """Return this rank's shard of `parameter`, sharing memory, and its offsets in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.ndim
     (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -360,7 +418,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Yield this rank's boxes of `parameter`, sharing its memory, and each box's offsets in the whole."""
+    """Yield this rank's boxes of `parameter`, sharing memory, and their offsets in the whole."""
     part = flat_part(parameter)
     if part is None:
         yield local_part(parameter)
@@ -370,21 +428,28 @@ def _local_boxes(parameter: Tensor) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
 
 
 @torch.no_grad()
-def _fill(parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]) -> None:
+def _fill(
+    parameter: Tensor, piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]
+) -> None:
     """Let `copy_to` copy this rank's slices of `piece` to their place in `parameter`."""
     for local, begins in _local_boxes(parameter):
         fill_box(local, begins, piece, copy_to)
 
 
 def fill_box(
-    local: Tensor, begins: tuple[int, ...], piece: Piece, copy_to: Callable[[Tensor, tuple[slice, ...]], object]
+    local: Tensor,
+    begins: tuple[int, ...],
+    piece: Piece,
+    copy_to: Callable[[Tensor, tuple[slice, ...]], object],
 ) -> None:
-    """Let `copy_to` copy the intersection of `piece` and `local`, a box with the offsets `begins` in the whole.
+    """Let `copy_to` copy the intersection of `piece` and `local`, a box with offsets `begins`.
 
     `copy_to` gets that part of `local`, and the slices of `piece` that belong there.
     """
     here, there = [], []
-    for begin, length, offset, size in zip(begins, local.shape, piece.offsets, piece.sizes, strict=True):
+    for begin, length, offset, size in zip(
+        begins, local.shape, piece.offsets, piece.sizes, strict=True
+    ):
         first, last = max(begin, offset), min(begin + length, offset + size)
         if first >= last:
             return
@@ -400,7 +465,8 @@ def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> Non
         fill_box(again, begins, piece, stored.copy_to)
         if not torch.equal(again, local):
             raise DataError(
-                f"{stored.path}: {stored.name} is not equal to the tensor that config.json ties it to; "
+                f"{stored.path}: {stored.name} is not equal to the tensor that config.json ties it "
+                "to; "
                 "set tie_word_embeddings to false there if they are two"
             )
 

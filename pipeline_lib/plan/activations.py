@@ -1,20 +1,31 @@
 """Activations: the bytes that a decoder layer keeps for its backward pass, tensor by tensor.
 
-Derived from transformers' Qwen2, Qwen3, Qwen3-MoE and Qwen3.5 layers, with one attention kernel for all documents. A
-test compares them with what autograd saves. With h hidden, q query and k key channels, i channels of the MLP, and bf16
-weights: 16 h + 10 q + 10 k + 8 i bytes a token in eager mode, which is 26.3 times the hidden state for Qwen3-8B.
-Compiled, AOTAutograd's partitioner recomputes some of them: 8 h + 6 q + 6 k + 6 i, or 16.8 times. For DoRA the
-formula gives what eager layers keep.
+Derived from transformers' Qwen2, Qwen3, Qwen3-MoE and Qwen3.5 layers, with one attention kernel for
+all documents. A test compares them with what autograd saves. With h hidden, q query and k key
+channels, i channels of the MLP, and bf16 weights: 16 h + 10 q + 10 k + 8 i bytes a token in eager
+mode, which is 26.3 times the hidden state for Qwen3-8B. Compiled, AOTAutograd's partitioner
+recomputes some of them: 8 h + 6 q + 6 k + 6 i, or 16.8 times. For DoRA the formula gives what eager
+layers keep.
 """
 
 from collections.abc import Collection
 from typing import NamedTuple
 
-from pipeline_lib.arch.geometry import DELTA_CHUNK, FP32_BYTES, HALF_BYTES, OF_HEADS, Delta, Geometry, LayerKind
+from pipeline_lib.arch.geometry import (
+    DELTA_CHUNK,
+    FP32_BYTES,
+    HALF_BYTES,
+    OF_HEADS,
+    Delta,
+    Geometry,
+    LayerKind,
+)
 from pipeline_lib.arch.layers import has_fused_adapters, is_compiled
 from pipeline_lib.config.train import Train
 
-_CHOICE_BYTES = 40  # for each expert of a token: index, weight, and its positions in the order by experts
+_CHOICE_BYTES = (
+    40  # for each expert of a token: index, weight, and its positions in the order by experts
+)
 # Linears by what they multiply, where it is not theirs alone.
 _SHARED_INPUTS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "of attention"),
@@ -30,7 +41,9 @@ def compute_bytes(train: Train) -> int:
 
 
 class Arithmetic(NamedTuple):
-    """The number format of the layers. `by_autocast`: weights are fp32 and are cast for each product, as under ddp.
+    """The number format of the layers.
+
+    `by_autocast`: weights are fp32 and are cast for each product, as under ddp.
 
     Then the norms of trained weights output fp32, and every product casts its input separately.
     """
@@ -41,24 +54,28 @@ class Arithmetic(NamedTuple):
     @staticmethod
     def of(train: Train) -> "Arithmetic":
         """Return the arithmetic for the strategy and precision of `train`."""
-        return Arithmetic(compute_bytes(train), train.strategy == "ddp" and train.precision != "fp32")
+        return Arithmetic(
+            compute_bytes(train), train.strategy == "ddp" and train.precision != "fp32"
+        )
 
     def stream_bytes(self, train: Train) -> int:
-        """Return the bytes of a number of the hidden state between layers: fp32 if the embedding outputs fp32."""
+        """Return the bytes of a hidden number between layers: fp32 if the embedding is fp32."""
         return FP32_BYTES if self.by_autocast and train.method == "full" else self.number_bytes
 
 
 def kept_per_token(geometry: Geometry, train: Train, kind: LayerKind, recompute: str) -> float:
-    """Return the bytes per token, padding included, that a layer of that kind keeps from forward to backward pass."""
+    """Return the bytes per token, with padding, that a layer of that kind keeps for backward."""
     arithmetic = Arithmetic.of(train)
     stream = arithmetic.stream_bytes(train) * geometry.hidden
     if recompute != "none":
-        return stream if recompute == "full" else stream + _products(geometry, train, arithmetic, kind)
+        return (
+            stream if recompute == "full" else stream + _products(geometry, train, arithmetic, kind)
+        )
     return mixed_per_token(geometry, train, kind) + fed_per_token(geometry, train, kind.has_experts)
 
 
 def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
-    """Return the bytes per token that the first half of a layer keeps: its norm, attention or the delta rule."""
+    """Return the bytes per token that a layer's first half keeps: norm, attention or delta rule."""
     arithmetic, hidden = Arithmetic.of(train), geometry.hidden
     number = arithmetic.number_bytes
     kept: float = FP32_BYTES  # of the norm
@@ -68,11 +85,18 @@ def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
         kept += _attended_per_token(geometry, train)
     names = [name for name in geometry.linears_of(kind) if name not in FED]
     if train.method == "lora":  # between the two factors of each adapter
-        kept += number * train.lora.rank * sum(name in names for name in geometry.adapted_linears(train.lora))
+        kept += (
+            number
+            * train.lora.rank
+            * sum(name in names for name in geometry.adapted_linears(train.lora))
+        )
     if is_compiled(train):
-        # Inputs of products, and the layer's input. The last product's result is kept instead of its sum with that.
+        # Inputs of products, and the layer's input. The last product's result is kept instead of
+        # its sum with that.
         kept += arithmetic.stream_bytes(train) * hidden + number * hidden
-        return kept + _inputs_of_linears(geometry, train, Arithmetic(number, by_autocast=False), names)
+        return kept + _inputs_of_linears(
+            geometry, train, Arithmetic(number, by_autocast=False), names
+        )
     kept += FP32_BYTES * hidden  # the norm's input
     if train.method == "full":  # the normalized values that a norm multiplies by its weight
         kept += hidden * _normalized_bytes(geometry, arithmetic)
@@ -80,17 +104,20 @@ def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
 
 
 def _attended_per_token(geometry: Geometry, train: Train) -> float:
-    """Return the bytes per token that attention keeps between its projections, with the norms of its heads."""
+    """Return the bytes per token that attention keeps between projections, with its norms."""
     number = compute_bytes(train)
     q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
     normed = q + k if geometry.normed_heads else 0
-    # Attention: query, output, key and value. If ranks share blocks, each has a head of keys and values at least, and
-    # the exchanged output is kept beside the one that the kernel needs.
+    # Attention: query, output, key and value. If ranks share blocks, each has a head of keys and
+    # values at least, and the exchanged output is kept beside the one that the kernel needs.
     of_keys = exchanged_kv_heads(geometry, train) * geometry.head_dim
     kept: float = number * (2 * q + 2 * of_keys) + FP32_BYTES * geometry.heads
-    if train.ranks_per_block > 1 and (train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)):
+    if train.ranks_per_block > 1 and (
+        train.method == "full" or "o_proj" in geometry.adapted_linears(train.lora)
+    ):
         kept += number * q
-    if geometry.gated_attention:  # the gate, or its sigmoid; what it gates, which adapters and eager layers copy
+    # the gate, or its sigmoid; what it gates, which adapters and eager layers copy
+    if geometry.gated_attention:
         copies = 2 if train.method == "full" and is_compiled(train) else 3
         kept += number * q * (copies if number < FP32_BYTES or is_compiled(train) else copies + 1)
     # Of each row that a norm processes, one fp32 number.
@@ -104,19 +131,22 @@ def _attended_per_token(geometry: Geometry, train: Train) -> float:
 
 
 def _carried_per_token(delta: Delta, train: Train) -> float:
-    """Return the bytes per token that the gated delta rule keeps between its projections, with its gated norm."""
+    """Return the bytes per token that the delta rule keeps between projections, with its norm."""
     arithmetic = Arithmetic.of(train)
     number = arithmetic.number_bytes
-    # What is convolved, and as queries, keys and values what comes of it; the gate, and what is gated; the inverses.
+    # What is convolved, and as queries, keys and values what comes of it; the gate, and what is
+    # gated; the inverses.
     kept: float = number * (2 * delta.channels + 2 * delta.values + delta.value_heads * DELTA_CHUNK)
-    # Of each row that a norm processes, one fp32 number; and of each head, what its decay and its rate are made of.
+    # Of each row that a norm processes, one fp32 number; and of each head, what its decay and its
+    # rate are made of.
     kept += FP32_BYTES * delta.value_heads
     if is_compiled(train):
         return kept + delta.value_heads * (2 * FP32_BYTES + number)
     kept += 4 * FP32_BYTES * delta.value_heads
     # Of the convolution its sums too, and its input only if its weights are trained.
     kept += delta.channels * (FP32_BYTES - (0 if train.method == "full" else number))
-    # The gated norm computes in fp32: its input, the gate and its activation, beside the normalized values.
+    # The gated norm computes in fp32: its input, the gate and its activation, beside the normalized
+    # values.
     kept += delta.values * (3 * FP32_BYTES - number)
     if train.method == "full":
         kept += delta.values * (FP32_BYTES if arithmetic.by_autocast else number)
@@ -124,30 +154,40 @@ def _carried_per_token(delta: Delta, train: Train) -> float:
 
 
 def _has_fp32_norms(geometry: Geometry) -> bool:
-    """Return whether norms multiply by their weights before they round: those of the Qwen3.5 family do."""
+    """Return whether norms multiply by weights before rounding, as the Qwen3.5 family's do."""
     return geometry.delta is not None
 
 
 def _normalized_bytes(geometry: Geometry, arithmetic: Arithmetic) -> int:
-    """Return the bytes of a normalized value of the hidden state, in eager layers whose norms are trained."""
-    return FP32_BYTES if arithmetic.by_autocast or _has_fp32_norms(geometry) else arithmetic.number_bytes
+    """Return the bytes of a normalized hidden value, in eager layers whose norms are trained."""
+    return (
+        FP32_BYTES
+        if arithmetic.by_autocast or _has_fp32_norms(geometry)
+        else arithmetic.number_bytes
+    )
 
 
 def exchanged_kv_heads(geometry: Geometry, train: Train) -> int:
-    """Return the heads of keys and values that all ranks together attend with, for each token of a block."""
+    """Return the heads of keys and values of all ranks together, for each token of a block."""
     return max(geometry.kv_heads, train.ranks_per_block)
 
 
 def exchanged_bytes_per_token(geometry: Geometry, train: Train) -> int:
-    """Return the bytes that all layers exchange forward for each token of a rank, if ranks share blocks."""
-    return sum(count * exchanged_by_a_layer(geometry, train, kind) for kind, count in geometry.kinds.items())
+    """Return the bytes that all layers exchange forward per token, if ranks share blocks.
+
+    A token is one of a rank.
+    """
+    return sum(
+        count * exchanged_by_a_layer(geometry, train, kind)
+        for kind, count in geometry.kinds.items()
+    )
 
 
 def exchanged_by_a_layer(geometry: Geometry, train: Train, kind: LayerKind) -> int:
-    """Return the bytes that a layer exchanges forward for each token of a rank, if ranks share blocks.
+    """Return the bytes that a layer exchanges forward per token of a rank, if ranks share blocks.
 
-    These are queries, keys, values and outputs (model/context.py), including what stays on the rank; and what the
-    decays and rates of a delta rule are made of.
+    These are queries, keys, values and outputs (model/context.py), including what stays on the
+    rank; and what the decays and rates of a delta rule are made of.
     """
     if kind.is_recurrent and geometry.delta is not None:
         delta = geometry.delta
@@ -157,17 +197,19 @@ def exchanged_by_a_layer(geometry: Geometry, train: Train, kind: LayerKind) -> i
 
 
 def before_chunks(geometry: Geometry, train: Train, kind: LayerKind) -> float:
-    """Return what the first half keeps per token where the second runs in chunks: the tensor between them too.
+    """Return what the first half keeps per token before a chunked second, with the tensor between.
 
     Where layers are compiled, that takes the place of o_proj's result.
     """
     arithmetic = Arithmetic.of(train)
     instead = arithmetic.number_bytes if is_compiled(train) else 0
-    return mixed_per_token(geometry, train, kind) + geometry.hidden * (arithmetic.stream_bytes(train) - instead)
+    return mixed_per_token(geometry, train, kind) + geometry.hidden * (
+        arithmetic.stream_bytes(train) - instead
+    )
 
 
 def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
-    """Return the bytes per token that the second half of a layer keeps: its norm, and the MLP or the experts."""
+    """Return the bytes per token that a layer's second half keeps: norm, and MLP or experts."""
     arithmetic, compiled = Arithmetic.of(train), is_compiled(train)
     number = arithmetic.number_bytes
     names = [] if has_experts else [name for name in geometry.linears if name in FED]
@@ -190,7 +232,9 @@ def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
     return kept + _inputs_of_linears(geometry, train, Arithmetic(number, by_autocast), names)
 
 
-def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic, names: Collection[str]) -> float:
+def _inputs_of_linears(
+    geometry: Geometry, train: Train, arithmetic: Arithmetic, names: Collection[str]
+) -> float:
     """Return the bytes of inputs of the linears called `names` that train weights or have adapters.
 
     Attention keeps its output itself.
@@ -199,7 +243,8 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
     widths = {name: inputs for name, (inputs, _) in linears.items() if name in names}
     if train.method == "full":
         widths.pop("o_proj", None)
-    if train.method == "lora" and train.lora.dropout > 0:  # each adapter keeps its dropped-out input, and a mask byte
+    # each adapter keeps its dropped-out input, and a mask byte
+    if train.method == "lora" and train.lora.dropout > 0:
         return float((arithmetic.number_bytes + 1) * sum(widths.values()))
     if not arithmetic.by_autocast or has_fused_adapters(train):
         widths.pop("o_proj", None)
@@ -210,21 +255,27 @@ def _inputs_of_linears(geometry: Geometry, train: Train, arithmetic: Arithmetic,
 def _experts(geometry: Geometry, train: Train, number: int, widths: int) -> float:
     """Return the bytes kept for the experts of a token and for the router.
 
-    For each expert: copies of the token, `widths` intermediate tensors, results and places. For the router: its input
-    and scores. Inputs of products with frozen weights are not kept, unless there is an adapter.
+    For each expert: copies of the token, `widths` intermediate tensors, results and places. For the
+    router: its input and scores. Inputs of products with frozen weights are not kept, unless there
+    is an adapter.
     """
     inputs = 1 if train.method == "full" or geometry.adapted_experts(train.lora) else 0
     of_each = (1 + inputs) * geometry.hidden + (widths - 1 + inputs) * geometry.expert_intermediate
     of_experts = geometry.experts_per_token * (number * of_each + _CHOICE_BYTES)
     # The shared expert: its intermediate tensors, its result and its gate.
-    shared = number * ((widths - 1 + inputs) * geometry.intermediate + geometry.hidden) if geometry.shared_expert else 0
+    shared = (
+        number * ((widths - 1 + inputs) * geometry.intermediate + geometry.hidden)
+        if geometry.shared_expert
+        else 0
+    )
     return of_experts + shared + inputs * number * geometry.hidden + FP32_BYTES * geometry.experts
 
 
 def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: LayerKind) -> float:
     """Return the bytes of results of products, and of attention or the delta rule.
 
-    These `selective` keeps beside the layer's input. Compiled layers do not keep down_proj's result.
+    These `selective` keeps beside the layer's input. Compiled layers do not keep down_proj's
+    result.
     """
     outputs = {name: output for name, (_, output) in geometry.linears_of(kind).items()}
     if kind.has_experts:
@@ -239,7 +290,9 @@ def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: La
         mixed, of_heads = geometry.delta.values + geometry.delta.value_heads * DELTA_CHUNK, 0
     total = sum(outputs.values()) + mixed
     if has_fused_adapters(train):
-        total += train.lora.rank * len(geometry.adapted_linears(train.lora).keys() & geometry.linears_of(kind).keys())
+        total += train.lora.rank * len(
+            geometry.adapted_linears(train.lora).keys() & geometry.linears_of(kind).keys()
+        )
     elif train.method == "lora":
         targets = outputs if train.lora.targets == "all-linear" else train.lora.targets
         total += sum(outputs[name] for name in targets if name in outputs and name != "experts")

@@ -1,4 +1,4 @@
-"""The amount of training data before there are blocks, estimated from the first rows of local files."""
+"""The amount of training data before there are blocks, estimated from local files' first rows."""
 
 import json
 import math
@@ -28,15 +28,16 @@ _END_TOKENS = 1  # of the message, which are trained on
 
 @dataclass(frozen=True)
 class _Ratio:
-    """Tokens of a byte of UTF-8, and of a character that is counted apart because it has three bytes or more."""
+    """Tokens per byte of UTF-8, and per character of three bytes or more, counted apart."""
 
     of_byte: float
     of_cjk: float
 
 
-# Fewest, expected and most. English prose has 4 to 5 bytes a token, code and numbers fewer. Qwen3's vocabulary has 0.54
-# tokens for a character of modern Chinese, 0.77 of old plays, 0.63 of Japanese. The demo's vocabulary has no such
-# characters, so each is three tokens; a small one made for them has about one.
+# Fewest, expected and most. English prose has 4 to 5 bytes a token, code and numbers fewer. Qwen3's
+# vocabulary has 0.54 tokens for a character of modern Chinese, 0.77 of old plays, 0.63 of Japanese.
+# The demo's vocabulary has no such characters, so each is three tokens; a small one made for them
+# has about one.
 _RATIOS = (_Ratio(1 / 5.5, 0.45), _Ratio(1 / 4.0, 0.75), _Ratio(1 / 2.5, 1.1))
 _RATIOS_OF_SMALL = (_Ratio(1 / 3.0, 1.0), _Ratio(1 / 2.0, 3.0), _Ratio(1 / 1.0, 3.5))
 _CJK = re.compile(
@@ -46,7 +47,7 @@ _CJK = re.compile(
 
 @dataclass(frozen=True)
 class Amount:
-    """Samples of the training data, their tokens, the supervised ones, and the sum of the samples' squared lengths."""
+    """Samples of training data, their tokens, supervised ones, and the sum of squared lengths."""
 
     samples: float = 0.0
     tokens: float = 0.0
@@ -74,14 +75,19 @@ class Amount:
 
     def __mul__(self, factor: float) -> "Amount":
         """Return so many times the same samples."""
-        return Amount(self.samples * factor, self.tokens * factor, self.supervised * factor, self.squares * factor)
+        return Amount(
+            self.samples * factor,
+            self.tokens * factor,
+            self.supervised * factor,
+            self.squares * factor,
+        )
 
 
 _Source = tuple[float, tuple[Amount, ...]]  # the weight of a source, and what is in it
 
 
 def expected_workload(config: Config, vocabulary: int | None) -> Workload:
-    """Return the workload by the first rows of the config's files; if they are not all here, what is assumed of any.
+    """Return the workload by the first rows of the files, or an assumption if some are not here.
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
@@ -107,7 +113,7 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
 
 
 def amounts_of(config: Config, vocabulary: int | None) -> list[Amount] | None:
-    """Return what an epoch trains on, with the fewest, the expected and the most tokens of the texts.
+    """Return what an epoch trains on, with the fewest, expected and most tokens of the texts.
 
     None if some of the data is not in files that can be read here, or if no sample is expected.
     """
@@ -123,8 +129,10 @@ def _trained(config: Config, sources: list[_Source]) -> list[Amount] | None:
 
 
 def _of_sources(config: Config, vocabulary: int | None) -> list[_Source]:
-    """Return all sources, those that are held out last; none if some is not in files that can be read here."""
-    ratios = _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
+    """Return all sources, held-out ones last; none if some file cannot be read here."""
+    ratios = (
+        _RATIOS_OF_SMALL if vocabulary is not None and vocabulary < _SMALL_VOCABULARY else _RATIOS
+    )
     found = []
     for source in config.data.sources:
         if not isinstance(source, FileData):
@@ -142,15 +150,24 @@ def _of_sources(config: Config, vocabulary: int | None) -> list[_Source]:
 
 @lru_cache(maxsize=256)
 def _of_source(
-    source_json: str, tokenize_json: str, ratios: tuple[_Ratio, ...], files: tuple[tuple[Path, Stamp], ...]
+    source_json: str,
+    tokenize_json: str,
+    ratios: tuple[_Ratio, ...],
+    files: tuple[tuple[Path, Stamp], ...],
 ) -> tuple[Amount, ...] | None:
     """Return what is in `files` of a source, for each of `ratios`; None if nothing can be read.
 
-    Cached: the experiments of a sweep share their files. Where `max_rows` are read, they are the first.
+    Cached: the experiments of a sweep share their files. Where `max_rows` are read, they are the
+    first.
     """
-    source, tokenize = FileData.model_validate_json(source_json), Tokenize.model_validate_json(tokenize_json)
+    source = FileData.model_validate_json(source_json)
+    tokenize = Tokenize.model_validate_json(tokenize_json)
     each = max(_READ_ROWS_OF_FILE, _READ_ROWS // max(1, len(files)))
-    row_of = partial(_Row.of, system=_Length.of(tokenize.system or ""), tools=_Length.of(" ".join(tokenize.tools)))
+    row_of = partial(
+        _Row.of,
+        system=_Length.of(tokenize.system or ""),
+        tools=_Length.of(" ".join(tokenize.tools)),
+    )
     left = float(source.max_rows or math.inf)
     found, all_bytes, read_bytes = (Amount(),) * len(ratios), 0, 0
     for number, (path, stamp) in enumerate(files):
@@ -162,7 +179,9 @@ def _of_source(
         left -= len(rows) * times
         for row in rows:
             own = row.amounts(tokenize, ratios)
-            found = tuple(amount + one * (times * used) for amount, one in zip(found, own, strict=True))
+            found = tuple(
+                amount + one * (times * used) for amount, one in zip(found, own, strict=True)
+            )
         read_bytes += stamp.size if rows else 0
     if not read_bytes:
         return None
@@ -175,7 +194,7 @@ def _of_source(
 
 @dataclass(frozen=True)
 class _Length:
-    """The length of a text: characters of Chinese, Japanese and Korean, and bytes of UTF-8 of the rest."""
+    """The length of a text: Chinese, Japanese and Korean characters, UTF-8 bytes of the rest."""
 
     rest_bytes: int = 0
     cjk: int = 0
@@ -196,7 +215,7 @@ class _Length:
 
 @dataclass(frozen=True)
 class _Message:
-    """The text of a message with its calls, the thinking before it, and whether it is trained on."""
+    """A message's text with its calls, the thinking before it, and whether it is trained on."""
 
     role: str
     text: _Length
@@ -215,7 +234,7 @@ class _Row:
 
     @classmethod
     def of(cls, content: Content, system: _Length, tools: _Length) -> "_Row":
-        """Return the texts of `content`; `system` and `tools` are those of conversations without their own."""
+        """Return the texts of `content`; `system` and `tools` are for conversations without own."""
         if isinstance(content, Text):
             return cls(_Length.of(content.text), _Length(), ())
         messages = tuple(
@@ -229,20 +248,26 @@ class _Row:
             for number, message in enumerate(content.messages)
         )
         if system != _Length() and messages[0].role != "system":
-            messages = (_Message("system", system, _Length(), _Length(), is_trained=False), *messages)
+            messages = (
+                _Message("system", system, _Length(), _Length(), is_trained=False),
+                *messages,
+            )
         return cls(_Length(), _Length.of_json(content.tools) if content.tools else tools, messages)
 
     def amounts(self, tokenize: Tokenize, ratios: tuple[_Ratio, ...]) -> list[Amount]:
         """Return what the tokenize stage makes of the row, for each of `ratios`.
 
-        A sample counts as dropped if even the fewest tokens are too many: the stage fails if more than a few are.
-        Answers of one conversation share a sample under some chat templates: so it is with the fewest tokens, if that
-        sample is not too long.
+        A sample counts as dropped if even the fewest tokens are too many: the stage fails if more
+        than a few are. Answers of one conversation share a sample under some chat templates: so it
+        is with the fewest tokens, if that sample is not too long.
         """
         each = [list(self._samples(ratio, tokenize)) for ratio in ratios]
         fewest = each[0]
         found = [
-            sum((self._kept(*pair, tokenize) for pair in zip(samples, fewest, strict=True)), Amount())
+            sum(
+                (self._kept(*pair, tokenize) for pair in zip(samples, fewest, strict=True)),
+                Amount(),
+            )
             for samples in each
         ]
         if len(fewest) > 1 and fewest[-1].tokens <= tokenize.max_tokens:
@@ -250,12 +275,14 @@ class _Row:
         return found
 
     def _samples(self, ratio: _Ratio, tokenize: Tokenize) -> Iterator[Amount]:
-        """Yield each sample as long as it is: a raw text, or a conversation up to each answer that is trained on."""
+        """Yield each sample's length: a raw text, or a conversation up to each trained answer."""
         if not self.messages:
             yield _sample(self.raw.tokens(ratio), self.raw.tokens(ratio))
             return
         tokens = self.tools.tokens(ratio)
-        last = max(number for number, message in enumerate(self.messages) if message.role == "assistant")
+        last = max(
+            number for number, message in enumerate(self.messages) if message.role == "assistant"
+        )
         for number, message in enumerate(self.messages):
             written = message.text.tokens(ratio) + message.calls.tokens(ratio)
             thought = 0.0 if tokenize.thinking == "strip" else message.thinking.tokens(ratio)

@@ -32,10 +32,10 @@ from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_o
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
 from pipeline_lib.plan.memory import Memory, checkpoint_bytes, host_need, predict_all
 from pipeline_lib.plan.near import missed
+from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
-from pipeline_lib.plan.step_time import shape_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
 from pipeline_lib.plan.words import (
     Change,
@@ -50,7 +50,8 @@ from pipeline_lib.plan.words import (
 from pipeline_lib.plan.workload import Workload, in_words, settled
 from pipeline_lib.records.plan import FITS, NOT_CHECKED, TIGHT, TOO_LARGE
 
-# plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown values are None.
+# plan.json: the plan stage makes it from sealed blocks, the command from whatever is known. Unknown
+# values are None.
 
 SCHEMA = 3  # keys may be added
 _CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
@@ -66,12 +67,15 @@ _NEXT = 2  # changes among what to do next; all of them stand under `what would 
 
 @dataclass(frozen=True)
 class Question:
-    """All that a plan is computed from. `blocks` is None while there are none; `workload` is estimated or assumed then.
+    """All that a plan is computed from.
 
-    `held` are keys that `strategy: auto` keeps, `measured` is what a cluster.json says. `repetition` says what it
-    costs that conversations become several samples; it is empty if that costs nothing or is not known yet.
-    `estimated` are the steps by the first rows of the files, where there are no blocks. `data_bytes` is the size of the
-    raw data, None if it is not known or read already; near duplicates in it are searched for if `has_near_duplicates`.
+    `blocks` is None while there are none; `workload` is estimated or assumed then.
+
+    `held` are keys that `strategy: auto` keeps, `measured` is what a cluster.json says.
+    `repetition` says what it costs that conversations become several samples; it is empty if that
+    costs nothing or is not known yet. `estimated` are the steps by the first rows of the files,
+    where there are no blocks. `data_bytes` is the size of the raw data, None if it is not known or
+    read already; near duplicates in it are searched for if `has_near_duplicates`.
     """
 
     experiment: str
@@ -101,13 +105,19 @@ class Question:
         return machine_of(self.cluster, self.train.precision, self.measured, self.train.attention)
 
     def batch(self, train: Train) -> BatchPlan:
-        """Return the batches for the micro-batch size of `train`. Raise DataError if there is no step."""
+        """Return the batches for the micro-batch size of `train`.
+
+        Raise DataError if there is no step.
+        """
         training = self.blocks.training if self.blocks else None
         return plan_batches(train, self.cluster.ranks, training, self.workload)
 
 
 def question_of(config: Config, store: Store) -> Question:
-    """Return the input of the plan. Raise DataError for an unknown model, ConfigError for a wrong cluster.json."""
+    """Return the input of the plan.
+
+    Raise DataError for an unknown model, ConfigError for a wrong cluster.json.
+    """
     geometry, blocks = geometry_of(config, store), blocks_of(config, store)
     return Question(
         experiment=config.experiment,
@@ -138,7 +148,7 @@ def _data_bytes(config: Config) -> int | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """The content of plan.json, and the choice that it reports; `refusal` is the reason if the run cannot be started.
+    """The content of plan.json and the choice it reports; `refusal` is why a run cannot start.
 
     `wanted` and `choice` are None if the GPU is not named.
     """
@@ -152,12 +162,14 @@ class Answer:
 def answer(question: Question, is_explained: bool = True) -> Answer:
     """Predict the run, and with `strategy: auto` choose how to train.
 
-    Raise DataError if there is nothing to train on, no legal way to train, or if ranks would be idle with any number of
-    them to a block, and ConfigError for a wrong machine.
-    Most of the time goes into sentences; without `is_explained` they are left out.
+    Raise DataError if there is nothing to train on, no legal way to train, or if ranks would be
+    idle with any number of them to a block, and ConfigError for a wrong machine. Most of the time
+    goes into sentences; without `is_explained` they are left out.
     """
     machine, batch = question.machine, question.batch(question.train)
-    train, ranks, sizes = question.train, question.ranks, (question.workload.block_tokens, batch.global_batch_blocks)
+    train = question.train
+    ranks = question.ranks
+    sizes = (question.workload.block_tokens, batch.global_batch_blocks)
     counts = sharing_counts(question.geometry, train, question.held, ranks, *sizes)
     if not counts:
         raise DataError(not_shared(train, ranks.total, *sizes))
@@ -167,11 +179,15 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         unnamed = {"chosen": set_there, "others": [], "advice": [], "verdicts": {}}
         return Answer(_content(question, None, None, unnamed, [_NAME_IT]), None, None, None)
     steps = (batch.steps, batch.steps_per_epoch)
-    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, *steps)
+    setting = Setting(
+        question.geometry, machine, question.workload, batch.global_batch_blocks, *steps
+    )
     wanted = Wanted(setting, question.train, question.held, question.has_deepspeed)
     choice, problem = _choice(wanted)
     if not is_explained:
-        return Answer(_content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None)
+        return Answer(
+            _content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None
+        )
     is_auto, changes = question.train.strategy == AUTO, advice(choice, wanted)
     words: dict[str, Any] = {
         "chosen": why_chosen(choice, setting, is_auto),
@@ -192,11 +208,18 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         else:
             words["advice"] = [*too_large, *words["advice"]]
     actions = _next(too_large[1:], changes, setting, choice.chosen.run_s)
-    return Answer(_content(question, wanted, choice, words, actions), wanted, choice, in_lines(problem) or None)
+    return Answer(
+        _content(question, wanted, choice, words, actions),
+        wanted,
+        choice,
+        in_lines(problem) or None,
+    )
 
 
-def _next(would_fit: list[str], changes: list[Change], setting: Setting, run_s: Figure | None) -> list[str]:
-    """Return what to do next: make the run fit, or the largest gains; then measure speeds that are only typical.
+def _next(
+    would_fit: list[str], changes: list[Change], setting: Setting, run_s: Figure | None
+) -> list[str]:
+    """Return what to do next: make the run fit or take the largest gains; then measure speeds.
 
     A short run is over before that has paid.
     """
@@ -211,7 +234,7 @@ def _next(would_fit: list[str], changes: list[Change], setting: Setting, run_s: 
 
 
 def _choice(wanted: Wanted) -> tuple[Choice, list[str]]:
-    """Return the choice; if nothing fits the one that needs least memory, with the problem and what would fit."""
+    """Return the choice; if nothing fits, the leanest, with the problem and what would fit."""
     setting = wanted.setting
     try:
         return choose(setting, wanted.train, wanted.held, wanted.has_deepspeed), []
@@ -230,9 +253,10 @@ def in_lines(sentences: list[str]) -> str:
 
 
 def is_hopeless(memory: Memory, machine: Machine) -> bool:
-    """Return whether the way is predicted not to fit even without a margin; it is then refused, otherwise warned of.
+    """Return whether the way fits not even without a margin; it is then refused, else warned of.
 
-    Without GPUs it is always a warning: cluster.memory_gb is what a job asks for, and a machine may have more.
+    Without GPUs it is always a warning: cluster.memory_gb is what a job asks for, and a machine may
+    have more.
     """
     limit = machine.gpu_memory_bytes
     return limit is not None and (lacks_host_memory(memory, machine) or memory.total_bytes > limit)
@@ -249,17 +273,22 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
         too_large += f", {gib(needed - has)} more than the {of_gpu}"
     if lacks_host_memory(memory, machine):
         host, has_host = host_need_of_node(memory, machine), host_limit_in_words(machine)
-        on_host = f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and {has_host}"
+        on_host = (
+            f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and {has_host}"
+        )
         if not fits_on_gpu(memory, machine):
             return f"{too_large}, and {on_host}"
         key = "strategy" if train.offload == "none" else "offload"
         copies = ", or leave out train.save_async: true" if train.save_async is True else ""
-        return f"train.{key}: {getattr(train, key)} needs {on_host}; set {host_memory(host.total_bytes)}{copies}"
+        return (
+            f"train.{key}: {getattr(train, key)} needs {on_host}; set "
+            f"{host_memory(host.total_bytes)}{copies}"
+        )
     return too_large
 
 
 def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str, Any]:
-    """Return the texts of the plan about samples, steps and idle keys, without those that have nothing to say."""
+    """Return the plan's texts about samples, steps and idle keys, without empty ones."""
     steps = Steps.of(batch) or question.estimated
     warnings = list(step_warnings(train, batch, steps, question.cluster.ranks)) if steps else []
     found = {
@@ -284,7 +313,9 @@ def run_of(question: Question) -> Run:
     return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
 
 
-def _stages(question: Question, train: Train, memory: Memory, host_bytes: int) -> list[dict[str, Any]]:
+def _stages(
+    question: Question, train: Train, memory: Memory, host_bytes: int
+) -> list[dict[str, Any]]:
     run = replace(run_of(question), train=train)
     of_data = question.data_bytes, question.has_near_duplicates
     return [asdict(need) for need in needs_of(run, host_bytes, memory.total_bytes, *of_data)]
@@ -301,7 +332,11 @@ def _cost(way: Prediction | None, gpu_hour_price: float | None) -> dict[str, flo
 
 
 def _verdict(machine: Machine | None, way: Prediction | None) -> str:
-    if machine is None or way is None or (machine.gpu_memory_bytes is None and machine.host_limit_bytes is None):
+    if (
+        machine is None
+        or way is None
+        or (machine.gpu_memory_bytes is None and machine.host_limit_bytes is None)
+    ):
         return NOT_CHECKED
     if way.fits:
         return FITS
@@ -313,11 +348,16 @@ def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
     """Yield what the plan takes for granted: what is neither given nor measured."""
     if workload.is_assumed:
         fractions = (
-            f"{100 * workload.supervised_fraction:.0f}% supervised in blocks {100 * workload.real_fraction:.0f}% full"
+            f"{100 * workload.supervised_fraction:.0f}% supervised in blocks "
+            f"{100 * workload.real_fraction:.0f}% full"
         )
         told = workload.document_band is None  # as a what-if question may
         source = "by the first rows, " if workload.is_estimated else ""
-        yield source + (fractions if told else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}")
+        yield source + (
+            fractions
+            if told
+            else f"documents of {workload.document_tokens:,.0f} tokens, {fractions}"
+        )
     if machine is None:
         return
     if machine.is_host_assumed:
@@ -329,19 +369,24 @@ def _assumed(workload: Workload, machine: Machine | None) -> Iterator[str]:
 
 
 def _sources_of_rates(machine: Machine) -> list[str]:
-    """Return `measured`, the key of the config or _TYPICAL for each rate, without those of links that are not there."""
+    """Return `measured`, config key or _TYPICAL, for each rate, without those of absent links."""
     absent = ("between_",) * (machine.nodes == 1) + ("in_node_",) * (machine.ranks_per_node == 1)
     sources = [rate.source for name, rate in machine.rates.items() if not name.startswith(absent)]
-    return [source if source == "measured" or source.startswith("cluster.") else _TYPICAL for source in sources]
+    return [
+        source if source == "measured" or source.startswith("cluster.") else _TYPICAL
+        for source in sources
+    ]
 
 
 def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) -> Prediction:
-    """Return `way` with the time of a run of as many steps as are estimated, where the run's length is not known."""
+    """Return `way` with the time of as many steps as are estimated, if the length is unknown."""
     if way.run_s is not None or steps is None:
         return way
     epochs = steps.epoch or (None, None, None)
     lengths = zip(steps.run, epochs, strict=True)
-    ends = [replace(setting, steps=run, epoch_steps=epoch).predict(way.train) for run, epoch in lengths]
+    ends = [
+        replace(setting, steps=run, epoch_steps=epoch).predict(way.train) for run, epoch in lengths
+    ]
     run_s, gpu_hours = _over([one.run_s for one in ends]), _over([one.gpu_hours for one in ends])
     return replace(way, run_s=run_s, gpu_hours=gpu_hours)
 
@@ -349,11 +394,19 @@ def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) 
 def _over(figures: list[Figure | None]) -> Figure | None:
     """Return the figure from the low end of the first of three to the high end of the last one."""
     low, value, high = figures
-    return None if low is None or value is None or high is None else Figure(value.value, low.low, high.high)
+    return (
+        None
+        if low is None or value is None or high is None
+        else Figure(value.value, low.low, high.high)
+    )
 
 
 def _content(
-    question: Question, wanted: Wanted | None, choice: Choice | None, words: dict[str, Any], actions: list[str]
+    question: Question,
+    wanted: Wanted | None,
+    choice: Choice | None,
+    words: dict[str, Any],
+    actions: list[str],
 ) -> dict[str, Any]:
     geometry, machine = question.geometry, wanted.setting.machine if wanted else None
     train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
@@ -362,17 +415,31 @@ def _content(
         best = {**choice.best, choice.chosen.train.strategy: choice.chosen}
         memories = {name: way.memory for name, way in best.items()}
     else:
-        memories = predict_all(geometry, train, question.ranks, question.workload.block_tokens, batch.accumulation)
+        memories = predict_all(
+            geometry, train, question.ranks, question.workload.block_tokens, batch.accumulation
+        )
     described = None
     if machine is not None:
         own = sum(part.shape == shape_of(geometry) for part in machine.measured)
-        described = {**machine.as_json(), "measured_parts": own, "other_parts": len(machine.measured) - own}
-    way = _with_estimated_run(choice.chosen, wanted.setting, question.estimated) if choice and wanted else None
+        described = {
+            **machine.as_json(),
+            "measured_parts": own,
+            "other_parts": len(machine.measured) - own,
+        }
+    way = (
+        _with_estimated_run(choice.chosen, wanted.setting, question.estimated)
+        if choice and wanted
+        else None
+    )
     memory = memories[train.strategy]
     held = memory.host_bytes, memory.copied_bytes, memory.cpu_rank_bytes
     host_bytes = host_need(*held, question.ranks, question.cluster.device == "cuda").total_bytes
     one_checkpoint = checkpoint_bytes(geometry, train)
-    others = {name: way.as_json() for name, way in choice.best.items() if name != train.strategy} if choice else {}
+    others = (
+        {name: way.as_json() for name, way in choice.best.items() if name != train.strategy}
+        if choice
+        else {}
+    )
     for each in others.values():
         del each["segments"]
     return {

@@ -46,11 +46,11 @@ _OF_DEEPSPEED = ("zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way to train, and the best way of every strategy beside it, whether it fits or not.
+    """The chosen way to train, and the best way of every other strategy, whether it fits or not.
 
-    `considered` counts the candidates and `fitting` those that fit. `left_out` maps each strategy that was not
-    considered to the reason. `near` is the fastest that lacks little, if it is faster than the chosen one or that does
-    not fit.
+    `considered` counts the candidates and `fitting` those that fit. `left_out` maps each strategy
+    that was not considered to the reason. `near` is the fastest that lacks little, if it is faster
+    than the chosen one or that does not fit.
     """
 
     chosen: Prediction
@@ -64,10 +64,12 @@ class Choice:
 def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> Choice:
     """Choose how to train, over all keys that `free_keys` leaves open.
 
-    If `train` names a strategy, the others are only for comparison, and the way that needs least memory is chosen if
-    nothing fits. With `strategy: auto`, raise DataError if nothing fits.
+    If `train` names a strategy, the others are only for comparison, and the way that needs least
+    memory is chosen if nothing fits. With `strategy: auto`, raise DataError if nothing fits.
     """
-    without = {} if has_deepspeed else dict.fromkeys(_OF_DEEPSPEED, "DeepSpeed is not installed here")
+    without = (
+        {} if has_deepspeed else dict.fromkeys(_OF_DEEPSPEED, "DeepSpeed is not installed here")
+    )
     left_out = {**without, **setting.geometry.left_out}
     if train.strategy != AUTO:
         own = groups(setting, train, held)
@@ -76,18 +78,25 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         named = ("context_ranks", "micro_batch_blocks", "recompute", "offload", "compile")
         kept = [key for key in named if getattr(train, key) != AUTO]
         chosen, beside = _best_of(setting, own), _by_strategy(groups(setting, other, kept))
-        best = {name: _best_of(setting, found) for name, found in beside.items() if name not in left_out}
+        best = {
+            name: _best_of(setting, found) for name, found in beside.items() if name not in left_out
+        }
         return _choice(setting, chosen, {**best, train.strategy: chosen}, own, left_out)
     found = _by_strategy(_considered(setting, train, held, has_deepspeed))
     everything = [group for of_strategy in found.values() for group in of_strategy]
     if not everything:
-        text = "train.strategy: auto finds no way to train that the other keys of `train` allow; leave some of them out"
+        text = (
+            "train.strategy: auto finds no way to train that the other keys of `train` allow; "
+            "leave some of them out"
+        )
         raise DataError(text)
     simplest = simplest_of_fastest(setting, everything)
     if simplest is None:
         machine, number = setting.machine, sum(len(group.sizes) for group in everything)
         limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
-        raise DataError(f"none of {number} ways to train fits {machine.ranks} x {machine.name}{limit}")
+        raise DataError(
+            f"none of {number} ways to train fits {machine.ranks} x {machine.name}{limit}"
+        )
     best = {name: _best_of(setting, of_strategy) for name, of_strategy in found.items()}
     return _choice(setting, simplest.predict(), best, everything, left_out)
 
@@ -99,13 +108,16 @@ def _choice(
     found: Sequence[Group],
     left_out: Mapping[str, str],
 ) -> Choice:
-    considered, fitting = sum(len(group.sizes) for group in found), sum(group.fitting for group in found)
+    considered = sum(len(group.sizes) for group in found)
+    fitting = sum(group.fitting for group in found)
     near = fastest_near_miss(setting, found, chosen if chosen.fits else None)
     return Choice(chosen, best, considered, left_out, fitting, near)
 
 
-def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen: Train) -> Choice | None:
-    """Return the choice of `chosen` where nothing fits, beside the way of each strategy that needs least memory.
+def leanest_choice(
+    setting: Setting, train: Train, held: Collection[str], chosen: Train
+) -> Choice | None:
+    """Return the choice of `chosen` if nothing fits, beside each strategy's way of least memory.
 
     None if there is no way at all. Strategies that are not installed are included.
     """
@@ -118,7 +130,9 @@ def leanest_choice(setting: Setting, train: Train, held: Collection[str], chosen
     return _choice(setting, setting.predict(chosen), best, found, {})
 
 
-def _considered(setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool) -> list[Group]:
+def _considered(
+    setting: Setting, train: Train, held: Collection[str], has_deepspeed: bool
+) -> list[Group]:
     found = groups(setting, train, held)
     return found if has_deepspeed else [group for group in found if not group.train.uses_deepspeed]
 
@@ -131,7 +145,7 @@ def _by_strategy(found: Iterable[Group]) -> dict[str, list[Group]]:
 
 
 def _best_of(setting: Setting, found: Sequence[Group]) -> Prediction:
-    """Return the simplest of the fastest that fit, or if none does the way that needs least memory."""
+    """Return the simplest of the fastest that fit, or else the way that needs least memory."""
     return (simplest_of_fastest(setting, found) or least_memory(found)).predict()
 
 
@@ -142,9 +156,14 @@ def _best_of(setting: Setting, found: Sequence[Group]) -> Prediction:
 MOST_PER_NODE, MOST_NODES = 8, 512
 _ANY_BYTES = 2**62
 _DEFAULT = Train()
-_BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")  # sources of a rate that is known rather than assumed
+# sources of a rate that is known rather than assumed
+_BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")
 _TRAINS_SOMETHING_ELSE = (
-    ("optimizer", "adamw", "another optimizer, so another run"),  # it can be offloaded, adamw_8bit cannot
+    (
+        "optimizer",
+        "adamw",
+        "another optimizer, so another run",
+    ),  # it can be offloaded, adamw_8bit cannot
     ("optimizer", "adamw_8bit", "another optimizer, so another run"),
     ("method", "lora", "trains adapters instead"),
 )
@@ -154,7 +173,8 @@ _TRAINS_SOMETHING_ELSE = (
 class Wanted:
     """A training to plan.
 
-    `strategy: auto` leaves open all keys but `held`; with a named strategy only keys that are `auto` are open.
+    `strategy: auto` leaves open all keys but `held`; with a named strategy only keys that are
+    `auto` are open.
     """
 
     setting: Setting
@@ -163,12 +183,12 @@ class Wanted:
     has_deepspeed: bool
 
     def on(self, machine: Machine) -> "Wanted":
-        """Return the same training on another machine, with a batch of at least one micro-batch for each rank."""
+        """Return the training on another machine, with at least one micro-batch for each rank."""
         blocks = max(self.setting.batch_blocks, self.blocks_at_once(machine))
         return replace(self, setting=replace(self.setting, machine=machine, batch_blocks=blocks))
 
     def blocks_at_once(self, machine: Machine) -> int:
-        """Return the fewest blocks that the ranks of `machine` process at once, as few of them as can sharing each."""
+        """Return the fewest blocks that `machine` processes at once, with few ranks to each."""
         count = replace(self.setting, machine=machine).rank_counts(self.train, self.held)[0]
         is_free = "micro_batch_blocks" in free_keys(self.train, self.held)
         return max(1, machine.ranks // count) * (1 if is_free else self.train.micro_batch_blocks)
@@ -180,33 +200,40 @@ class Wanted:
 
 
 def fastest(wanted: Wanted) -> Prediction | None:
-    """Return what `choose` chooses, without looking at anything else; None if nothing fits or may be configured."""
+    """Return what `choose` chooses, and nothing more; None if nothing fits or is allowed."""
     setting, train, held = wanted.setting, wanted.train, wanted.held
     sizes = setting.workload.block_tokens, setting.batch_blocks
-    if not is_legal(train, setting.ranks) or not sharing_counts(setting.geometry, train, held, setting.ranks, *sizes):
+    if not is_legal(train, setting.ranks) or not sharing_counts(
+        setting.geometry, train, held, setting.ranks, *sizes
+    ):
         return None
-    has_deepspeed = wanted.has_deepspeed or train.strategy != AUTO  # a named strategy is planned in any case
+    # a named strategy is planned in any case
+    has_deepspeed = wanted.has_deepspeed or train.strategy != AUTO
     found = simplest_of_fastest(setting, _considered(setting, train, held, has_deepspeed))
     return None if found is None else found.predict()
 
 
 def no_way(wanted: Wanted) -> str | None:
-    """Return the problem if the keys that `auto` has to keep allow no way to train at all, else None."""
+    """Return the problem if the keys that `auto` has to keep allow no way to train, else None."""
     if leanest(wanted):
         return None
     keys = [key for key in wanted.held if getattr(wanted.train, key) != getattr(_DEFAULT, key)]
     given = " and ".join(f"{in_file(key)}: {getattr(wanted.train, key)}" for key in keys)
     missing = "" if wanted.has_deepspeed else ", without DeepSpeed, which is not installed here"
     kept = f"beside {given}" if given else "that the other keys of `train` allow"
-    return f"train.strategy: auto finds no way to train {kept}{missing}; leave {'one' if given else 'some'} out"
+    return (
+        f"train.strategy: auto finds no way to train {kept}{missing}; leave "
+        f"{'one' if given else 'some'} out"
+    )
 
 
 def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     """Return the ways to train that need least memory: one for each free strategy and each offload.
 
-    They have the fewest ranks to a block with which one fits; if none fits, there are those of every number of ranks.
-    Ways that fit come first. After them come those that only the host lacks memory for, ordered by the host memory that
-    they need, since a job can ask for more; then all others, ordered by the memory of a rank.
+    They have the fewest ranks to a block with which one fits; if none fits, there are those of
+    every number of ranks. Ways that fit come first. After them come those that only the host lacks
+    memory for, ordered by the host memory that they need, since a job can ask for more; then all
+    others, ordered by the memory of a rank.
     """
     setting, machine = wanted.setting, wanted.setting.machine
     ways = list[tuple[Train, Memory]]()
@@ -232,14 +259,26 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
     train, held = wanted.train.model_copy(update={"context_ranks": count}), wanted.held
     open_keys = free_keys(train, held)
     has_triton = wanted.setting.machine.has_triton
-    lean = {"micro_batch_blocks": 1, "recompute": "full", "reshard": True, "compile": AUTO, "save_async": False}
+    lean = {
+        "micro_batch_blocks": 1,
+        "recompute": "full",
+        "reshard": True,
+        "compile": AUTO,
+        "save_async": False,
+    }
     free = {key: value for key, value in lean.items() if key in open_keys}
     if train.strategy != AUTO:
-        yield from _with_activations_away(settled(train.model_copy(update=free), has_triton), wanted)
+        yield from _with_activations_away(
+            settled(train.model_copy(update=free), has_triton), wanted
+        )
         return
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
-    strategies = [name for name in OFFLOADS if name not in (AUTO, "hsdp")] if shard_ranks is None else ["hsdp"]
+    strategies = (
+        [name for name in OFFLOADS if name not in (AUTO, "hsdp")]
+        if shard_ranks is None
+        else ["hsdp"]
+    )
     strategies = [name for name in strategies if name not in wanted.setting.geometry.left_out]
     if not wanted.has_deepspeed:
         strategies = [name for name in strategies if not name.startswith("zero")]
@@ -247,11 +286,13 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
         offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
         for offload in offloads if "offload" in open_keys else (train.offload,):
             changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
-            yield from _with_activations_away(settled(train.model_copy(update={**free, **changes}), has_triton), wanted)
+            yield from _with_activations_away(
+                settled(train.model_copy(update={**free, **changes}), has_triton), wanted
+            )
 
 
 def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
-    """Yield `lean`, and the same with activations on the host if that may be chosen, and only that fits on the GPU.
+    """Yield `lean`, and if allowed, and only that fits the GPU, with activations on the host.
 
     No layer keeps the attention's results, unless `kept_attention_layers` is given.
     """
@@ -266,7 +307,7 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
 
 
 def what_would_fit(wanted: Wanted) -> list[str]:
-    """Return what to change if nothing fits, as sentences: settings that would do, and the smallest cluster."""
+    """Return what to change if nothing fits, as sentences: settings, and the smallest cluster."""
     settings = _freed(wanted) if wanted.train.strategy == AUTO else _remedies(wanted)
     sentences = [
         f"this would fit: {text}"
@@ -284,17 +325,24 @@ def what_would_fit(wanted: Wanted) -> list[str]:
         sentences += _with_another_strategy(wanted)
     if sentences:
         return sentences
-    block = f"no number of GPUs would do: one block of {wanted.setting.workload.block_tokens} tokens needs more memory"
+    block = (
+        f"no number of GPUs would do: one block of {wanted.setting.workload.block_tokens} "
+        "tokens needs more memory"
+    )
     if "context_ranks" in free_keys(wanted.train, wanted.held):
         return [f"{block} than all GPUs that can share it have; lower shard.block_tokens"]
-    remedy = "lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
+    remedy = (
+        "lower shard.block_tokens, or raise train.context_ranks, so that more GPUs share a block"
+    )
     return [f"{block} than a GPU has; {remedy}"]
 
 
 def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
-    """Yield what `strategy: auto` would need, for a strategy that cannot train the model on any number of GPUs."""
+    """Yield what `strategy: auto` would need if a strategy cannot train the model on any GPUs."""
     kept = () if wanted.train.context_ranks == AUTO else ("context_ranks",)
-    free = replace(wanted, train=wanted.train.model_copy(update={"strategy": AUTO}), held=(*wanted.held, *kept))
+    free = replace(
+        wanted, train=wanted.train.model_copy(update={"strategy": AUTO}), held=(*wanted.held, *kept)
+    )
     ways, machine = leanest(free), wanted.setting.machine
     if ways and fits(ways[0][1], machine):
         yield f"this would fit: train.strategy: auto{_on_host(ways[0][1], machine)}"
@@ -321,7 +369,9 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
     def lacks_host(remedy: Remedy) -> bool:
         return lacks_host_memory(remedy.memory, machine)
 
-    first = list(takewhile(lambda remedy: not lacks_host(remedy) and not remedy.is_other_training, found))
+    first = list(
+        takewhile(lambda remedy: not lacks_host(remedy) and not remedy.is_other_training, found)
+    )
     yield from (f"{remedy}{_on_host(remedy.memory, machine)}" for remedy in first)
     if alone is not None:
         yield host_memory(alone)
@@ -334,7 +384,7 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
 
 
 def _may_need_more(wanted: Wanted, changes: dict[str, Any]) -> bool:
-    """Return whether the plan still chooses keys that need memory once these changes are made; they save time."""
+    """Return whether the plan still chooses keys that need memory after these changes."""
     changed = wanted.train.model_copy(update=changes)
     keys = ("recompute", "reshard") if is_sharded(changed) else ("recompute",)
     is_open = any(getattr(changed, key) == AUTO for key in keys)
@@ -342,20 +392,25 @@ def _may_need_more(wanted: Wanted, changes: dict[str, Any]) -> bool:
 
 
 def _with_less_offloaded(wanted: Wanted) -> Iterator[str]:
-    """Yield less offloading than the config asks for, if the host has no memory for that and the GPUs have it."""
+    """Yield less offloading than configured, if the host lacks memory that the GPUs have."""
     train, machine = wanted.train, wanted.setting.machine
     ways = leanest(wanted)
     if not machine.is_gpu or not ways or not lacks_host_memory(ways[0][1], machine):
         return
-    less = OFFLOAD[: OFFLOAD.index(train.offload)] if train.strategy != AUTO else ()  # else the key is to be left out
+    # else the key is to be left out
+    less = OFFLOAD[: OFFLOAD.index(train.offload)] if train.strategy != AUTO else ()
     kept = [False] if train.offload_activations is True else []
     for away, offload in product([train.offload_activations, *kept], [*less, train.offload]):
         changes = {"offload": offload, "offload_activations": away}
         changes = {key: value for key, value in changes.items() if value != getattr(train, key)}
-        way = leanest(replace(wanted, train=train.model_copy(update=changes)))[:1] if changes else []
+        way = (
+            leanest(replace(wanted, train=train.model_copy(update=changes)))[:1] if changes else []
+        )
         for _, memory in way:
             if fits(memory, machine):
-                remedy = Remedy(changes, memory, memory.total_bytes, 0.0, _may_need_more(wanted, changes))
+                remedy = Remedy(
+                    changes, memory, memory.total_bytes, 0.0, _may_need_more(wanted, changes)
+                )
                 yield f"{remedy}{_on_host(memory, machine)}"
                 return
 
@@ -363,7 +418,10 @@ def _with_less_offloaded(wanted: Wanted) -> Iterator[str]:
 def _freed(wanted: Wanted) -> Iterator[str]:
     alone = _more_host_memory(wanted)
     for key in wanted.held:
-        if key != "context_ranks" and replace(wanted, held=[other for other in wanted.held if other != key]).fits:
+        if (
+            key != "context_ranks"
+            and replace(wanted, held=[other for other in wanted.held if other != key]).fits
+        ):
             yield f"{in_file(key)} left out, so that the plan chooses it"
     for key, value, note in _TRAINS_SOMETHING_ELSE:
         other = replace(wanted, train=wanted.train.model_copy(update={key: value}))
@@ -380,7 +438,7 @@ def _freed(wanted: Wanted) -> Iterator[str]:
 
 
 def _in_4_bits(wanted: Wanted) -> Iterator[str]:
-    """Yield adapters on a base in 4 bits if the GPUs have the memory for these, and not for an unquantized base."""
+    """Yield adapters on a 4-bit base if the GPUs have memory for these but not for unquantized."""
     train, setting = wanted.train.model_copy(update={"method": "lora"}), wanted.setting
 
     def fits_without_host(train: Train) -> bool:
@@ -389,17 +447,21 @@ def _in_4_bits(wanted: Wanted) -> Iterator[str]:
 
     if setting.geometry.expert_layers or not setting.machine.is_gpu or fits_without_host(train):
         return
-    if fits_without_host(train.model_copy(update={"lora": train.lora.model_copy(update={"base": "nf4"})})):
+    if fits_without_host(
+        train.model_copy(update={"lora": train.lora.model_copy(update={"base": "nf4"})})
+    ):
         adapters = "" if wanted.train.method == "lora" else "train.method: lora, "
         yield f"{adapters}train.lora.base: nf4  (keeps the frozen base in 4 bits)"
 
 
 def _in_parts(wanted: Wanted) -> Iterator[str]:
-    """Yield the fewest ranks that fit if they share each block, where these ranks can and the config says how many."""
+    """Yield the fewest ranks that fit by sharing each block, where they can and the config says."""
     if "context_ranks" in free_keys(wanted.train, wanted.held):
         return
     train = wanted.train.model_copy(update={"context_ranks": AUTO})
-    ways = leanest(replace(wanted, train=train, held=[key for key in wanted.held if key != "context_ranks"]))
+    ways = leanest(
+        replace(wanted, train=train, held=[key for key in wanted.held if key != "context_ranks"])
+    )
     if ways and fits(ways[0][1], wanted.setting.machine):
         yield f"train.context_ranks: {ways[0][0].context_ranks}  (as many ranks share each block)"
 
@@ -412,7 +474,7 @@ def _with_less_kept(wanted: Wanted) -> Iterator[str]:
 
 
 def _more_host_memory(wanted: Wanted) -> int | None:
-    """Return the least host memory of a node that suffices on these GPUs, in bytes; None if no amount does."""
+    """Return the least host memory of a node, in bytes, for these GPUs; None if none suffices."""
     roomy = wanted.on(replace(wanted.setting.machine, host_memory_bytes=_ANY_BYTES))
     machine = roomy.setting.machine
     # More ranks to a block need less host memory for its activations.
@@ -445,7 +507,7 @@ def host_limit_in_words(machine: Machine) -> str:
 
 
 def _on_host(memory: Memory, machine: Machine) -> str:
-    """Return the host memory that a node needs, if its size is assumed and something is offloaded to it, else ''."""
+    """Return the host memory that a node needs, if assumed and used for offloading, else ''."""
     is_assumed = machine.is_host_assumed and memory.host_bytes > 0
     needed_bytes = host_bytes_of_node(memory, machine)
     return f", with {gigabytes(needed_bytes)} of host memory on each node" if is_assumed else ""
@@ -460,41 +522,65 @@ def _least_on_host(wanted: Wanted) -> str:
 def smallest_cluster(wanted: Wanted) -> str | None:
     """Return the smallest clusters that would fit, in words; None if there are none.
 
-    These are the fewest GPUs of this kind, no fewer than now, and as many GPUs as now of the smallest larger kind.
+    These are the fewest GPUs of this kind, no fewer than now, and as many GPUs as now of the
+    smallest larger kind.
     """
     machine, sentences = wanted.setting.machine, []
     same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
     if same is not None:
         nodes = f"cluster.nodes {same.nodes} with " if same.nodes > 1 else ""
-        is_link_known = machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
-        more = "" if same.nodes == 1 or is_link_known else " (which needs cluster.internode_gbit_s too)"
+        is_link_known = (
+            machine.nodes > 1 or machine.rates["between_bytes_s"].source in _BETWEEN_NODES
+        )
+        more = (
+            ""
+            if same.nodes == 1 or is_link_known
+            else " (which needs cluster.internode_gbit_s too)"
+        )
         more += _least_on_host(wanted.on(same))
         blocks, size = wanted.blocks_at_once(same), same.ranks_per_node
         if blocks > wanted.setting.batch_blocks:
             tokens = blocks * wanted.setting.workload.block_tokens
             more += f" and train.global_batch_tokens {tokens}, which changes the training"
-        ranks = f"cluster.gpus_per_node {size} of {machine.name}" if machine.is_gpu else f"cluster.cpu_ranks {size}"
+        ranks = (
+            f"cluster.gpus_per_node {size} of {machine.name}"
+            if machine.is_gpu
+            else f"cluster.cpu_ranks {size}"
+        )
         if (count := leanest(wanted.on(same))[0][0].ranks_per_block) > wanted.train.ranks_per_block:
             ranks += f", {count} {TO_A_BLOCK}"
         sentences.append(f"{nodes}{ranks}{more}")
-    kinds = [gpu for name in gpu_names() if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)]
-    more_memory = [gpu for gpu in kinds if machine.gpu_memory_bytes and gpu.memory_bytes > machine.gpu_memory_bytes]
+    kinds = [
+        gpu
+        for name in gpu_names()
+        if (gpu := find_gpu(name)) and gpu.computes_in(wanted.train.precision)
+    ]
+    more_memory = [
+        gpu
+        for gpu in kinds
+        if machine.gpu_memory_bytes and gpu.memory_bytes > machine.gpu_memory_bytes
+    ]
     for gpu in sorted(more_memory, key=lambda gpu: gpu.memory_bytes):
         larger = wanted.on(replace(machine, name=gpu.name, gpu_memory_bytes=gpu.memory_bytes))
         if larger.fits:
-            shape = f"{units.count(machine.nodes, 'nodes')} of {units.count(machine.ranks_per_node, 'GPUs')}"
+            shape = (
+                f"{units.count(machine.nodes, 'nodes')} of "
+                f"{units.count(machine.ranks_per_node, 'GPUs')}"
+            )
             sentences.append(
-                f"the configured {shape}, with {gpu.name} of {gib(gpu.memory_bytes)}{_least_on_host(larger)}"
+                f"the configured {shape}, with {gpu.name} of "
+                f"{gib(gpu.memory_bytes)}{_least_on_host(larger)}"
             )
             break
     return ", or ".join(sentences) or None
 
 
 def _shapes(wanted: Wanted) -> Iterator[Machine]:
-    """Yield clusters of these GPUs that can share the batch or need a larger one: the fewest GPUs first, from now on.
+    """Yield clusters of these GPUs, fewest first, that can share the batch or need a larger one.
 
-    Among equally many GPUs, one node comes first, then nodes of the present size, then fewer nodes. Nodes that use
-    fewer of their GPUs than now, so that each GPU has more host memory, are tried only if no others would do.
+    Among equally many GPUs, one node comes first, then nodes of the present size, then fewer nodes.
+    Nodes that use fewer of their GPUs than now, so that each GPU has more host memory, are tried
+    only if no others would do.
     """
     machine, batch_blocks = wanted.setting.machine, wanted.setting.batch_blocks
     now = machine.ranks_per_node
@@ -515,10 +601,11 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
 def _least_nodes(wanted: Wanted, per_node: int) -> int:
     """Return a lower bound for the nodes of this size that fit and have no fewer ranks than now.
 
-    Return MOST_NODES + 1 if none fits. The number is found by bisection for each number of ranks to a block, over the
-    numbers of nodes whose ranks it divides and whose ranks make whole replicas of hsdp. The bisection assumes that of
-    these more nodes never need more memory of a rank. A single rank is an exception, since it exchanges nothing. That
-    does no harm, because the present size is known to be too small.
+    Return MOST_NODES + 1 if none fits. The number is found by bisection for each number of ranks to
+    a block, over the numbers of nodes whose ranks it divides and whose ranks make whole replicas of
+    hsdp. The bisection assumes that of these more nodes never need more memory of a rank. A single
+    rank is an exception, since it exchanges nothing. That does no harm, because the present size is
+    known to be too small.
     """
     machine = wanted.setting.machine
     # With hsdp, all of these are hsdp; ranks of a replica, of which there have to be two at least.
@@ -540,12 +627,13 @@ def _least_nodes(wanted: Wanted, per_node: int) -> int:
 
 
 def _of_each_count(wanted: Wanted, per_node: int) -> dict[int, Wanted]:
-    """Return the same training by the ranks to a block, for each number of them that such nodes may have."""
+    """Return the same training for each number of ranks to a block that such nodes may have."""
     setting, train = wanted.setting, wanted.train
     if "context_ranks" not in free_keys(train, wanted.held):
         return {train.ranks_per_block: wanted}
     counts = allowed_counts(setting.geometry, train, per_node, setting.workload.block_tokens)
     held = (*wanted.held, "context_ranks")
     return {
-        count: replace(wanted, train=train.model_copy(update={"context_ranks": count}), held=held) for count in counts
+        count: replace(wanted, train=train.model_copy(update={"context_ranks": count}), held=held)
+        for count in counts
     }

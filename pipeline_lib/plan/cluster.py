@@ -1,4 +1,4 @@
-"""Build the Machine that a config's cluster section describes, from the catalogue, measurements and given rates."""
+"""Build the Machine of a config's cluster section, from catalogue, measurements and given rates."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,12 @@ from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.schema import Cluster, Config
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut
-from pipeline_lib.core.units import from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
+from pipeline_lib.core.units import (
+    from_gbit_per_s,
+    from_gbyte_per_s,
+    from_gigabytes,
+    from_teraflops,
+)
 from pipeline_lib.plan.machine import (
     Gpu,
     Machine,
@@ -24,7 +29,8 @@ from pipeline_lib.plan.machine import (
     name_words,
 )
 
-# cluster.json: what `python -m pipeline_lib calibrate CONFIG` measured on the machines that will train.
+# cluster.json: what `python -m pipeline_lib calibrate CONFIG` measured on the machines that will
+# train.
 
 SCHEMA = 1
 AGAIN = "make it again with `python -m pipeline_lib calibrate CONFIG`"
@@ -35,7 +41,7 @@ PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates and parts of a model, measured in one precision on `nodes` nodes with `ranks` ranks in total.
+    """A model's rates and parts, measured in one precision on `nodes` nodes with `ranks` ranks.
 
     `gpu` is the name that the driver gives the GPUs, or None on CPUs.
     """
@@ -50,17 +56,25 @@ class Measured:
 
 
 def measured_of(config: Config) -> Measured | None:
-    """Return the content of the config's cluster.json; None if it names none. Raise ConfigError, naming the file."""
+    """Return the content of the config's cluster.json; None if it names none.
+
+    Raise ConfigError, naming the file.
+    """
     content = measured_content(config)
     try:
         return None if content is None else read_measured(content)
     except ConfigError as error:
         where = f"cluster.measured: {config.cluster.measured!r}"
-        raise ConfigError("the config", [f"{where}: {problem}" for problem in error.problems]) from error
+        raise ConfigError(
+            "the config", [f"{where}: {problem}" for problem in error.problems]
+        ) from error
 
 
 def read_measured(content: Mapping[str, Any]) -> Measured:
-    """Read the content of a cluster.json. Raise ConfigError with the problem and how to make the file again."""
+    """Read the content of a cluster.json.
+
+    Raise ConfigError with the problem and how to make the file again.
+    """
     schema = content.get("schema")
     if schema != SCHEMA or isinstance(schema, bool):
         _refuse(f"schema {schema!r}, and this version reads {SCHEMA}")
@@ -90,7 +104,9 @@ def read_measured(content: Mapping[str, Any]) -> Measured:
 def _rate(rates: Mapping[str, Any], name: str) -> Rate:
     where = f"rates.{name}"
     rate = _mapping(rates, name, where)
-    value, low, high = (_number(rate, key, f"{where}.{key}", is_positive=True) for key in ("value", "low", "high"))
+    value, low, high = (
+        _number(rate, key, f"{where}.{key}", is_positive=True) for key in ("value", "low", "high")
+    )
     if not low <= value <= high:
         _refuse(f"{where}: low {low:g}, value {value:g} and high {high:g} are not in this order")
     return Rate(value, low, high, "measured")
@@ -100,10 +116,16 @@ def _part(part: Any, where: str) -> MeasuredPart:
     if not isinstance(part, Mapping):
         _refuse(f"{where}: {_short(part)} is no mapping")
     shape, variant = part.get("shape"), part.get("variant")
-    if not isinstance(shape, list) or not shape or not all(_is_integer(size) and size >= 0 for size in shape):
+    if (
+        not isinstance(shape, list)
+        or not shape
+        or not all(_is_integer(size) and size >= 0 for size in shape)
+    ):
         _refuse(f"{where}.shape: {_short(shape)} is no list of sizes")
     if not isinstance(variant, str) or not variant:
-        _refuse(f"{where}.variant: {_short(variant)} is not the name of a variant, as 'ddp/full/none'")
+        _refuse(
+            f"{where}.variant: {_short(variant)} is not the name of a variant, as 'ddp/full/none'"
+        )
     kind = _one_of(part, "part", PARTS, f"{where}.part")
     supervised = _number(part, "supervised_fraction", f"{where}.supervised_fraction")
     if supervised > 1:
@@ -112,7 +134,9 @@ def _part(part: Any, where: str) -> MeasuredPart:
         part=kind,
         shape=tuple(shape),
         variant=variant,
-        document_tokens=_number(part, "document_tokens", f"{where}.document_tokens", is_positive=True),
+        document_tokens=_number(
+            part, "document_tokens", f"{where}.document_tokens", is_positive=True
+        ),
         supervised_fraction=supervised,
         forward=_pass(part, "forward", where, may_be_zero=kind == "ends"),
         backward=_pass(part, "backward", where, may_be_zero=kind == "ends"),
@@ -121,15 +145,25 @@ def _part(part: Any, where: str) -> MeasuredPart:
 
 def _pass(part: Mapping[str, Any], key: str, where: str, may_be_zero: bool) -> Pass:
     times = _mapping(part, key, f"{where}.{key}")
-    found = {field.name: _number(times, field.name, f"{where}.{key}.{field.name}") for field in fields(Pass)}
+    found = {
+        field.name: _number(times, field.name, f"{where}.{key}.{field.name}")
+        for field in fields(Pass)
+    }
     if not any(found.values()) and not may_be_zero:
-        _refuse(f"{where}.{key}: {', '.join(found)} are all 0, and every pass of a layer takes some time")
+        _refuse(
+            f"{where}.{key}: {', '.join(found)} are all 0, and every pass of a layer takes some "
+            "time"
+        )
     return Pass(**found)
 
 
 def _mapping(content: Mapping[str, Any], key: str, where: str | None = None) -> Mapping[str, Any]:
     value = content.get(key)
-    return value if isinstance(value, Mapping) else _refuse(f"{where or key}: {_short(value)} is no mapping")
+    return (
+        value
+        if isinstance(value, Mapping)
+        else _refuse(f"{where or key}: {_short(value)} is no mapping")
+    )
 
 
 def _number(content: Mapping[str, Any], key: str, where: str, is_positive: bool = False) -> float:
@@ -143,14 +177,20 @@ def _number(content: Mapping[str, Any], key: str, where: str, is_positive: bool 
 
 def _count(content: Mapping[str, Any], key: str) -> int:
     value: Any = content.get(key)
-    return int(value) if _is_integer(value) and value > 0 else _refuse(f"{key}: {_short(value)} is no positive integer")
+    return (
+        int(value)
+        if _is_integer(value) and value > 0
+        else _refuse(f"{key}: {_short(value)} is no positive integer")
+    )
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _one_of(content: Mapping[str, Any], key: str, valid: tuple[str, ...], where: str | None = None) -> str:
+def _one_of(
+    content: Mapping[str, Any], key: str, valid: tuple[str, ...], where: str | None = None
+) -> str:
     value = content.get(key)
     if not isinstance(value, str) or value not in valid:
         _refuse(f"{where or key}: {_short(value)} is not one of {', '.join(valid)}")
@@ -165,15 +205,16 @@ def _refuse(problem: str) -> NoReturn:
     raise ConfigError("cluster.measured", [f"{problem}; {AGAIN}"])
 
 
-# The machine: each rate is the best known, from the config, else from calibrate, else from the catalogue, whose bands
-# are wide. Each rate names its source.
+# The machine: each rate is the best known, from the config, else from calibrate, else from the
+# catalogue, whose bands are wide. Each rate names its source.
 
 
 @dataclass(frozen=True)
 class _Reached:
-    """The fractions of a GPU's peak that layers of a real model reach, and the relative errors of that.
+    """The fractions of a GPU's peak that layers of real models reach, and their relative errors.
 
-    `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in long documents.
+    `flash` is of torch's attention kernel, `cudnn` of cuDNN's, which is for Hopper. Both hold in
+    long documents.
     """
 
     products: float
@@ -183,70 +224,94 @@ class _Reached:
     attention_band: float
 
 
-# Measured on one H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and 665 for seconds, at
-# the board's limit of 700 W; attention 255 with torch's kernel and 405 to 430 with cuDNN's in documents of 8,192. For
-# cuDNN's a value was taken that also suits LoRA's steps on documents of 32,768 and 65,536.
-# A100's products are fitted to one half of the rows of benchmarks/published.jsonl, with attention by the kernel that
-# each source names; its 0.5 for attention was set before, and rows of torch's kernel in that half agree within a third.
-# H100's products lie between the 0.62 of that half and our only steps on one (LoRA of 8B), which 0.64 makes 11 % too
-# slow; its attention is taken to be H200's, whose chip is the same.
+# Measured on one H200 (benchmarks/RESULTS.md): products reach 640 to 820 TFLOP/s of 989 alone, and
+# 665 for seconds, at the board's limit of 700 W; attention 255 with torch's kernel and 405 to 430
+# with cuDNN's in documents of 8,192. For cuDNN's a value was taken that also suits LoRA's steps on
+# documents of 32,768 and 65,536. A100's products are fitted to one half of the rows of
+# benchmarks/published.jsonl, with attention by the kernel that each source names; its 0.5 for
+# attention was set before, and rows of torch's kernel in that half agree within a third. H100's
+# products lie between the 0.62 of that half and our only steps on one (LoRA of 8B), which 0.64
+# makes 11 % too slow; its attention is taken to be H200's, whose chip is the same.
 _H200 = _Reached(0.66, 0.278, 0.44, 0.04, 0.1)
 _H100 = _Reached(0.64, 0.278, 0.44, 0.1, 0.15)
 _A100 = _Reached(0.77, 0.5, 0.5, 0.1, 0.15)
-# By the names of the catalogue: neither boards of less power nor other architectures were measured, and their bands are
-# wide. A800 and H800 differ in their links only.
+# By the names of the catalogue: neither boards of less power nor other architectures were measured,
+# and their bands are wide. A800 and H800 differ in their links only.
 _MEASURED = {
     **{"H200": _H200, "H100 SXM": _H100, "H800 SXM": _H100},
     **{"A100 80GB SXM": _A100, "A100 40GB SXM": _A100, "A800 80GB SXM": _A100},
 }
 _UNMEASURED = _Reached(0.66, 0.35, 0.35, 0.3, 0.4)
-# The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted to steps on H200.
+# The rates of small kernels (by the bytes that plan/step_time.py counts) and of launches are fitted
+# to steps on H200.
 _STREAM, _STREAM_BAND = 0.85, 0.1
 _POINTWISE, _POINTWISE_BAND = 0.4, 0.4
 # Typical values for hosts that have GPUs.
 _LAUNCH_S, _LAUNCH_BAND = 20e-6, 0.6
 _LATENCY_S, _LATENCY_BAND = 30e-6, 1.0  # of a collective over NVLink; over PCIe about the same
 _NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND = 60e-6, 2.0
-_COPY_GBYTE_S, _COPY_BAND = 20.0, 0.6  # PCIe 4 gives 25, PCIe 5 twice that, and shared switches less
+# PCIe 4 gives 25, PCIe 5 twice that, and shared switches less
+_COPY_GBYTE_S = 20.0
+_COPY_BAND = 0.6
 _HOST_GBYTE_S, _THREAD_GBYTE_S, _HOST_BAND = 50.0, 25.0, 0.6
-# Hosts of an H100 (benchmarks/RESULTS.md): 53 to 54 GB/s each way; AdamW 28 GB/s with one thread, in page-locked memory
-# 55 with 4 and 127 with 16. Neither more threads nor several GPUs at once were measured; H200 was not measured apart.
+# Hosts of an H100 (benchmarks/RESULTS.md): 53 to 54 GB/s each way; AdamW 28 GB/s with one thread,
+# in page-locked memory 55 with 4 and 127 with 16. Neither more threads nor several GPUs at once
+# were measured; H200 was not measured apart.
 _HOPPER_COPY_GBYTE_S, _HOPPER_COPY_BAND = 54.0, 0.3
-_HOPPER_HOST_GBYTE_S, _HOPPER_THREAD_GBYTE_S, _HOPPER_THREADS_POWER, _HOPPER_HOST_BAND = 130.0, 26.0, 0.57, 0.4
+_HOPPER_HOST_GBYTE_S = 130.0
+_HOPPER_THREAD_GBYTE_S = 26.0
+_HOPPER_THREADS_POWER = 0.57
+_HOPPER_HOST_BAND = 0.4
 _DISK_GBYTE_S, _DISK_BAND = 1.0, 2.0
 _GIVEN_BAND = 0.1
 _NO_LINK = "there is no such link"
 _IN_NODE = {"bytes_s": "in_node_bytes_s", "latency_s": "in_node_latency_s"}
 # One CPU thread, and the links within a node of CPU ranks.
 _CPU_TFLOP_S, _CPU_ATTENTION_TFLOP_S = 0.04, 0.02
-_CPU_BAND, _CPU_HALF_BAND = 2.0, 9.0  # few CPUs compute in half precision; the others are slower in it than in fp32
+# few CPUs compute in half precision; the others are slower in it than in fp32
+_CPU_BAND = 2.0
+_CPU_HALF_BAND = 9.0
 _CPU_MEMORY_GBYTE_S, _CPU_POINTWISE_GBYTE_S, _CPU_LAUNCH_S = 10.0, 5.0, 10e-6
 _LOOPBACK_GBYTE_S, _LOOPBACK_LATENCY_S = 1.0, 100e-6
 
 # Rates that depend on the precision in which they were measured.
 _OF_PRECISION = frozenset({"matmul_flop_s", "attention_flop_s", "pointwise_bytes_s"})
-_RATED_AS = {"fp8": "bf16"}  # for fp8, calibrate measures products in bf16, which plan/step_time.py converts
+# for fp8, calibrate measures products in bf16, which plan/step_time.py converts
+_RATED_AS = {"fp8": "bf16"}
 
 
-def machine_of(cluster: Cluster, precision: str, measured: Measured | None, attention: str = "auto") -> Machine | None:
-    """Return the machine for training in `precision` with `train.attention`, or None if nothing names its GPUs.
+def machine_of(
+    cluster: Cluster, precision: str, measured: Measured | None, attention: str = "auto"
+) -> Machine | None:
+    """Return the machine for `precision` and `train.attention`, or None if its GPUs are not named.
 
-    Raise ConfigError for an unknown GPU, for measurements of another device, and for a missing rate.
+    Raise ConfigError for an unknown GPU, for measurements of another device, and for a missing
+    rate.
     """
     if cluster.gpus_per_node and cluster.gpu is None and measured is None:
         return None
     gpu = _gpu(cluster, measured)
     threads = cluster.cpus_per_node
-    rates = _catalogue(gpu, precision, attention, threads) if cluster.gpus_per_node else _cpus(cluster, precision)
+    rates = (
+        _catalogue(gpu, precision, attention, threads)
+        if cluster.gpus_per_node
+        else _cpus(cluster, precision)
+    )
     if measured is not None:  # compute rates of another precision do not hold
-        is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(precision, precision)
+        is_same = _RATED_AS.get(measured.precision, measured.precision) == _RATED_AS.get(
+            precision, precision
+        )
         found = {**measured.rates, **_in_long_documents(measured)}
-        rates |= {name: rate for name, rate in found.items() if is_same or name not in _OF_PRECISION}
+        rates |= {
+            name: rate for name, rate in found.items() if is_same or name not in _OF_PRECISION
+        }
     if "pointwise_bytes_s" not in rates and (memory := rates.get("memory_bytes_s")):
         value = _POINTWISE / _STREAM * memory.value
         rates["pointwise_bytes_s"] = Rate.around(value, _POINTWISE_BAND, "by memory_bytes_s")
     if cluster.intranode_gbyte_s is not None:
-        rates["in_node_bytes_s"] = _gbyte_rate(cluster.intranode_gbyte_s, _GIVEN_BAND, "cluster.intranode_gbyte_s")
+        rates["in_node_bytes_s"] = _gbyte_rate(
+            cluster.intranode_gbyte_s, _GIVEN_BAND, "cluster.intranode_gbyte_s"
+        )
     if cluster.internode_gbit_s is not None:
         value = from_gbit_per_s(cluster.internode_gbit_s)
         rates["between_bytes_s"] = Rate.around(value, _GIVEN_BAND, "cluster.internode_gbit_s")
@@ -271,19 +336,25 @@ def machine_of(cluster: Cluster, precision: str, measured: Measured | None, atte
 
 
 def _in_long_documents(measured: Measured) -> dict[str, Rate]:
-    """Return the rate of attention in long documents, which `calibrate` measured in documents as long as its parts'."""
+    """Return the attention rate in long documents, as `calibrate` measured it in its own."""
     rate = measured.rates.get("attention_flop_s")
     if rate is None or measured.gpu is None or not measured.parts:
         return {}
     factor = 1 / attention_share(measured.parts[0].document_tokens)
-    return {"attention_flop_s": Rate(factor * rate.value, factor * rate.low, factor * rate.high, rate.source)}
+    return {
+        "attention_flop_s": Rate(
+            factor * rate.value, factor * rate.low, factor * rate.high, rate.source
+        )
+    }
 
 
 def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
     measured_name = measured.gpu if measured is not None else None
     if measured is not None and (measured_name is not None) != (cluster.gpus_per_node > 0):
         was, is_now = measured_name or "CPUs", f"cluster.gpus_per_node is {cluster.gpus_per_node}"
-        raise _error(f"cluster.measured: measured on {was}, and {is_now}; {AGAIN} where training will run")
+        raise _error(
+            f"cluster.measured: measured on {was}, and {is_now}; {AGAIN} where training will run"
+        )
     if not cluster.gpus_per_node:
         return None
     if cluster.gpu is None:
@@ -291,28 +362,44 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
     found = find_gpu(cluster.gpu)
     if measured_name is not None:
         of_measured = find_gpu(measured_name)
-        if not (name_words(cluster.gpu) <= name_words(measured_name) or (found and found == of_measured)):
-            text = f"cluster.gpu: {cluster.gpu!r}, and cluster.measured was measured on {measured_name!r}"
+        if not (
+            name_words(cluster.gpu) <= name_words(measured_name) or (found and found == of_measured)
+        ):
+            text = (
+                f"cluster.gpu: {cluster.gpu!r}, and cluster.measured was measured on "
+                f"{measured_name!r}"
+            )
             raise _error(f"{text}; remove one of the two, or {AGAIN} on the GPUs that will train")
         return of_measured or found
     if found is None:
         text = f"cluster.gpu: {cluster.gpu!r} is not known; {_near(cluster.gpu)}"
         raise _error(
-            f"{text}. Of any other, `python -m pipeline_lib calibrate CONFIG` measures what cluster.measured names"
+            f"{text}. Of any other, `python -m pipeline_lib calibrate CONFIG` measures what "
+            "cluster.measured names"
         )
     return found
 
 
 def _near(name: str) -> str:
     words = name_words(name) - {"rtx", "sxm", "pcie"}
-    same = [known for known in gpu_names() if words & {word for word in name_words(known) if not word.endswith("gb")}]
+    same = [
+        known
+        for known in gpu_names()
+        if words & {word for word in name_words(known) if not word.endswith("gb")}
+    ]
     by_lower = {known.lower(): known for known in gpu_names()}
-    close = same or [by_lower[known] for known in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
-    return f"did you mean one of {', '.join(close)}" if close else f"known are {', '.join(gpu_names())}"
+    close = same or [
+        by_lower[known] for known in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    ]
+    return (
+        f"did you mean one of {', '.join(close)}"
+        if close
+        else f"known are {', '.join(gpu_names())}"
+    )
 
 
 def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) -> dict[str, Rate]:
-    """Return the rates expected of the GPU and of a typical host's `threads`; of the host alone if `gpu` is None."""
+    """Return the rates of the GPU and a typical host's `threads`; the host's if `gpu` is None."""
     copies = _gbyte_rate(_COPY_GBYTE_S, _COPY_BAND, "a usual host")
     updates = _gbyte_rate(min(_HOST_GBYTE_S, threads * _THREAD_GBYTE_S), _HOST_BAND, "a usual host")
     if gpu is not None and gpu.is_hopper:
@@ -332,7 +419,10 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
     source, peak = f"catalogue: {gpu.name}", gpu.peak_flop_s(precision)
     if peak is None:
         others = " or ".join(other for other in ("bf16", "fp16", "fp32") if gpu.computes_in(other))
-        raise _error(f"train.precision: {precision}, which a {gpu.name} does not compute in; it may be {others}")
+        raise _error(
+            f"train.precision: {precision}, which a {gpu.name} does not compute in; it may be "
+            f"{others}"
+        )
     memory = gpu.memory_bytes_per_s
     reached = _UNMEASURED if precision == "fp32" else _MEASURED.get(gpu.name, _UNMEASURED)
     attended = reached.flash if attention == "flash" or not gpu.is_hopper else reached.cudnn
@@ -341,7 +431,9 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
         "attention_flop_s": Rate.around(attended * peak, reached.attention_band, source),
         "memory_bytes_s": Rate.around(_STREAM * memory, _STREAM_BAND, source),
         "pointwise_bytes_s": Rate.around(_POINTWISE * memory, _POINTWISE_BAND, source),
-        "in_node_bytes_s": Rate.around(gpu.link.bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"),
+        "in_node_bytes_s": Rate.around(
+            gpu.link.bytes_per_s, gpu.link.factor - 1, f"{source}, {gpu.link.name}"
+        ),
     }
 
 
@@ -351,7 +443,9 @@ def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
     memory = _gbyte_rate(_CPU_MEMORY_GBYTE_S, _CPU_BAND, source)
     return {
         "matmul_flop_s": Rate.around(from_teraflops(_CPU_TFLOP_S) * threads, band, source),
-        "attention_flop_s": Rate.around(from_teraflops(_CPU_ATTENTION_TFLOP_S) * threads, band, source),
+        "attention_flop_s": Rate.around(
+            from_teraflops(_CPU_ATTENTION_TFLOP_S) * threads, band, source
+        ),
         "memory_bytes_s": memory,
         "pointwise_bytes_s": _gbyte_rate(_CPU_POINTWISE_GBYTE_S, _CPU_BAND, source),
         "launch_s": Rate.around(_CPU_LAUNCH_S, _CPU_BAND, source),
@@ -364,13 +458,19 @@ def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
 
 
 def _unused(rates: dict[str, Rate], cluster: Cluster) -> dict[str, Rate]:
-    """Return rates for links that do not exist, where any value will do, and a typical network latency."""
-    unused = {"between_latency_s": Rate.around(_NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND, "a usual network")}
+    """Return rates for links that do not exist, where any value will do, and a typical latency."""
+    unused = {
+        "between_latency_s": Rate.around(
+            _NETWORK_LATENCY_S, _NETWORK_LATENCY_BAND, "a usual network"
+        )
+    }
     if (cluster.gpus_per_node or cluster.cpu_ranks) == 1:
         unused["in_node_bytes_s"] = replace(rates["copy_bytes_s"], source=_NO_LINK)
     if cluster.nodes == 1:
         within = unused | rates
-        links = {f"between_{what}": within[name] for what, name in _IN_NODE.items() if name in within}
+        links = {
+            f"between_{what}": within[name] for what, name in _IN_NODE.items() if name in within
+        }
         unused |= {name: replace(rate, source=_NO_LINK) for name, rate in links.items()}
     return unused
 
@@ -378,13 +478,24 @@ def _unused(rates: dict[str, Rate], cluster: Cluster) -> dict[str, Rate]:
 def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) -> None:
     missing = [name for name in RATES if name not in rates]
     if missing == ["between_bytes_s"]:
-        text = f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another decides the plan"
+        text = (
+            f"missing, and cluster.nodes is {cluster.nodes}: what a node sends to another "
+            "decides the plan"
+        )
         raise _error(
-            f"cluster.internode_gbit_s: {text}; give what `doctor --hosts A,B CONFIG`, in SLURM `doctor --profile slurm"
+            f"cluster.internode_gbit_s: {text}; give what `doctor --hosts A,B CONFIG`, in SLURM "
+            "`doctor --profile slurm"
             " CONFIG` or iperf3 measures, in Gbit/s"
         )
-    if missing and missing[0] == "in_node_bytes_s" and set(missing) <= {"in_node_bytes_s", "between_bytes_s"}:
-        text = "missing, and the GPU is not in the catalogue; give the bus bandwidth that nccl-tests measures in GB/s"
+    if (
+        missing
+        and missing[0] == "in_node_bytes_s"
+        and set(missing) <= {"in_node_bytes_s", "between_bytes_s"}
+    ):
+        text = (
+            "missing, and the GPU is not in the catalogue; give the bus bandwidth that "
+            "nccl-tests measures in GB/s"
+        )
         raise _error(f"cluster.intranode_gbyte_s: {text}, or {AGAIN} on two ranks or more")
     if missing:
         text = f"lacks {', '.join(missing)}, and the GPU is not in the catalogue; {AGAIN}"

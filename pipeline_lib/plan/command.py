@@ -1,4 +1,4 @@
-"""The command `plan`: the plan of a config, of what-if questions, and what the later stages would refuse."""
+"""The command `plan`: a config's plan, what-if questions, and what later stages would refuse."""
 
 import math
 from collections.abc import Sequence
@@ -14,12 +14,10 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.text import cut
 from pipeline_lib.plan.answer import Answer, answer, question_of, run_of
-from pipeline_lib.plan.known import (
-    is_sealed,
-    learn_architecture,
-)
+from pipeline_lib.plan.formulas import explain
+from pipeline_lib.plan.known import is_sealed, learn_architecture
 from pipeline_lib.plan.preflight import PLANNED_ONLY, too_little_disk
-from pipeline_lib.plan.show import explain, render, render_what_if
+from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.stages import later_problems
 from pipeline_lib.plan.steps import estimated_steps
 from pipeline_lib.plan.warnings import expected_misfits, long_evaluations
@@ -29,13 +27,16 @@ from pipeline_lib.plan.warnings import expected_misfits, long_evaluations
 DOCUMENTS = "workload.document_tokens"
 
 
-def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Store, say: Say) -> None:
+def show_plan(
+    path: Path, what_if: Sequence[str], is_detailed: bool, store: Store, say: Say
+) -> None:
     """Show the plan of the config at `path`; nothing is written.
 
-    With `is_detailed` all figures and formulas follow. For a sweep, this is the plan of the first experiment. With
-    `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed; beside those of the config, DOCUMENTS
-    is the mean length of a document, weighted by tokens. Raise ConfigError after the plan if the run is impossible,
-    and DataError if the model's sizes are not known here.
+    With `is_detailed` all figures and formulas follow. For a sweep, this is the plan of the first
+    experiment. With `what_if`, texts KEY=VALUE, show it beside the plan with those keys changed;
+    beside those of the config, DOCUMENTS is the mean length of a document, weighted by tokens.
+    Raise ConfigError after the plan if the run is impossible, and DataError if the model's sizes
+    are not known here.
     """
     configs = load_configs(path)
     config = configs[0]
@@ -52,9 +53,16 @@ def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Stor
     if not is_detailed:
         say("\nall figures and formulas: --details")
     if len(configs) > 1:
-        say(f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans of all")
+        say(
+            f"\nthis is the first of {len(configs)} experiments; `snakemake plan` makes the plans "
+            "of all"
+        )
     shown = configs if not what_if else [config]
-    for text in (*warnings_of(shown), *expected_misfits(shown, store), *long_evaluations(shown, store)):
+    for text in (
+        *warnings_of(shown),
+        *expected_misfits(shown, store),
+        *long_evaluations(shown, store),
+    ):
         say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
         question = question_of(config, store)
@@ -68,7 +76,10 @@ def show_plan(path: Path, what_if: Sequence[str], is_detailed: bool, store: Stor
 
 
 def show_plan_as_json(path: Path, store: Store, say: Say) -> None:
-    """Show what plan.json would hold for the config at `path`, and nothing else. Raise as `show_plan`."""
+    """Show what plan.json would hold for the config at `path`, and nothing else.
+
+    Raise as `show_plan`.
+    """
     config = load_configs(path)[0]
     learn_architecture(config, store, lambda _: None)
     found = _answer(path, config, store)
@@ -78,25 +89,34 @@ def show_plan_as_json(path: Path, store: Store, say: Say) -> None:
 
 
 def _document_tokens(what_if: str, config: Config) -> float:
-    """Return the value of DOCUMENTS=VALUE. Raise ConfigError if it is not a length that blocks have room for."""
+    """Return the value of DOCUMENTS=VALUE.
+
+    Raise ConfigError if it is not a length that blocks have room for.
+    """
     text, most = what_if.partition("=")[2], config.shard.block_tokens
     try:
         tokens = float(text)
     except ValueError:
         tokens = math.nan
     if not 1 <= tokens <= most:
-        problem = f"{cut(text, 20)!r} is not a number from 1 to {most:,}, which is shard.block_tokens"
+        problem = (
+            f"{cut(text, 20)!r} is not a number from 1 to {most:,}, which is shard.block_tokens"
+        )
         raise ConfigError(f"{FLAG} {what_if}", [problem])
     return tokens
 
 
-def _answer(path: Path, config: Config, store: Store, document_tokens: float | None = None) -> Answer:
+def _answer(
+    path: Path, config: Config, store: Store, document_tokens: float | None = None
+) -> Answer:
     try:
         question = question_of(config, store)
         if document_tokens is not None:
             question = replace(question, workload=question.workload.with_documents(document_tokens))
         if question.blocks is None:
-            estimated = estimated_steps(config, question.batch(config.train), question.geometry.vocab)
+            estimated = estimated_steps(
+                config, question.batch(config.train), question.geometry.vocab
+            )
             question = replace(question, estimated=estimated)
         if problems := list(question.geometry.problems(config.train, config.shard.block_tokens)):
             raise ConfigError(str(path), problems)

@@ -1,7 +1,8 @@
-"""Look up what is known of a config's model and data before anything is computed: in the store, on disk, in a table.
+"""Look up what is known of a config's model and data before any work: in store, disk or table.
 
-Only `learn_architecture` uses the network. If the store does not remember a hub's branch, or has not hashed a file,
-nothing made from them counts as known. Loads no numpy unless there are blocks to read.
+Only `learn_architecture` uses the network. If the store does not remember a hub's branch, or has
+not hashed a file, nothing made from them counts as known. Loads no numpy unless there are blocks to
+read.
 """
 
 import math
@@ -48,7 +49,8 @@ from pipeline_lib.plan.workload import Workload, workload_from
 if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
 
-BLOCK_SIZES = ("*/index.json", "*/costs.npy")  # the files of a sealed shard stage that `read_blocks` reads
+# the files of a sealed shard stage that `read_blocks` reads
+BLOCK_SIZES = ("*/index.json", "*/costs.npy")
 # Copied from data/tiny_model.py, which needs numpy; a test compares them.
 _TINY_VOCAB_MULTIPLE, _TINY_MLP_MULTIPLE, _TINY_POSITIONS = 128, 64, 4096
 
@@ -71,8 +73,10 @@ def geometry_of(config: Config, store: Store) -> Geometry:
         return found
     name = getattr(config.model, "name", getattr(config.model, "path", config.model.source))
     raise DataError(
-        f"model: the sizes of {name} are not known here: it was not downloaded to {store.root}, and is none of the "
-        "published Qwen models that the plan has a table of; for a plan alone, put its config.json into a folder and "
+        f"model: the sizes of {name} are not known here: it was not downloaded to {store.root}, "
+        "and is none of the "
+        "published Qwen models that the plan has a table of; for a plan alone, put its config.json "
+        "into a folder and "
         "name that (model: {source: local, path: ...}); `snakemake` downloads the model"
     )
 
@@ -80,7 +84,8 @@ def geometry_of(config: Config, store: Store) -> Geometry:
 def find_geometry(config: Config, store: Store) -> Geometry | None:
     """Return the sizes of the config's model with its `rope`, or None if unknown.
 
-    Raise DataError for an unsupported kind of model, or for `rope` if the model has a scaling of its own.
+    Raise DataError for an unsupported kind of model, or for `rope` if the model has a scaling of
+    its own.
     """
     found = _find_geometry(config, store)
     return None if found is None else found.stretched(config.model.rope)
@@ -96,7 +101,9 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
         refuse_quantized(read_json(path), str(path))
         return geometry
     # The model's key does not depend on the data, so data that is not known yet is left out.
-    alone = config.model_copy(update={"data": config.data.model_copy(update={"train": (), "validation": ()})})
+    alone = config.model_copy(
+        update={"data": config.data.model_copy(update={"train": (), "validation": ()})}
+    )
     if sealed := _sealed(alone, store, "model"):
         return read_geometry(sealed.folder("config.json"))
     if isinstance(model, TinyModel):
@@ -105,19 +112,20 @@ def _find_geometry(config: Config, store: Store) -> Geometry | None:
     return geometry_in(table) if table is not None else _looked_up(model, store)
 
 
-# What the hubs say of models that are in no table: the kilobytes of config.json, looked up once and remembered in the
-# user's own cache. With them, a model that cannot be trained is refused before its weights are downloaded.
+# What the hubs say of models that are in no table: the kilobytes of config.json, looked up once and
+# remembered in the user's own cache. With them, a model that cannot be trained is refused before
+# its weights are downloaded.
 
 ARCHITECTURES_NAME = "architectures.json"
 _MOST_CONFIG_BYTES = MIB
 
 
 def learn_architecture(config: Config, store: Store, say: Say) -> None:
-    """Look up the config.json of the config's hub model, unless its sizes are known or its training is sealed.
+    """Look up the config.json of the config's hub model, unless its sizes or its seal are known.
 
-    It is fetched at the pinned commit, verified, and remembered in the user's cache. If the hub cannot be asked, a line
-    says so, and nothing more is known than before. Raise DataError for hostile file names, IntegrityError for wrong
-    content.
+    It is fetched at the pinned commit, verified, and remembered in the user's cache. If the hub
+    cannot be asked, a line says so, and nothing more is known than before. Raise DataError for
+    hostile file names, IntegrityError for wrong content.
     """
     model = config.model
     if not isinstance(model, HubModel) or is_sealed(config, store, "train"):
@@ -135,7 +143,8 @@ def learn_architecture(config: Config, store: Store, say: Say) -> None:
         found = _fetch_architecture(repository, commit, say)
     except HubError as error:
         say(
-            f"warning: {model_key(model)}: the architecture could not be looked up, so it is not checked before the "
+            f"warning: {model_key(model)}: the architecture could not be looked up, so it is not "
+            "checked before the "
             f"download: {error}"
         )
         return
@@ -146,13 +155,16 @@ def learn_architecture(config: Config, store: Store, say: Say) -> None:
 
 
 def _fetch_architecture(repository: Repository, commit: str, say: Say) -> dict[str, Any]:
-    """Return the content of config.json as `config`, and as `problem` why the repository is no model to train."""
+    """Return config.json's content as `config`, and as `problem` why it is no model to train."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         snapshot = Snapshot(repository, commit, folder / "work", say)
         names = [name for name in snapshot.files if is_model_file(name)]
         if missing := missing_model_files(names):
-            return {"problem": f"it has no {', '.join(missing)}; another repository may have it converted"}
+            return {
+                "problem": f"it has no {', '.join(missing)}; another repository may have it "
+                "converted"
+            }
         if snapshot.files["config.json"].size > _MOST_CONFIG_BYTES:
             return {"problem": "its config.json has more than 1 MiB"}
         snapshot.fetch(["config.json"], folder, lambda here, total: None)
@@ -161,11 +173,18 @@ def _fetch_architecture(repository: Repository, commit: str, say: Say) -> dict[s
             wrong = next(not_json(content), None)
         except (ValueError, TypeError, RecursionError) as error:
             return {"problem": f"its config.json does not read as a JSON object ({error})"}
-        return {"config": content} if wrong is None else {"problem": f"its config.json is no JSON: {wrong}"}
+        return (
+            {"config": content}
+            if wrong is None
+            else {"problem": f"its config.json is no JSON: {wrong}"}
+        )
 
 
 def _looked_up(model: HubModel, store: Store) -> Geometry | None:
-    """Return the sizes that were looked up before; None if they were not. Raise DataError as `find_geometry`."""
+    """Return the sizes that were looked up before; None if they were not.
+
+    Raise DataError as `find_geometry`.
+    """
     repository = Repository(model.source, "model", model.name)
     try:
         commit = _remembered_revisions(store).commit_of(repository, model.revision)
@@ -210,7 +229,10 @@ def vocabulary_of(config: Config, store: Store) -> int | None:
 
 
 def blocks_of(config: Config, store: Store) -> Blocks | None:
-    """Return the blocks of the config's shard stage, or None if it is not sealed. Raise IntegrityError on damage."""
+    """Return the blocks of the config's shard stage, or None if it is not sealed.
+
+    Raise IntegrityError on damage.
+    """
     sealed = _sealed(config, store, "shard")
     return read_blocks(sealed.folder(*BLOCK_SIZES)) if sealed else None
 
@@ -220,12 +242,14 @@ def read_blocks(folder: Path) -> Blocks:
     from pipeline_lib.data.blocks import BlockIndex, BlockReader
 
     reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
-    workload = workload_from(reader.index, reader.costs, reader.samples_per_block(), held_out.blocks)
+    workload = workload_from(
+        reader.index, reader.costs, reader.samples_per_block(), held_out.blocks
+    )
     return Blocks(reader.index, workload)
 
 
 def repetition_of(config: Config, store: Store) -> str:
-    """Return what it costs that conversations become several samples; empty before they are tokenized."""
+    """Return what it costs that conversations are split into samples; empty until tokenized."""
     sealed = _sealed(config, store, "tokenize")
     return repetition_in(sealed.manifest) if sealed else ""
 
@@ -233,11 +257,13 @@ def repetition_of(config: Config, store: Store) -> str:
 def repetition_in(tokenized: Manifest) -> str:
     """Return the same for a sealed tokenize stage."""
     counts = tokenized.counts
-    return repetition(*(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens")))
+    return repetition(
+        *(counts.get(key) for key in ("conversations", "kept", "tokens", "repeated_tokens"))
+    )
 
 
 def losses_of(config: Config, store: Store) -> list[str]:
-    """Return what the config's sealed tokenize stage left out beyond its limits, which no digest has.
+    """Return what the sealed tokenize stage left out beyond its limits, which no digest has.
 
     A damaged ledger is passed over: the stage that reads it names it.
     """
@@ -254,19 +280,23 @@ def losses_of(config: Config, store: Store) -> list[str]:
 
 
 def is_sealed(config: Config, store: Store, part: str) -> bool:
-    """Return whether that part of the experiment is sealed, as far as the store remembers its inputs."""
+    """Return whether that part of the experiment is sealed, as far as the store remembers."""
     specs = remembered_specs(config, store)
     return specs is not None and store.is_sealed(specs[part].ref)
 
 
 def _sealed(config: Config, store: Store, part: str) -> Sealed | None:
     specs = remembered_specs(config, store)
-    return open_sealed(specs[part].ref, store) if specs and store.is_sealed(specs[part].ref) else None
+    return (
+        open_sealed(specs[part].ref, store) if specs and store.is_sealed(specs[part].ref) else None
+    )
 
 
 def remembered_specs(config: Config, store: Store) -> Mapping[str, Spec] | None:
-    """Return the config's specs from remembered hashes and commits; None if one of them is not remembered."""
-    hashes = _RememberedHashes(**vars(HashCache.load(store.remembered(HASHES_NAME), store.verified)))
+    """Return the config's specs from remembered hashes and commits; None if one is missing."""
+    hashes = _RememberedHashes(
+        **vars(HashCache.load(store.remembered(HASHES_NAME), store.verified))
+    )
     try:
         content = read_content(config, Path("the config"), hashes)
         return compile_config(pinned(config, _remembered_revisions(store)), content).specs
@@ -290,7 +320,9 @@ class _RememberedHashes(HashCache):
 class _RememberedRevisions(Revisions):
     def commit_of(self, repository: Repository, revision: str | None) -> str:
         entry = self.entries.get(f"{repository} {revision or 'main branch'}", {})
-        is_known = (revision is not None and is_commit(revision)) or is_commit(str(entry.get("commit")))
+        is_known = (revision is not None and is_commit(revision)) or is_commit(
+            str(entry.get("commit"))
+        )
         if not is_known:
             raise _NotRememberedError
         return super().commit_of(repository, revision)
@@ -301,8 +333,12 @@ def _remembered_revisions(store: Store) -> _RememberedRevisions:
 
 
 def _tiny(model: TinyModel) -> Geometry:
-    """Return the sizes of the model that data/tiny_model.py will build, if its tokenizer gets the size it asks for."""
-    tokens = _tokenizer_tokens(Path(model.tokenizer)) if model.tokenizer is not None else model.vocab_tokens
+    """Return the sizes of the model of data/tiny_model.py, if its tokenizer gets its size."""
+    tokens = (
+        _tokenizer_tokens(Path(model.tokenizer))
+        if model.tokenizer is not None
+        else model.vocab_tokens
+    )
     return Geometry(
         vocab=math.ceil(tokens / _TINY_VOCAB_MULTIPLE) * _TINY_VOCAB_MULTIPLE,
         hidden=model.hidden_size,

@@ -12,15 +12,17 @@ from pipeline_lib.core.units import from_gbyte_per_s, from_gibibytes, from_gigab
 
 # The catalogue of GPUs, by the names that users write and those that drivers report.
 #
-# Peaks and bandwidths are NVIDIA's dense figures; where a data sheet gives only sparse ones, they are halved. Memory is
-# the size that torch reports and can allocate from, which is less than the nominal size.
+# Peaks and bandwidths are NVIDIA's dense figures; where a data sheet gives only sparse ones, they
+# are halved. Memory is the size that torch reports and can allocate from, which is less than the
+# nominal size.
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link between the GPUs of a node, with the bus bandwidth that a large collective typically achieves over it.
+    """The link between a node's GPUs, with the bus bandwidth that a large collective achieves.
 
-    The band is from `bytes_per_s / factor` to `bytes_per_s * factor`. Bus bandwidth is defined as in nccl-tests.
+    The band is from `bytes_per_s / factor` to `bytes_per_s * factor`. Bus bandwidth is defined as
+    in nccl-tests.
     """
 
     name: str
@@ -30,10 +32,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Half precision is bf16 and fp16 accumulated in fp32; fp32 is the rate of the plain cores.
+    """One kind of GPU.
 
-    torch does not use TF32 for fp32 products by default. `capability` is the CUDA compute capability; `source` says
-    where the figures come from.
+    Half precision is bf16 and fp16 accumulated in fp32; fp32 is the rate of the plain cores.
+
+    torch does not use TF32 for fp32 products by default. `capability` is the CUDA compute
+    capability; `source` says where the figures come from.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Gpu:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it is of the architecture that cuDNN's attention kernel is for (model/attention.py)."""
+        """Whether it has the architecture of cuDNN's attention kernel (model/attention.py)."""
         return self.capability == _HOPPER
 
     def computes_in(self, precision: str) -> bool:
@@ -55,7 +59,7 @@ class Gpu:
         return self.capability >= _LEAST_CAPABILITY.get(precision, 0.0)
 
     def peak_flop_s(self, precision: str) -> float | None:
-        """Return the peak FLOP/s that MFU refers to, or None if the GPU does not compute in `precision`.
+        """Return the peak FLOP/s that MFU refers to; None if the GPU cannot compute `precision`.
 
         For `fp8` this is the bf16 peak, because attention, head and norms run in bf16.
         """
@@ -65,23 +69,29 @@ class Gpu:
 
 
 def peak_flops(gpu_name: str, precision: str) -> float | None:
-    """Return `Gpu.peak_flop_s` of the GPU that the driver calls `gpu_name`, or None if it is unknown."""
+    """Return `Gpu.peak_flop_s` of the GPU that the driver calls `gpu_name`, None if unknown."""
     gpu = _match(name_words(gpu_name))
     return None if gpu is None else gpu.peak_flop_s(precision)
 
 
 @cache
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU that a user or driver calls `name` (`h200`, `NVIDIA A100-SXM4-80GB`), or None if it is unknown.
+    """Return the GPU called `name` (`h200`, `NVIDIA A100-SXM4-80GB`), or None if it is unknown.
 
-    An ambiguous name means the variant with the least memory, so that no plan is too large. A name with a memory size
-    that the GPU does not have is unknown.
+    An ambiguous name means the variant with the least memory, so that no plan is too large. A name
+    with a memory size that the GPU does not have is unknown.
     """
     words = name_words(name)
     gpu = _match(words)
-    sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d+gb", word) and word != _GRACE_MEMORY]
+    sizes = [
+        int(word.removesuffix("gb"))
+        for word in words
+        if re.fullmatch(r"\d+gb", word) and word != _GRACE_MEMORY
+    ]
     less, more = _MORE_OR_LESS
-    if gpu is None or any(not less < gpu.memory_bytes / from_gigabytes(size) < more for size in sizes):
+    if gpu is None or any(
+        not less < gpu.memory_bytes / from_gigabytes(size) < more for size in sizes
+    ):
         return None
     return gpu
 
@@ -93,7 +103,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @cache
 def name_words(name: str) -> frozenset[str]:
-    """Split a GPU's name into normalized words: `rtx4090` is two; `80 GB`, `80G` and a trailing `80` become `80gb`."""
+    """Split a GPU's name into words: `rtx4090` is two; `80 GB`, `80G`, a last `80` are `80gb`."""
     text = re.sub(r"[^a-z0-9]+", " ", name.lower())
     text = re.sub(r"\b(rtx|tesla|nvidia)(?=\w*\d)", r"\1 ", text)
     text = re.sub(r"\b(\d{4})(d|ti)\b", r"\1 \2", text)
@@ -104,7 +114,10 @@ def name_words(name: str) -> frozenset[str]:
 
 
 def _match(words: frozenset[str]) -> Gpu | None:
-    """Return the first entry whose words all occur. MIG slices and laptop GPUs match none: their figures differ."""
+    """Return the first entry whose words all occur.
+
+    MIG slices and laptop GPUs match none: their figures differ.
+    """
     if words & {"mig", "laptop"}:
         return None
     return next((gpu for needed, gpu in _CATALOGUE if needed <= words), None)
@@ -114,23 +127,28 @@ def _match(words: frozenset[str]) -> Gpu | None:
 _LEAST_CAPABILITY = {"bf16": 8.0, "fp8": 8.9}
 _HOPPER = 9.0
 
-# Rings reach about 80 % of what a GPU can send over NVLink (measured: H200 359 to 367 of 450 GB/s; ml-engineering:
-# A100 235 of 300, and B200 741 of 900, with the help of its switches). In-switch reduction, which only all-reduces use,
-# is left out.
+# Rings reach about 80 % of what a GPU can send over NVLink (measured: H200 359 to 367 of 450 GB/s;
+# ml-engineering: A100 235 of 300, and B200 741 of 900, with the help of its switches). In-switch
+# reduction, which only all-reduces use, is left out.
 _NVLINK_5 = Link("NVLink 5", from_gbyte_per_s(720), 1.3)
 _NVLINK_4 = Link("NVLink 4", from_gbyte_per_s(360), 1.3)
 _NVLINK_3 = Link("NVLink 3", from_gbyte_per_s(235), 1.3)
 _NVLINK_2 = Link("NVLink 2", from_gbyte_per_s(120), 1.3)
-_NVLINK_CUT = Link("NVLink of 400 GB/s", from_gbyte_per_s(160), 1.3)  # the DeepSeek-V3 report measured 160 on H800
-# PCIe depends on the host far more: switches, sockets, NVLink bridges between pairs, and whether P2P works. From issues
-# of nccl and nccl-tests: A100 20 GB/s between pairs (178), 4090 with P2P 26 (tinygrad's driver, 36).
+# the DeepSeek-V3 report measured 160 on H800
+_NVLINK_CUT = Link("NVLink of 400 GB/s", from_gbyte_per_s(160), 1.3)
+# PCIe depends on the host far more: switches, sockets, NVLink bridges between pairs, and whether
+# P2P works. From issues of nccl and nccl-tests: A100 20 GB/s between pairs (178), 4090 with P2P 26
+# (tinygrad's driver, 36).
 _PCIE_5 = Link("PCIe 5", from_gbyte_per_s(40), 2.5)
 _PCIE_4 = Link("PCIe 4", from_gbyte_per_s(20), 2.5)
 _PCIE_NO_P2P = Link("PCIe without P2P", from_gbyte_per_s(5), 3.0)  # through the host's memory
 _PCIE_A10 = Link("PCIe without P2P", from_gbyte_per_s(4.3), 2.5)  # two A10s of QwenLM/Qwen3#773
 
-_MORE_OR_LESS = (0.95, 1.08)  # the GB that torch reports per nominal GB, which some vendors count as GiB
-_GRACE_MEMORY = "480gb"  # the memory of a GH200's CPU, which is part of the name that its driver reports
+# the GB that torch reports per nominal GB, which some vendors count as GiB
+_MORE_OR_LESS = (0.95, 1.08)
+_GRACE_MEMORY = (
+    "480gb"  # the memory of a GH200's CPU, which is part of the name that its driver reports
+)
 
 
 def _gpu(
@@ -141,7 +159,7 @@ def _gpu(
     link: Link,
     source: str,
 ) -> tuple[frozenset[str], Gpu]:
-    """Build a row: the words that a name must have, and the GPU; `sizes` are GiB, half and fp32 TFLOP/s, and GB/s."""
+    """Build a row: a name's words, and the GPU; `sizes` are GiB, half and fp32 TFLOP/s, GB/s."""
     memory_gib, half, fp32, memory_gbyte_s = sizes
     gpu = Gpu(
         name,
@@ -156,7 +174,8 @@ def _gpu(
     return frozenset(needed.split()), gpu
 
 
-# The first entry whose words are all in the name matches: special models stand before the plain one.
+# The first entry whose words are all in the name matches: special models stand before the plain
+# one.
 _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
     _gpu(
         "b200",
@@ -168,39 +187,167 @@ _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
     ),
     _gpu("h200 nvl", "H200 NVL", 9.0, (139.8, 835.5, 60, 4800), _PCIE_5, "H200 data sheet"),
     _gpu("h200", "H200", 9.0, (139.8, 989.4, 67, 4800), _NVLINK_4, "H200 data sheet"),
-    _gpu("gh200 144gb", "GH200 144GB", 9.0, (139.8, 989.4, 67, 4900), _NVLINK_4, "GH200 data sheet, with HBM3e"),
+    _gpu(
+        "gh200 144gb",
+        "GH200 144GB",
+        9.0,
+        (139.8, 989.4, 67, 4900),
+        _NVLINK_4,
+        "GH200 data sheet, with HBM3e",
+    ),
     _gpu("gh200", "GH200", 9.0, (94.5, 989.4, 67, 4000), _NVLINK_4, "GH200 data sheet, with HBM3"),
     _gpu("h100 nvl", "H100 NVL", 9.0, (93.0, 835.5, 60, 3900), _PCIE_5, "H100 data sheet"),
     _gpu("h100 pcie", "H100 PCIe", 9.0, (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet"),
     _gpu("h100", "H100 SXM", 9.0, (79.1, 989.4, 67, 3350), _NVLINK_4, "H100 data sheet"),
-    _gpu("h800 pcie", "H800 PCIe", 9.0, (79.1, 756.5, 51, 2000), _PCIE_5, "H100 data sheet; has slower NVLink"),
-    _gpu("h800", "H800 SXM", 9.0, (79.1, 989.4, 67, 3350), _NVLINK_CUT, "H100 data sheet; has slower NVLink"),
-    _gpu("h20 3e", "H20-3e", 9.0, (139.8, 148, 44, 4800), _NVLINK_4, "NVIDIA's partners; it has no public data sheet"),
-    _gpu("h20", "H20", 9.0, (95.0, 148, 44, 4000), _NVLINK_4, "NVIDIA's partners; it has no public data sheet"),
-    _gpu("a100 80gb pcie", "A100 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet"),
+    _gpu(
+        "h800 pcie",
+        "H800 PCIe",
+        9.0,
+        (79.1, 756.5, 51, 2000),
+        _PCIE_5,
+        "H100 data sheet; has slower NVLink",
+    ),
+    _gpu(
+        "h800",
+        "H800 SXM",
+        9.0,
+        (79.1, 989.4, 67, 3350),
+        _NVLINK_CUT,
+        "H100 data sheet; has slower NVLink",
+    ),
+    _gpu(
+        "h20 3e",
+        "H20-3e",
+        9.0,
+        (139.8, 148, 44, 4800),
+        _NVLINK_4,
+        "NVIDIA's partners; it has no public data sheet",
+    ),
+    _gpu(
+        "h20",
+        "H20",
+        9.0,
+        (95.0, 148, 44, 4000),
+        _NVLINK_4,
+        "NVIDIA's partners; it has no public data sheet",
+    ),
+    _gpu(
+        "a100 80gb pcie", "A100 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet"
+    ),
     _gpu("a100 80gb", "A100 80GB SXM", 8.0, (79.1, 312, 19.5, 2039), _NVLINK_3, "A100 data sheet"),
     _gpu("a100 pcie", "A100 40GB PCIe", 8.0, (39.4, 312, 19.5, 1555), _PCIE_4, "A100 data sheet"),
     _gpu("a100", "A100 40GB SXM", 8.0, (39.4, 312, 19.5, 1555), _NVLINK_3, "A100 data sheet"),
-    _gpu("a800 pcie", "A800 80GB PCIe", 8.0, (79.1, 312, 19.5, 1935), _PCIE_4, "A100 data sheet; has slower NVLink"),
-    _gpu("a800", "A800 80GB SXM", 8.0, (79.1, 312, 19.5, 2039), _NVLINK_CUT, "A100 data sheet; has slower NVLink"),
+    _gpu(
+        "a800 pcie",
+        "A800 80GB PCIe",
+        8.0,
+        (79.1, 312, 19.5, 1935),
+        _PCIE_4,
+        "A100 data sheet; has slower NVLink",
+    ),
+    _gpu(
+        "a800",
+        "A800 80GB SXM",
+        8.0,
+        (79.1, 312, 19.5, 2039),
+        _NVLINK_CUT,
+        "A100 data sheet; has slower NVLink",
+    ),
     _gpu("a40", "A40", 8.6, (44.4, 149.7, 37.4, 696), _PCIE_4, "A40 data sheet"),
     _gpu("a30", "A30", 8.0, (23.5, 165, 10.3, 933), _PCIE_4, "A30 data sheet"),
     _gpu("a10", "A10", 8.6, (22.0, 125, 31.2, 600), _PCIE_A10, "A10 data sheet"),
-    _gpu("a10g", "A10G", 8.6, (22.0, 70, 31.5, 600), _PCIE_NO_P2P, "A10G data sheet: the model that AWS has"),
+    _gpu(
+        "a10g",
+        "A10G",
+        8.6,
+        (22.0, 70, 31.5, 600),
+        _PCIE_NO_P2P,
+        "A10G data sheet: the model that AWS has",
+    ),
     _gpu("a6000", "RTX A6000", 8.6, (47.4, 154.8, 38.7, 768), _PCIE_4, "RTX A6000 data sheet"),
     _gpu("l40s", "L40S", 8.9, (44.4, 362.05, 91.6, 864), _PCIE_4, "L40S data sheet"),
     _gpu("l40", "L40", 8.9, (44.4, 181.05, 90.5, 864), _PCIE_4, "L40 data sheet"),
-    _gpu("l20", "L20", 8.9, (44.4, 119.5, 59.8, 864), _PCIE_4, "NVIDIA's partners; it has no public data sheet"),
+    _gpu(
+        "l20",
+        "L20",
+        8.9,
+        (44.4, 119.5, 59.8, 864),
+        _PCIE_4,
+        "NVIDIA's partners; it has no public data sheet",
+    ),
     _gpu("l4", "L4", 8.9, (22.0, 121, 30.3, 300), _PCIE_NO_P2P, "L4 data sheet"),
-    _gpu("3090 ti", "RTX 3090 Ti", 8.6, (23.5, 80, 40, 1008), _PCIE_NO_P2P, "GA102 white paper, summed in fp32"),
-    _gpu("3090", "RTX 3090", 8.6, (23.5, 71.2, 35.6, 936), _PCIE_NO_P2P, "GA102 white paper, summed in fp32"),
-    _gpu("3060 ti", "RTX 3060 Ti", 8.6, (7.7, 32.4, 16.2, 448), _PCIE_NO_P2P, "its cores and clock, summed in fp32"),
-    _gpu("3060", "RTX 3060", 8.6, (11.7, 25.5, 12.7, 360), _PCIE_NO_P2P, "its cores and clock, summed in fp32"),
-    _gpu("4080", "RTX 4080", 8.9, (15.7, 97.5, 48.7, 717), _PCIE_NO_P2P, "AD103 white paper, summed in fp32"),
-    _gpu("4090 d", "RTX 4090 D", 8.9, (23.5, 147.1, 73.5, 1008), _PCIE_NO_P2P, "AD102 white paper, by its fewer cores"),
-    _gpu("4090", "RTX 4090", 8.9, (23.5, 165.2, 82.6, 1008), _PCIE_NO_P2P, "AD102 white paper, summed in fp32"),
-    _gpu("5090", "RTX 5090", 12.0, (31.3, 209.5, 104.8, 1792), _PCIE_NO_P2P, "GB202 white paper, summed in fp32"),
-    _gpu("v100 pcie 32gb", "V100 32GB PCIe", 7.0, (31.7, 112, 14, 900), _PCIE_NO_P2P, "V100 data sheet"),
+    _gpu(
+        "3090 ti",
+        "RTX 3090 Ti",
+        8.6,
+        (23.5, 80, 40, 1008),
+        _PCIE_NO_P2P,
+        "GA102 white paper, summed in fp32",
+    ),
+    _gpu(
+        "3090",
+        "RTX 3090",
+        8.6,
+        (23.5, 71.2, 35.6, 936),
+        _PCIE_NO_P2P,
+        "GA102 white paper, summed in fp32",
+    ),
+    _gpu(
+        "3060 ti",
+        "RTX 3060 Ti",
+        8.6,
+        (7.7, 32.4, 16.2, 448),
+        _PCIE_NO_P2P,
+        "its cores and clock, summed in fp32",
+    ),
+    _gpu(
+        "3060",
+        "RTX 3060",
+        8.6,
+        (11.7, 25.5, 12.7, 360),
+        _PCIE_NO_P2P,
+        "its cores and clock, summed in fp32",
+    ),
+    _gpu(
+        "4080",
+        "RTX 4080",
+        8.9,
+        (15.7, 97.5, 48.7, 717),
+        _PCIE_NO_P2P,
+        "AD103 white paper, summed in fp32",
+    ),
+    _gpu(
+        "4090 d",
+        "RTX 4090 D",
+        8.9,
+        (23.5, 147.1, 73.5, 1008),
+        _PCIE_NO_P2P,
+        "AD102 white paper, by its fewer cores",
+    ),
+    _gpu(
+        "4090",
+        "RTX 4090",
+        8.9,
+        (23.5, 165.2, 82.6, 1008),
+        _PCIE_NO_P2P,
+        "AD102 white paper, summed in fp32",
+    ),
+    _gpu(
+        "5090",
+        "RTX 5090",
+        12.0,
+        (31.3, 209.5, 104.8, 1792),
+        _PCIE_NO_P2P,
+        "GB202 white paper, summed in fp32",
+    ),
+    _gpu(
+        "v100 pcie 32gb",
+        "V100 32GB PCIe",
+        7.0,
+        (31.7, 112, 14, 900),
+        _PCIE_NO_P2P,
+        "V100 data sheet",
+    ),
     _gpu("v100 pcie", "V100 16GB PCIe", 7.0, (15.7, 112, 14, 900), _PCIE_NO_P2P, "V100 data sheet"),
     _gpu("v100 32gb", "V100 32GB SXM", 7.0, (31.7, 125, 15.7, 900), _NVLINK_2, "V100 data sheet"),
     _gpu("v100", "V100 16GB SXM", 7.0, (15.7, 125, 15.7, 900), _NVLINK_2, "V100 data sheet"),
@@ -210,8 +357,9 @@ _CATALOGUE: tuple[tuple[frozenset[str], Gpu], ...] = (
 
 # The rates of a machine, with their uncertainty and sources.
 #
-# Each prediction is made three times: with all rates as expected, and at the good and the bad end of their bands. So
-# the bands of all figures follow from those of the rates, through overlaps too. Units: bytes/s, FLOP/s, or seconds.
+# Each prediction is made three times: with all rates as expected, and at the good and the bad end
+# of their bands. So the bands of all figures follow from those of the rates, through overlaps too.
+# Units: bytes/s, FLOP/s, or seconds.
 
 
 class End(IntEnum):
@@ -242,13 +390,14 @@ class Rate:
         return ends[End(-end)] if is_cost else ends[end]
 
 
-# A GPU takes as long to attend within a document of n tokens as a kernel at its full rate for n and this many. On one
-# H200, by documents of 8,192 and 1,024: cuDNN's kernel 405 and 270 TFLOP/s, torch's 253 and 151.
+# A GPU takes as long to attend within a document of n tokens as a kernel at its full rate for n and
+# this many. On one H200, by documents of 8,192 and 1,024: cuDNN's kernel 405 and 270 TFLOP/s,
+# torch's 253 and 151.
 _BESIDE_A_DOCUMENT = 700
 
 
 def attention_share(document_tokens: float) -> float:
-    """Return the fraction of its rate in long documents that attention reaches on a GPU, in documents of this length.
+    """Return the fraction of its long-document rate that attention reaches at this length.
 
     The length is the mean weighted by tokens, see Workload.
     """
@@ -263,11 +412,12 @@ COSTS = frozenset({"launch_s", "in_node_latency_s", "between_latency_s"})
 class Speeds:
     """One value for each rate, as a prediction uses them; bytes/s, FLOP/s and seconds.
 
-    `matmul_flop_s` and `attention_flop_s` are what one GPU achieves at the model's shapes, the latter in long documents
-    unless `Machine.speeds_in` says otherwise. `memory_bytes_s` is the memory bandwidth of a long stream,
-    `pointwise_bytes_s` that of a layer's small kernels (plan/step_time.py counts their bytes). `launch_s` is the host's
-    time to launch one operation of a model. `in_node_bytes_s` is the bus bandwidth of a collective within a node,
-    `between_bytes_s` what one node sends to others. `copy_bytes_s` is between a GPU and the host, for each GPU;
+    `matmul_flop_s` and `attention_flop_s` are what one GPU achieves at the model's shapes, the
+    latter in long documents unless `Machine.speeds_in` says otherwise. `memory_bytes_s` is the
+    memory bandwidth of a long stream, `pointwise_bytes_s` that of a layer's small kernels
+    (plan/step_time.py counts their bytes). `launch_s` is the host's time to launch one operation of
+    a model. `in_node_bytes_s` is the bus bandwidth of a collective within a node, `between_bytes_s`
+    what one node sends to others. `copy_bytes_s` is between a GPU and the host, for each GPU;
     `host_bytes_s` is the host's memory and `disk_bytes_s` the store's disk, for each node.
     """
 
@@ -287,7 +437,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Pass:
-    """The cost of one pass through one layer: on the device a fixed and a per-token time, and a time on the host.
+    """The cost of a pass through one layer: fixed and per token on the device, and on the host.
 
     The host issues work ahead of the device, so the slower of the two decides.
     """
@@ -303,11 +453,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class MeasuredPart:
-    """A part of the model, timed at its real shapes on one rank: one decoder layer, or all outside the layers (`ends`).
+    """A part of the model, timed at its real shapes on one rank: a layer, or all others (`ends`).
 
-    `variant` is step_time.variant_of(train) and `shape` step_time.shape_of(geometry), so that no other model uses it.
-    It was timed on blocks whose documents have a mean length of `document_tokens` (defined in Workload), with
-    `supervised_fraction` of the positions supervised. `host_s` includes the strategy's work around a layer on one rank.
+    `variant` is passes.variant_of(train) and `shape` passes.shape_of(geometry), so that no
+    other model uses it. It was timed on blocks whose documents have a mean length of
+    `document_tokens` (defined in Workload), with `supervised_fraction` of the positions supervised.
+    `host_s` includes the strategy's work around a layer on one rank.
     """
 
     part: str
@@ -321,7 +472,7 @@ class MeasuredPart:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of ranks, in total and on each node, and whether Triton compiles kernels for their GPUs."""
+    """The number of ranks, in total and per node, and whether Triton compiles for their GPUs."""
 
     total: int
     per_node: int
@@ -335,11 +486,14 @@ class Ranks:
     @staticmethod
     def of_cluster(cluster: Cluster) -> "Ranks":
         """Return the ranks of `cluster`, whose GPUs may be unknown."""
-        return Ranks(cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda")
+        return Ranks(
+            cluster.ranks, cluster.ranks // cluster.nodes, has_triton=cluster.device == "cuda"
+        )
 
 
-# Host memory that is assumed of a node where cluster.memory_gb does not give it: for cards of desktops, known by their
-# names, that of a usual desktop; for all others so much for each GPU, and at most that of a usual server.
+# Host memory that is assumed of a node where cluster.memory_gb does not give it: for cards of
+# desktops, known by their names, that of a usual desktop; for all others so much for each GPU, and
+# at most that of a usual server.
 _CONSUMER_WORDS = frozenset({"geforce", "rtx"})
 _CONSUMER_HOST_GB, _HOST_GB_OF_A_GPU, _MOST_HOST_GB = 64, 192, 2000
 
@@ -348,7 +502,8 @@ _CONSUMER_HOST_GB, _HOST_GB_OF_A_GPU, _MOST_HOST_GB = 64, 192, 2000
 class Machine:
     """Nodes of equal GPUs, or of CPU ranks.
 
-    `gpu_memory_bytes` is None if unknown, and on CPUs. `host_memory_bytes` is that of a node, or None if not given.
+    `gpu_memory_bytes` is None if unknown, and on CPUs. `host_memory_bytes` is that of a node, or
+    None if not given.
     """
 
     name: str
@@ -368,7 +523,7 @@ class Machine:
 
     @property
     def has_triton(self) -> bool:
-        """True if Triton compiles kernels: on GPUs from Ampere on, where one attention kernel serves all documents.
+        """True if Triton compiles kernels: from Ampere on, with one attention for all documents.
 
         A GPU that is not in the catalogue is assumed to support it.
         """
@@ -377,7 +532,7 @@ class Machine:
 
     @property
     def is_host_assumed(self) -> bool:
-        """True if the host memory of a node is assumed, because it is not given; on CPUs nothing is assumed."""
+        """True if a node's host memory is assumed, not given; on CPUs nothing is assumed."""
         return self.is_gpu and self.host_memory_bytes is None
 
     @property
@@ -394,16 +549,19 @@ class Machine:
         return self._speeds[end]
 
     def speeds_in(self, document_tokens: float, end: End = End.EXPECTED) -> Speeds:
-        """Return `speeds`, with that of attention in documents of this length (a mean weighted by tokens)."""
+        """Return `speeds` with attention's in documents of this length (a mean over tokens)."""
         speeds, share = self.speeds(end), attention_share(document_tokens) if self.is_gpu else 1.0
         return replace(speeds, attention_flop_s=share * speeds.attention_flop_s)
 
     @cached_property
     def _speeds(self) -> dict[End, Speeds]:
-        return {end: Speeds(**{name: rate.at(end, name in COSTS) for name, rate in self.rates.items()}) for end in End}
+        return {
+            end: Speeds(**{name: rate.at(end, name in COSTS) for name, rate in self.rates.items()})
+            for end in End
+        }
 
     def with_rate(self, name: str, value: float) -> "Machine":
-        """Return the machine with another value of one rate, for what-if questions; its band is scaled with it."""
+        """Return the machine with one rate changed, for what-if questions; its band scales too."""
         old = self.rates[name]
         factor = value / old.value
         rate = Rate(value, old.low * factor, old.high * factor, "what if")
@@ -433,7 +591,7 @@ class Figure:
 
     @staticmethod
     def of(values: Mapping[End, float]) -> "Figure":
-        """Build a figure from the three predictions; which of them is the smallest depends on the figure."""
+        """Build a figure from the three predictions; the smallest depends on the figure."""
         return Figure(values[End.EXPECTED], min(values.values()), max(values.values()))
 
     @staticmethod

@@ -8,18 +8,24 @@ from typing import Any
 from pipeline_lib.core.units import brief, from_gigabytes, gib, gigabytes
 from pipeline_lib.plan.machine import Machine
 from pipeline_lib.plan.memory import Memory
-from pipeline_lib.plan.predict import Prediction, host_bytes_of_node, lacks_host_memory, usable_fraction
+from pipeline_lib.plan.predict import (
+    Prediction,
+    host_bytes_of_node,
+    lacks_host_memory,
+    usable_fraction,
+)
 
-# A way is near if it needs at most so much more than a GPU, or the host, has. More is allowed where the host's memory
-# is assumed, since users may know better.
+# A way is near if it needs at most so much more than a GPU, or the host, has. More is allowed where
+# the host's memory is assumed, since users may know better.
 _NEAR, _NEAR_ASSUMED = 0.1, 3.0
 
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A way that does not fit, and the bytes that a GPU and the host of a node lack for it; 0 where they have enough.
+    """A way that does not fit, and the bytes that a GPU and a node's host lack; 0 if they suffice.
 
-    What a GPU lacks includes the margin that predictions keep free: `is_margin` if it lacks no more than that.
+    What a GPU lacks includes the margin that predictions keep free: `is_margin` if it lacks no more
+    than that.
     """
 
     way: Prediction
@@ -31,7 +37,11 @@ class NearMiss:
         """Return its entry in plan.json."""
         entry = self.way.as_json()
         del entry["segments"]
-        lacks = {"gpu_bytes": self.gpu_bytes, "host_bytes": self.host_bytes, "is_margin": self.is_margin}
+        lacks = {
+            "gpu_bytes": self.gpu_bytes,
+            "host_bytes": self.host_bytes,
+            "is_margin": self.is_margin,
+        }
         return {"lacks": lacks, "prediction": entry}
 
     def briefly(self, machine: Machine) -> str:
@@ -57,7 +67,9 @@ class NearMiss:
             has, usable = gib(machine.gpu_memory_bytes or 0), usable_fraction(memory)
             margin = "only the margin lacks: " if self.is_margin else ""
             needs = f"a GPU needs {gib(memory.total_bytes)} of {has}"
-            kept = f"{1 - usable:.0%} are kept free, as the prediction may be {memory.error:.0%} off"
+            kept = (
+                f"{1 - usable:.0%} are kept free, as the prediction may be {memory.error:.0%} off"
+            )
             said.append(f"{margin}{needs}, and {kept}: {gib(self.gpu_bytes)} too much")
         if self.host_bytes:
             needed = host_bytes_of_node(memory, machine)
@@ -82,7 +94,9 @@ def near_miss(ways: Iterable[Prediction], machine: Machine, as_good: float) -> N
 
 def missed(way: Prediction, machine: Machine) -> NearMiss:
     """Return what a way that does not fit lacks."""
-    has, needs = machine.gpu_memory_bytes, way.memory.total_bytes  # CPUs have no memory but the host's
+    # CPUs have no memory but the host's
+    has = machine.gpu_memory_bytes
+    needs = way.memory.total_bytes
     too_much = 0 if has is None else max(0, needs - math.floor(has * usable_fraction(way.memory)))
     host = host_bytes_of_node(way.memory, machine) - (machine.host_limit_bytes or 0)
     lacks_host = lacks_host_memory(way.memory, machine)
@@ -97,4 +111,8 @@ def is_near(memory: Memory, machine: Machine) -> bool:
         return False
     more = _NEAR_ASSUMED if machine.is_host_assumed else _NEAR
     needs_host = lacks_host_memory(memory, machine)
-    return not needs_host or most_host is None or host_bytes_of_node(memory, machine) <= most_host * (1 + more)
+    return (
+        not needs_host
+        or most_host is None
+        or host_bytes_of_node(memory, machine) <= most_host * (1 + more)
+    )

@@ -15,20 +15,28 @@ _WORTH_SAYING = 1.05  # the least speedup worth more than the errors of a predic
 
 
 def way_on_one_node(config: Config, question: Question) -> Prediction | None:
-    """Return how `question`, which is that of `config`, would be trained on one of its nodes; None if it cannot be."""
+    """Return how `question`, that of `config`, would be trained on one node; None if it cannot."""
     one_node = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
-    return None if cross_check(one_node) else fitting_way(replace(question, cluster=one_node.cluster))
+    return (
+        None if cross_check(one_node) else fitting_way(replace(question, cluster=one_node.cluster))
+    )
 
 
 def fitting_way(question: Question) -> Prediction | None:
-    """Return the chosen way to train; None if nothing fits, or if the GPUs are not named. Raises as `answer`."""
+    """Return the chosen way to train; None if nothing fits, or if the GPUs are not named.
+
+    Raises as `answer`.
+    """
     found = answer(question, is_explained=False)
     way = found.choice.chosen if found.choice is not None else None
     return way if found.refusal is None and way is not None and way.fits else None
 
 
 def compare_with_one_node(config: Config, nodes: int, internode_gbit_s: float, store: Store) -> str:
-    """Return a sentence: whether one node alone would train `config` faster than `nodes` nodes at that bandwidth."""
+    """Return a sentence: whether one node would train `config` faster than `nodes` nodes.
+
+    These have that bandwidth.
+    """
     changes = {"nodes": nodes, "internode_gbit_s": internode_gbit_s}
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
     unknown = "whether one node alone would be faster cannot be told"
@@ -43,26 +51,39 @@ def compare_with_one_node(config: Config, nodes: int, internode_gbit_s: float, s
     except PipelineError as error:
         return f"{unknown}: {error}"
     if together is None:
-        return f"{unknown}: this training does not fit on these {nodes} nodes; run `python -m pipeline_lib plan CONFIG`"
+        return (
+            f"{unknown}: this training does not fit on these {nodes} nodes; run `python -m "
+            "pipeline_lib plan CONFIG`"
+        )
     if alone is None:
         return f"this training does not fit on one of these nodes, so it needs all {nodes}"
     return _compared(together, alone, config, internode_gbit_s)
 
 
-def _compared(together: Prediction, alone: Prediction, config: Config, internode_gbit_s: float) -> str:
+def _compared(
+    together: Prediction, alone: Prediction, config: Config, internode_gbit_s: float
+) -> str:
     cluster = config.cluster
     both, one = (
         way.tokens_per_s_per_rank.value * ranks
         for way, ranks in ((together, cluster.ranks), (alone, cluster.ranks_per_node))
     )
     figures = (
-        f"{rounded(one, 'tokens/s')} are predicted on one ({describe(alone)}), and {rounded(both, 'tokens/s')} on all"
+        f"{rounded(one, 'tokens/s')} are predicted on one ({describe(alone)}), and "
+        f"{rounded(both, 'tokens/s')} on all"
         f" {cluster.nodes} at {internode_gbit_s:.3g} Gbit/s ({describe(together)})"
     )
     if one > _WORTH_SAYING * both:
-        return f"one node alone would be {one / both:.2f} times as fast as all {cluster.nodes}: {figures};" + (
-            " set cluster.nodes: 1, or see `python -m pipeline_lib plan CONFIG` for what would make the nodes worth it"
+        return (
+            f"one node alone would be {one / both:.2f} times as fast as all {cluster.nodes}: "
+            f"{figures};"
+            + (
+                " set cluster.nodes: 1, or see `python -m pipeline_lib plan CONFIG` for what would "
+                "make the nodes worth it"
+            )
         )
     if both > _WORTH_SAYING * one:
-        return f"all {cluster.nodes} nodes are {both / one:.2f} times as fast as one alone: {figures}"
+        return (
+            f"all {cluster.nodes} nodes are {both / one:.2f} times as fast as one alone: {figures}"
+        )
     return f"all {cluster.nodes} nodes are no faster than one alone: {figures}"

@@ -10,14 +10,16 @@ from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train, interval_steps
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.plan.machine import End, Figure, Machine, Ranks
 from pipeline_lib.plan.memory import MARGIN, HostNeed, Memory, host_need, predict
+from pipeline_lib.plan.passes import COMPILE_S
 from pipeline_lib.plan.saving import auto_apart_s, save_wait_s
-from pipeline_lib.plan.step_time import COMPILE_S, Exchanged, PhaseTime, StepTime, step_time
+from pipeline_lib.plan.step_time import Exchanged, PhaseTime, StepTime, step_time
 from pipeline_lib.plan.workload import Case, in_words
 
 # Training: memory, time and network of one way to train, each figure with its band.
 
-# Relative errors of predictions against measurements where the device decides (benchmarks/RESULTS.md), beyond the bands
-# of the rates. The host's pace has a band of its own (plan/step_time.py).
+# Relative errors of predictions against measurements where the device decides
+# (benchmarks/RESULTS.md), beyond the bands of the rates. The host's pace has a band of its own
+# (plan/step_time.py).
 _TIME_ERROR = 0.1
 # Seconds of a save beside writing: hashing, sealing, and agreement between ranks.
 _SAVE_S = {End.BAD: 2.0, End.EXPECTED: 0.4, End.GOOD: 0.05}
@@ -39,10 +41,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to train on one machine. Phases are those that train/step.py measures, and include their exchanges.
+    """One way to train on one machine.
 
-    `parts` are seconds that add up to the expected step time. `network_bytes` is what a node sends to others in a step.
-    `run_s` is None while the number of steps is unknown. `fits` is the result of `fits()` for its memory.
+    Phases are those that train/step.py measures, and include their exchanges.
+
+    `parts` are seconds that add up to the expected step time. `network_bytes` is what a node sends
+    to others in a step. `run_s` is None while the number of steps is unknown. `fits` is the result
+    of `fits()` for its memory.
     """
 
     train: Train
@@ -79,8 +84,12 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """Return the prediction's entry in plan.json."""
-        figures = {name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)}
-        unknown = {name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None}
+        figures = {
+            name: asdict(value) for name, value in vars(self).items() if isinstance(value, Figure)
+        }
+        unknown = {
+            name: None for name in ("mfu", "run_s", "gpu_hours") if getattr(self, name) is None
+        }
         return {
             "changes": self.changes,
             "words": self.words,
@@ -109,7 +118,9 @@ class Prediction:
 
 def memory_of(case: Case) -> Memory:
     """Return the memory of one rank of a case."""
-    return predict(case.geometry, case.train, case.ranks, case.workload.block_tokens, case.accumulation)
+    return predict(
+        case.geometry, case.train, case.ranks, case.workload.block_tokens, case.accumulation
+    )
 
 
 def predict_step(case: Case) -> Prediction:
@@ -120,11 +131,15 @@ def predict_step(case: Case) -> Prediction:
     step_s = _seconds({end: time.total_s for end, time in times.items()})
     tokens = case.batch_blocks * workload.block_tokens * workload.real_fraction
     size = memory.checkpoint_bytes
-    save_s = {end: _SAVE_S[end] + size / machine.speeds(end).disk_bytes_s / machine.nodes for end in End}
+    save_s = {
+        end: _SAVE_S[end] + size / machine.speeds(end).disk_bytes_s / machine.nodes for end in End
+    }
     forward_s = _seconds({end: time.forward.total_s for end, time in times.items()})
     run_s = None
     if case.steps is not None:
-        run_s = _run(case, case.steps, forward_s, step_s, size) + _saving(case, case.steps, step_s, save_s)
+        run_s = _run(case, case.steps, forward_s, step_s, size) + _saving(
+            case, case.steps, step_s, save_s
+        )
         if is_compiled(train):
             run_s += Figure(*(factor * COMPILE_S for factor in _COMPILING))
     expected = times[End.EXPECTED]
@@ -140,7 +155,9 @@ def predict_step(case: Case) -> Prediction:
         step_s=step_s,
         tokens_per_s_per_rank=step_s.inverse(tokens / ranks.total),
         mfu=_mfu(case, tokens, step_s),
-        network_bytes=Figure.of({end: sum(one.sent_bytes for one in time.exchanged) for end, time in times.items()}),
+        network_bytes=Figure.of(
+            {end: sum(one.sent_bytes for one in time.exchanged) for end, time in times.items()}
+        ),
         run_s=run_s,
         gpu_hours=run_s.scaled(ranks.total / HOUR_S) if run_s and machine.is_gpu else None,
         checkpoint_bytes=size,
@@ -154,18 +171,18 @@ def predict_step(case: Case) -> Prediction:
 
 
 def fits(memory: Memory, machine: Machine) -> bool:
-    """Return whether a GPU's memory suffices, with the error band and MARGIN, and its host's for the whole node."""
+    """Return whether a GPU's memory suffices, with error and MARGIN, and its node's host's too."""
     return fits_on_gpu(memory, machine) and not lacks_host_memory(memory, machine)
 
 
 def fits_on_gpu(memory: Memory, machine: Machine) -> bool:
-    """Return whether GPU memory alone suffices; on CPUs this is true, because the host's memory counts there."""
+    """Return whether GPU memory alone suffices; true on CPUs, where the host's counts."""
     limit = machine.gpu_memory_bytes
     return limit is None or memory.total_bytes <= limit * usable_fraction(memory)
 
 
 def usable_fraction(memory: Memory) -> float:
-    """Return the fraction of a GPU's memory that may be predicted to be in use: what the error and MARGIN leave."""
+    """Return the fraction of a GPU's memory that may be used: what the error and MARGIN leave."""
     return min(1 - MARGIN, 1 / (1 + memory.error))
 
 
@@ -202,7 +219,13 @@ def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
     if peak_flop_s is None:
         return None
     supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
-    flops = step_flops(case.geometry, case.train, round(tokens), round(tokens * workload.document_tokens), supervised)
+    flops = step_flops(
+        case.geometry,
+        case.train,
+        round(tokens),
+        round(tokens * workload.document_tokens),
+        supervised,
+    )
     mfu = step_s.inverse(flops.causal / (peak_flop_s * case.machine.ranks))
     if case.train.precision == "fp8":  # the peak is that of half precision
         return mfu
@@ -210,11 +233,14 @@ def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
 
 
 def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:
-    """Return the time of all steps, of copies at saves, and of validations (forward passes), without compilation."""
+    """Return the time of all steps, of copies at saves, and of validations, without compiling."""
     train, machine = case.train, case.machine
     epoch_steps = case.epoch_steps or steps
     saves = train.saves(steps, epoch_steps)
-    copied = {end: saves * checkpoint_size / machine.ranks / machine.speeds(end).copy_bytes_s for end in End}
+    copied = {
+        end: saves * checkpoint_size / machine.ranks / machine.speeds(end).copy_bytes_s
+        for end in End
+    }
     every = train.validate_every_steps
     validations = steps / interval_steps(every, epoch_steps) if every else 0.0
     blocks = case.workload.validation_blocks
@@ -237,7 +263,9 @@ def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float])
         return waited
     apart_s = {end: auto_apart_s(train, save_s[end]) for end in End}
     auto_saves = {end: steps * meanwhile_s[end] // apart_s[end] for end in End}
-    return waited + Figure.of({end: auto_saves[end] * save_wait_s(train, save_s[end], apart_s[end]) for end in End})
+    return waited + Figure.of(
+        {end: auto_saves[end] * save_wait_s(train, save_s[end], apart_s[end]) for end in End}
+    )
 
 
 def _parts(time: StepTime) -> dict[str, float]:
@@ -262,11 +290,15 @@ def _bound(time: StepTime) -> Bound:
     if parts["offload"] > _NOTABLE * time.total_s:
         return "offload"
     phases = (time.forward, time.backward, time.update)
-    return "host" if sum(phase.host_s for phase in phases) > sum(phase.device_s for phase in phases) else "device"
+    return (
+        "host"
+        if sum(phase.host_s for phase in phases) > sum(phase.device_s for phase in phases)
+        else "device"
+    )
 
 
 def _segments(time: StepTime) -> list[Segment]:
-    """Return the phases in sequence, with the host's work and the exchanges of each starting with it."""
+    """Return the phases in sequence, with each one's host work and exchanges starting with it."""
     found, start_s = [], 0.0
     for name in ("forward", "backward", "update"):
         phase: PhaseTime = getattr(time, name)
@@ -275,7 +307,11 @@ def _segments(time: StepTime) -> list[Segment]:
         at_s = start_s
         for one in time.exchanged:
             if one.exchange.phase == name and one.seconds:
-                found.append(Segment("exchange", f"{one.exchange.kind} of {one.exchange.name}", at_s, one.seconds))
+                found.append(
+                    Segment(
+                        "exchange", f"{one.exchange.kind} of {one.exchange.name}", at_s, one.seconds
+                    )
+                )
                 at_s += one.seconds
         start_s += phase.total_s
     return [segment for segment in found if segment.duration_s > 0]

@@ -49,26 +49,38 @@ from pipeline_lib.plan.stages import Run, later_problems, stored_bytes
 # They load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 
 
-PLANNED_ONLY = f"models of type {' and '.join(PLANNED)} are planned here, and only {', '.join(SUPPORTED)} are trained"
+PLANNED_ONLY = (
+    f"models of type {' and '.join(PLANNED)} are planned here, and only "
+    f"{', '.join(SUPPORTED)} are trained"
+)
 _LOOKED_AT_FILES = 100  # of a source, so that `check` stays fast on slow disks
 
 
 def refuse_impossible(config: Config, store: Store) -> None:
-    """Raise ConfigError with all reasons why `config` cannot be trained, also those in the first rows of local files.
+    """Raise ConfigError with all reasons why `config` cannot be trained, local files' too.
 
-    If the store remembers a sealed training, only the model files that later stages read are checked, and none once the
-    merged model is sealed.
+    Those are the ones in the first rows of local files.
+
+    If the store remembers a sealed training, only the model files that later stages read are
+    checked, and none once the merged model is sealed.
     """
-    _refuse(config, store, lambda known: [*known.wrong, *_of_data(config, store), *_of_training(config, known, store)])
+    _refuse(
+        config,
+        store,
+        lambda known: [*known.wrong, *_of_data(config, store), *_of_training(config, known, store)],
+    )
 
 
 def refuse_wrong(config: Config, store: Store) -> None:
-    """Raise ConfigError with what is wrong in any case, so that neither data nor a plan can be made."""
+    """Raise ConfigError with what is wrong in any case, so that no data or plan can be made."""
     _refuse(config, store, lambda known: known.wrong)
 
 
 def refuse_too_large(config: Config, store: Store) -> None:
-    """Raise ConfigError with what the training alone lacks: memory, disk, libraries; data and plan may be made."""
+    """Raise ConfigError with what only the training lacks; data and plan may be made.
+
+    It lacks memory, disk, or libraries.
+    """
     _refuse(config, store, lambda known: list(_of_training(config, known, store)))
 
 
@@ -92,7 +104,7 @@ def _refuse(config: Config, store: Store, problems_of: Callable[[_Known], list[s
 
 
 def _of_model(config: Config, is_trained: bool) -> list[str]:
-    """Return the problems of a local model's files; if it `is_trained`, only of those that are still to be read."""
+    """Return a local model's problems; if it `is_trained`, only of files still to be read."""
     if not isinstance(config.model, LocalModel):
         return []
     folder = Path(config.model.path)
@@ -111,7 +123,10 @@ def _known(config: Config, store: Store) -> _Known:
         train = config.train
         machine = machine_of(config.cluster, train.precision, measured_of(config), train.attention)
     except ConfigError as error:
-        wrong += [text if "." in text.partition(":")[0] else f"{error.source}: {text}" for text in error.problems]
+        wrong += [
+            text if "." in text.partition(":")[0] else f"{error.source}: {text}"
+            for text in error.problems
+        ]
     try:
         geometry = find_geometry(config, store)
     except (DataError, OSError) as error:
@@ -133,7 +148,7 @@ def _known(config: Config, store: Store) -> _Known:
 
 
 def _of_data(config: Config, store: Store) -> Iterator[str]:
-    """Yield why the data cannot be tokenized, by the first rows of local files, unless they are tokenized already."""
+    """Yield why the data cannot be tokenized, by local files' first rows, unless it is already."""
     if is_sealed(config, store, "tokenize"):
         return
     formats: set[str | None] = set()
@@ -142,7 +157,9 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
             formats.add(source.format if isinstance(source, HubData) else "messages")
             continue
         try:
-            files = [file for file in data_files(source.path, source.split) if is_data_file(file.name)]
+            files = [
+                file for file in data_files(source.path, source.split) if is_data_file(file.name)
+            ]
             for file in files[: 1 if source.max_rows else _LOOKED_AT_FILES]:
                 may_be_bad = config.tokenize.max_quarantined_fraction > 0
                 row = first_row(file, source, may_be_bad=may_be_bad)
@@ -158,9 +175,16 @@ def _of_data(config: Config, store: Store) -> Iterator[str]:
 
 
 def _of_text(tokenize: Tokenize, *, has_prompts: bool) -> Iterator[str]:
-    """Yield the keys that have no effect on raw text; some are for the prompts of the evaluation, too."""
+    """Yield the keys without effect on raw text; some are for the evaluation's prompts, too."""
     of_prompts = {"system", "tools", "chat_template_kwargs"} if has_prompts else set()
-    for key in ("system", "tools", "chat_template_kwargs", "thinking", "prompt_thinking", "train_on"):
+    for key in (
+        "system",
+        "tools",
+        "chat_template_kwargs",
+        "thinking",
+        "prompt_thinking",
+        "train_on",
+    ):
         if key in settings_of(tokenize) and key not in of_prompts:
             yield f"tokenize.{key}: has no effect, because all rows are raw text; remove it"
 
@@ -197,7 +221,12 @@ def _of_template(config: Config) -> Iterator[str]:
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     geometry, machine = known.geometry, known.machine
-    is_recurrent = geometry is not None and geometry.delta is not None and machine is not None and machine.is_gpu
+    is_recurrent = (
+        geometry is not None
+        and geometry.delta is not None
+        and machine is not None
+        and machine.is_gpu
+    )
     yield from _not_installed(config.train, is_recurrent)
     if cross_check(config):  # keys contradict each other, so what follows from them is undefined
         return
@@ -207,11 +236,9 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
     run = Run(config.cluster, config.train, config.asked, geometry, workload, machine)
     yield from too_little_disk(run, config, store)
     batch_blocks = config.train.batch_blocks(workload.block_tokens, workload.samples_per_block)
-    held, ranks, sizes = (
-        held_keys(config.train),
-        Ranks.of_cluster(config.cluster),
-        (workload.block_tokens, batch_blocks),
-    )
+    held = held_keys(config.train)
+    ranks = Ranks.of_cluster(config.cluster)
+    sizes = (workload.block_tokens, batch_blocks)
     if not sharing_counts(geometry, config.train, held, ranks, *sizes):
         yield not_shared(config.train, ranks.total, *sizes)
         return
@@ -230,7 +257,9 @@ def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
         yield from later_problems(run)
     if config.train.strategy == AUTO:
         least = lacking(train, memory, machine).removeprefix("train.strategy: ")
-        yield in_lines([f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(wanted)])
+        yield in_lines(
+            [f"train.strategy: auto finds no way that fits: even {least}", *what_would_fit(wanted)]
+        )
     elif is_hopeless(memory, machine):
         yield in_lines([lacking(train, memory, machine), *what_would_fit(wanted)])
 
@@ -239,7 +268,7 @@ _MODULES = {"fla-core": "fla"}  # of libraries that are imported by another name
 
 
 def _not_installed(train: Train, is_recurrent: bool) -> Iterator[str]:
-    """Yield libraries that the training would import and that are not installed; some settings need extras.
+    """Yield uninstalled libraries that the training would import; some settings need extras.
 
     `is_recurrent` means layers with a gated delta rule on GPUs.
     """
@@ -256,13 +285,16 @@ def _not_installed(train: Train, is_recurrent: bool) -> Iterator[str]:
 
 
 def too_little_disk(run: Run, config: Config, store: Store) -> Iterator[str]:
-    """Yield a problem if the store's disk has no room for the checkpoints, or for all that the run writes to it.
+    """Yield a problem if the store's disk has no room for checkpoints, or for all of a run.
 
-    Checkpoints and a base model that the store has already are not counted again, nor weights that it will link.
+    Checkpoints and a base model that the store has already are not counted again, nor weights that
+    it will link.
     """
     specs = remembered_specs(config, store)
     training = specs["train"] if specs else None
-    is_there = bool(specs and store.is_sealed(specs["model"].ref)) or _is_linked(config.model, store)
+    is_there = bool(specs and store.is_sealed(specs["model"].ref)) or _is_linked(
+        config.model, store
+    )
     if problem := no_room(stored_bytes(run, is_there), training, store):
         yield problem
 
@@ -273,28 +305,39 @@ def _is_linked(model: object, store: Store) -> bool:
         return False
     weights = [file for file in model_files(Path(model.path)) if file.suffix == ".safetensors"]
     place = nearest_existing(store.root)
-    return bool(weights) and all(is_edited_by_nobody(file, store.root) and is_linkable(file, place) for file in weights)
+    return bool(weights) and all(
+        is_edited_by_nobody(file, store.root) and is_linkable(file, place) for file in weights
+    )
 
 
 def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> str | None:
-    """Return why the store's disk has no room for `sizes`, which the run of `training` writes, or None if it has.
+    """Return why the store's disk has no room for the `sizes` that `training` writes, or None.
 
-    `sizes` has bytes by name, those of the checkpoints too. Checkpoints that the run has written already are not
-    counted again, because later ones replace them.
+    `sizes` has bytes by name, those of the checkpoints too. Checkpoints that the run has written
+    already are not counted again, because later ones replace them.
     """
     folder = store.run_dir(run_digest(training)) / CHECKPOINTS if training else None
-    there = sum((folder / name).stat().st_size for name in list_files(folder)) if folder and folder.exists() else 0
+    there = (
+        sum((folder / name).stat().st_size for name in list_files(folder))
+        if folder and folder.exists()
+        else 0
+    )
     where = nearest_existing(store.root)
     free = disk_usage(where).free
     beside = f" beside {gigabytes(there)} of them that lie there" if there else ""
-    checkpoints, remedy = sizes["checkpoints"], "free some space, or point PIPELINE_STORE at a larger disk"
+    checkpoints = sizes["checkpoints"]
+    remedy = "free some space, or point PIPELINE_STORE at a larger disk"
     if checkpoints > free + there:
         return (
-            f"train.keep_last: the checkpoints kept and the one being written need {gigabytes(checkpoints)}, and "
+            "train.keep_last: the checkpoints kept and the one being written need "
+            f"{gigabytes(checkpoints)}, and "
             f"{gigabytes(free)} are free in {where}{beside}; {remedy}"
         )
     total = sum(sizes.values())
     if total <= free + there:
         return None
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items() if size)
-    return f"the run writes {gigabytes(total)} ({parts}), and {gigabytes(free)} are free in {where}{beside}; {remedy}"
+    return (
+        f"the run writes {gigabytes(total)} ({parts}), and {gigabytes(free)} are free in "
+        f"{where}{beside}; {remedy}"
+    )

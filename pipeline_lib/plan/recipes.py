@@ -1,6 +1,7 @@
-"""The figures in the headers of config/recipes/*.yaml and in the table of docs/recipes.md, made from the plan.
+"""The figures in the headers of config/recipes/*.yaml and in docs/recipes.md, made from the plan.
 
-They depend on the recipe alone: not on data, on the store, or on the libraries and the disk of this machine.
+They depend on the recipe alone: not on data, on the store, or on the libraries and the disk of this
+machine.
 """
 
 import textwrap
@@ -27,18 +28,36 @@ from pipeline_lib.records import plan as document
 
 RECIPES = Path("config/recipes")
 PAGE = Path("docs/recipes.md")
-TOKENS = 100_000_000  # of data, for which hours are stated: the number of steps depends on the user's data
+# of data, for which hours are stated: the number of steps depends on the user's data
+TOKENS = 100_000_000
 TOKENS_IN_WORDS = "100 million tokens"
 
-BEGIN, END = "# ---- begin: from the plan, written by `make docs` ----", "# ---- end: from the plan ----"
-_PAGE_BEGIN, _PAGE_END = "<!-- begin: from the plan, written by `make docs` -->", "<!-- end: from the plan -->"
-_HEADS = ("recipe", "machine", "model", "method", "strategy", "memory per GPU", "tokens/s per GPU", "hours", "disk")
+BEGIN, END = (
+    "# ---- begin: from the plan, written by `make docs` ----",
+    "# ---- end: from the plan ----",
+)
+_PAGE_BEGIN = "<!-- begin: from the plan, written by `make docs` -->"
+_PAGE_END = "<!-- end: from the plan -->"
+_HEADS = (
+    "recipe",
+    "machine",
+    "model",
+    "method",
+    "strategy",
+    "memory per GPU",
+    "tokens/s per GPU",
+    "hours",
+    "disk",
+)
 _WIDTH, _NAMES = 112, 14
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe and its plan; of a sweep, the plan of its first experiment. `alone` is the plan for one of its nodes."""
+    """A recipe and its plan; of a sweep, the plan of its first experiment.
+
+    `alone` is the plan for one of its nodes.
+    """
 
     path: Path
     config: Config
@@ -100,7 +119,8 @@ def read_recipe(path: Path) -> Recipe:
         blocks=None,
         held=held_keys(config.train),
         measured=None,
-        has_deepspeed=config.train.uses_deepspeed,  # otherwise its strategies depend on an optional library
+        # otherwise its strategies depend on an optional library
+        has_deepspeed=config.train.uses_deepspeed,
     )
     machine, found = question.machine, answer(question, is_explained=False)
     if machine is None or found.choice is None:
@@ -119,7 +139,7 @@ def _hub_model(path: Path, config: Config) -> HubModel:
 
 
 def with_header(text: str, recipe: Recipe) -> str:
-    """Return the content of a recipe's file, `text`, with the present figures between its markers."""
+    """Return a recipe file's content, `text`, with present figures between its markers."""
     lines = [line for name, value in _rows(recipe) for line in _wrapped(name, value)]
     return _between(text, (BEGIN, END), lines, recipe.path)
 
@@ -127,13 +147,18 @@ def with_header(text: str, recipe: Recipe) -> str:
 def with_table(text: str, recipes: Sequence[Recipe]) -> str:
     """Return the content of docs/recipes.md, `text`, with the present table between its markers."""
     rows = [_HEADS, ("---",) * len(_HEADS), *map(_cells, recipes)]
-    return _between(text, (_PAGE_BEGIN, _PAGE_END), [f"| {' | '.join(row)} |" for row in rows], PAGE)
+    return _between(
+        text, (_PAGE_BEGIN, _PAGE_END), [f"| {' | '.join(row)} |" for row in rows], PAGE
+    )
 
 
 def recipe_files(root: Path) -> dict[Path, str]:
-    """Return the files below `root` that hold figures of recipes, each with the content that it ought to have."""
+    """Return the files below `root` with figures of recipes, and the content each ought to have."""
     recipes = find_recipes(root)
-    found = {recipe.path: with_header(recipe.path.read_text(encoding="utf-8"), recipe) for recipe in recipes}
+    found = {
+        recipe.path: with_header(recipe.path.read_text(encoding="utf-8"), recipe)
+        for recipe in recipes
+    }
     page = root / PAGE
     return found | {page: with_table(page.read_text(encoding="utf-8"), recipes)}
 
@@ -144,11 +169,17 @@ def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if train.method == "lora":
         trained = f"{recipe.geometry.trained_parameters(train):,} trained in adapters"
     workload = Workload.assumed(recipe.config)
-    step_tokens = train.batch_blocks(workload.block_tokens, workload.samples_per_block) * workload.block_tokens
+    step_tokens = (
+        train.batch_blocks(workload.block_tokens, workload.samples_per_block)
+        * workload.block_tokens
+    )
     yield "machine", recipe.machine_text
     yield "model", f"{recipe.model_name}, {recipe.geometry.parameters:,} parameters, {trained}"
     yield "strategy", describe(way)
-    yield "GPU memory", f"{_banded(way.needed_memory_bytes, gib)} of {gib(machine.gpu_memory_bytes)} per GPU"
+    yield (
+        "GPU memory",
+        f"{_banded(way.needed_memory_bytes, gib)} of {gib(machine.gpu_memory_bytes)} per GPU",
+    )
     yield "host memory", f"{gigabytes(host_bytes_of_node(way.memory, machine))} on each node"
     yield "step time", f"{_banded(way.step_s, brief)} for {step_tokens:,} tokens, padding included"
     in_all = f", {_speed(recipe.tokens_per_s)} in all" if recipe.config.cluster.ranks > 1 else ""
@@ -157,7 +188,10 @@ def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
     took = _banded(recipe.duration_s, brief)
     yield "time", f"{took} for {TOKENS_IN_WORDS}, {hours}; optimizer steps only"
     if recipe.experiments > 1:
-        yield "experiments", f"{recipe.experiments}; the figures are for one of them, trained to its end"
+        yield (
+            "experiments",
+            f"{recipe.experiments}; the figures are for one of them, trained to its end",
+        )
     each = gigabytes(way.checkpoint_bytes)
     yield "disk", f"{gigabytes(recipe.disk_bytes)} for checkpoints of {each}: {train.kept_in_words}"
     if machine.nodes > 1:
@@ -171,8 +205,10 @@ def _one_node(recipe: Recipe) -> str:
     host = host_bytes_of_node(recipe.alone.memory, replace(recipe.machine, nodes=1))
     speed = recipe.alone.tokens_per_s_per_rank.scaled(recipe.machine.ranks_per_node)
     return (
-        f"the same training on one of these nodes: {describe(recipe.alone)}; {_speed(speed)} in all, "
-        f"{_banded(speed.inverse(TOKENS), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of host memory"
+        f"the same training on one of these nodes: {describe(recipe.alone)}; {_speed(speed)} in "
+        "all, "
+        f"{_banded(speed.inverse(TOKENS), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of host "
+        "memory"
     )
 
 
@@ -201,13 +237,20 @@ def _cells(recipe: Recipe) -> tuple[str, ...]:
 
 def _wrapped(name: str, value: str) -> list[str]:
     first, rest = f"# {name:<{_NAMES}}", "# " + " " * _NAMES
-    return textwrap.wrap(value, _WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.wrap(
+        value, _WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def _between(text: str, markers: tuple[str, str], lines: Iterable[str], path: Path) -> str:
-    """Return `text` with `lines` between the two marker lines. Raise ConfigError if it lacks them."""
+    """Return `text` with `lines` between the two marker lines.
+
+    Raise ConfigError if it lacks them.
+    """
     found, (begin, end) = text.splitlines(), markers
     if found.count(begin) != 1 or found.count(end) != 1 or found.index(begin) > found.index(end):
-        raise ConfigError(str(path), [f"needs the two lines {begin!r} and {end!r}, once and in this order"])
+        raise ConfigError(
+            str(path), [f"needs the two lines {begin!r} and {end!r}, once and in this order"]
+        )
     kept_before, kept_after = found[: found.index(begin) + 1], found[found.index(end) :]
     return "\n".join([*kept_before, *lines, *kept_after]) + "\n"

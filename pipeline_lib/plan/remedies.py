@@ -1,8 +1,9 @@
-"""Remedies: the cheapest changes of `train` that make a run fit that does not, each with its predicted memory.
+"""Remedies: the cheapest changes of `train` that make a run fit, each with its predicted memory.
 
-Changes of placement come first, ordered by their expected cost in time. Changes of the training itself come after them:
-another optimizer, or adapters instead of all weights. No remedy is offered that a later check refuses, that needs
-DeepSpeed where it is not installed, or that is not predicted to fit with the margin that the plan keeps.
+Changes of placement come first, ordered by their expected cost in time. Changes of the training
+itself come after them: another optimizer, or adapters instead of all weights. No remedy is offered
+that a later check refuses, that needs DeepSpeed where it is not installed, or that is not predicted
+to fit with the margin that the plan keeps.
 """
 
 import math
@@ -12,7 +13,12 @@ from itertools import product
 from typing import Any
 
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.arch.layers import can_keep_attention, eager_under_deepspeed, keeps_on_host, recompute_of
+from pipeline_lib.arch.layers import (
+    can_keep_attention,
+    eager_under_deepspeed,
+    keeps_on_host,
+    recompute_of,
+)
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
 from pipeline_lib.plan.machine import Ranks
@@ -21,10 +27,18 @@ from pipeline_lib.plan.predict import usable_fraction
 from pipeline_lib.plan.search import is_legal
 
 AT_MOST = 3
-# Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving the micro-batch
-# costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 % of the time in practice.
+# Expected cost as a fraction of the step time; only the order matters. Measured on 8 H200: halving
+# the micro-batch costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 %
+# of the time in practice.
 _COSTS: dict[str, dict[Any, float]] = {
-    "strategy": {"ddp": 0.0, "hsdp": 0.02, "fsdp": 0.03, "zero1": 0.04, "zero2": 0.05, "zero3": 0.07},
+    "strategy": {
+        "ddp": 0.0,
+        "hsdp": 0.02,
+        "fsdp": 0.03,
+        "zero1": 0.04,
+        "zero2": 0.05,
+        "zero3": 0.07,
+    },
     "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
     "reshard": {False: 0.0, True: 0.015},
     "offload_activations": {False: 0.0, True: 0.03},
@@ -33,14 +47,15 @@ _COSTS: dict[str, dict[Any, float]] = {
 }
 _HALVING_COST = 0.06
 _OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
-# 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that fits.
+# 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that
+# fits.
 _OPTIMIZERS = ("adamw", "adamw_8bit")
 _LEAST_SAVING = 0.97  # of the present memory: a change that leaves more than this is no remedy
 
 
 @dataclass(frozen=True)
 class Load:
-    """What ranks train: a step has `batch_blocks` blocks of `block_tokens` tokens over all of them."""
+    """What ranks train: a step has `batch_blocks` blocks of `block_tokens` tokens in all."""
 
     geometry: Geometry
     train: Train
@@ -59,8 +74,9 @@ class Load:
 class Remedy:
     """New values of keys of `train`, the memory predicted with them, and their expected cost.
 
-    `needed_bytes` is the predicted total, scaled up where earlier predictions were too low. `cost` is a fraction of the
-    step time. `is_least` if the plan still chooses other keys, and may choose what needs more memory.
+    `needed_bytes` is the predicted total, scaled up where earlier predictions were too low. `cost`
+    is a fraction of the step time. `is_least` if the plan still chooses other keys, and may choose
+    what needs more memory.
     """
 
     changes: dict[str, Any]
@@ -77,19 +93,26 @@ class Remedy:
     def __str__(self) -> str:
         """Return the remedy as one line for a message."""
         as_written = {
-            key: str(value).lower() if isinstance(value, bool) else value for key, value in self.changes.items()
+            key: str(value).lower() if isinstance(value, bool) else value
+            for key, value in self.changes.items()
         }
         keys = ", ".join(f"{in_file(key)}: {value}" for key, value in as_written.items())
-        notes = {"method": "trains adapters instead", "optimizer": "another optimizer, so another run"}
+        notes = {
+            "method": "trains adapters instead",
+            "optimizer": "another optimizer, so another run",
+        }
         note = "; ".join(text for key, text in notes.items() if key in self.changes)
         least = "at least " if self.is_least else ""
         return f"{keys}  ({least}{gib(self.needed_bytes)} a GPU{f'; {note}' if note else ''})"
 
 
 def remedies(load: Load, device_bytes: int, ratio: float, has_deepspeed: bool) -> list[Remedy]:
-    """Return up to AT_MOST remedies, the cheapest first; none of them extends another. Empty if nothing is enough.
+    """Return up to AT_MOST remedies, the cheapest first; none of them extends another.
 
-    `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if it is above 1.
+    Empty if nothing is enough.
+
+    `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if
+    it is above 1.
     """
     found: list[Remedy] = []
     possible = alternatives(load, ratio, has_deepspeed)
@@ -101,7 +124,7 @@ def remedies(load: Load, device_bytes: int, ratio: float, has_deepspeed: bool) -
 
 
 def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Return whether `changes` include all of `others`; a smaller micro-batch counts as included."""
+    """Return whether `changes` include all of `others`; a smaller micro-batch counts as one."""
     micro = "micro_batch_blocks"
     return all(
         key in changes and (changes[key] == value or (key == micro and changes[key] < value))
@@ -110,28 +133,41 @@ def _goes_further(changes: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def least(load: Load, ratio: float, has_deepspeed: bool) -> Remedy | None:
-    """Return the change that needs least memory, whether it fits or not; None if nothing can be changed."""
+    """Return the change that needs least memory, fit or not; None if nothing can be changed."""
     found = alternatives(load, ratio, has_deepspeed)
     return min(found, key=lambda each: each.needed_bytes, default=None)
 
 
 def alternatives(load: Load, ratio: float, has_deepspeed: bool) -> Iterator[Remedy]:
-    """Yield every legal way to train on the same global batch that needs less memory and can run here."""
+    """Yield every legal way to train on the same global batch with less memory that runs here."""
     train, now_bytes = load.train, load.memory.total_bytes
     for changes in _changes(train, load.ranks, load.block_tokens):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
-        if not {"recompute", "kept_attention_layers"} & changes.keys() and recompute_of(changed) != "full":
-            changed = changed.model_copy(update={"kept_attention_layers": AUTO})  # a number has no effect
-        can_run = changed.strategy not in load.geometry.left_out and (has_deepspeed or not changed.uses_deepspeed)
+        if (
+            not {"recompute", "kept_attention_layers"} & changes.keys()
+            and recompute_of(changed) != "full"
+        ):
+            # a number has no effect
+            changed = changed.model_copy(update={"kept_attention_layers": AUTO})
+        can_run = changed.strategy not in load.geometry.left_out and (
+            has_deepspeed or not changed.uses_deepspeed
+        )
         if can_run and is_legal(changed, load.ranks):
             memory = replace(load, train=changed).memory
             if memory.total_bytes < _LEAST_SAVING * now_bytes:
-                yield Remedy(changes, memory, round(memory.total_bytes * max(1.0, ratio)), _cost(train, changes))
+                yield Remedy(
+                    changes,
+                    memory,
+                    round(memory.total_bytes * max(1.0, ratio)),
+                    _cost(train, changes),
+                )
 
 
 def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str, Any]]:
     kept, full = train.kept_attention_layers, train.model_copy(update={"recompute": "full"})
-    smaller = [size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0]
+    smaller = [
+        size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0
+    ]
     choices: dict[str, list[Any]] = {
         "micro_batch_blocks": [*smaller, train.micro_batch_blocks],
         "strategy": list(_COSTS["strategy"]) if ranks.total > 1 else [train.strategy],
@@ -139,14 +175,18 @@ def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str
         "reshard": [False, True] if train.reshard is False else [train.reshard],
         "offload": list(_COSTS["offload"]),
         "offload_activations": list(_COSTS["offload_activations"]),
-        "kept_attention_layers": [kept, 0] if kept and can_keep_attention(full, block_tokens) else [kept],
+        "kept_attention_layers": [kept, 0]
+        if kept and can_keep_attention(full, block_tokens)
+        else [kept],
         "optimizer": list(_OPTIMIZERS),
         "method": sorted({train.method, "lora"}),
     }
     now = {key: getattr(train, key) for key in choices}
     now |= {"recompute": recompute_of(train), "offload_activations": keeps_on_host(train)}
     for values in product(*choices.values()):
-        changes = {key: value for key, value in zip(choices, values, strict=True) if value != now[key]}
+        changes = {
+            key: value for key, value in zip(choices, values, strict=True) if value != now[key]
+        }
         if changes:
             yield changes
 

@@ -5,8 +5,9 @@ import math
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import brief, count, gigabytes
 
-# With `save_every_steps: auto` a save starts at the earliest so long after the one before: a minute of work is soon
-# done again, and then a save is being written for a tenth of the time, or is waited for during a twentieth.
+# With `save_every_steps: auto` a save starts at the earliest so long after the one before: a minute
+# of work is soon done again, and then a save is being written for a tenth of the time, or is waited
+# for during a twentieth.
 _LEAST_APART_S = 60.0
 _APART_OF_ASYNC, _APART = 10, 20  # times the duration of a save
 
@@ -15,22 +16,31 @@ _LEAST_SAVE_S = 5.0  # shorter ones are no matter of the disk
 
 
 def save_wait_s(train: Train, save_s: float, apart_s: float) -> float:
-    """Return how long the steps wait for a save that takes `save_s`, if another is asked for after `apart_s`.
+    """Return how long steps wait for a save of `save_s`, if the next is asked after `apart_s`.
 
-    Without `save_async` they wait for all of it; with it, only where it is not done when the next one starts.
+    Without `save_async` they wait for all of it; with it, only where it is not done when the next
+    one starts.
     """
     return max(0.0, save_s - apart_s) if train.save_async else save_s
 
 
 def auto_apart_s(train: Train, save_s: float) -> float:
-    """Return the time between the starts of two saves by `save_every_steps: auto`, each of which takes `save_s`."""
+    """Return the time between the starts of saves by `save_every_steps: auto`.
+
+    Each save takes `save_s`.
+    """
     return max(_LEAST_APART_S, save_s * (_APART_OF_ASYNC if train.save_async else _APART))
 
 
-def slow_saves(train: Train, epoch_steps: int, size_bytes: int, save_s: float, step_s: float) -> str:
-    """Return what is to be said of checkpoints of `size_bytes` that take `save_s` each; nothing if steps hardly wait.
+def slow_saves(
+    train: Train, epoch_steps: int, size_bytes: int, save_s: float, step_s: float
+) -> str:
+    """Return what to say of checkpoints of `size_bytes` that take `save_s`.
 
-    Each step takes `step_s`, and an epoch has `epoch_steps`. Some checkpoints are asked for by the guards.
+    It is nothing if steps hardly wait.
+
+    Each step takes `step_s`, and an epoch has `epoch_steps`. Some checkpoints are asked for by the
+    guards.
     """
     intervals = train.save_intervals(epoch_steps)
     apart_steps = min(intervals.values())
@@ -40,9 +50,13 @@ def slow_saves(train: Train, epoch_steps: int, size_bytes: int, save_s: float, s
         return ""
     enough_s = save_s if train.save_async else save_s / NOTABLE_WAIT
     enough_steps = math.ceil(enough_s / step_s)
-    remedies = [f"{key}: {enough_steps}" for key, steps in intervals.items() if steps < enough_steps]
+    remedies = [
+        f"{key}: {enough_steps}" for key, steps in intervals.items() if steps < enough_steps
+    ]
     return (
-        f"a checkpoint ({gigabytes(size_bytes)}) takes {brief(save_s)} to write, and one is asked for every "
-        f"{count(apart_steps, 'steps')} ({brief(apart_s)}): the training waits {brief(wait_s)} for each. "
+        f"a checkpoint ({gigabytes(size_bytes)}) takes {brief(save_s)} to write, and one is asked "
+        "for every "
+        f"{count(apart_steps, 'steps')} ({brief(apart_s)}): the training waits {brief(wait_s)} for "
+        "each. "
         f"It would hardly wait with {' and '.join(remedies)}, or on a faster disk"
     )

@@ -1,4 +1,4 @@
-"""Run the plan stage: predict the run, and write plan.json for the launcher and a table for people."""
+"""Run the plan stage: predict the run; write plan.json for the launcher and a table for people."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -26,14 +26,16 @@ from pipeline_lib.plan.stages import stored_bytes
 def run(job: Job) -> dict[str, Any]:
     """Compute the plan, show it, and write plan.json and plan.txt.
 
-    Raise DataError, ConfigError or DiskFull for what would fail later: model, block length, steps, memory, disk. With
-    `strategy: auto` the plan contains the strategy that was chosen.
+    Raise DataError, ConfigError or DiskFull for what would fail later: model, block length, steps,
+    memory, disk. With `strategy: auto` the plan contains the strategy that was chosen.
     """
     settings, shard = job.spec.settings, job.inputs["shard"].folder(*BLOCK_SIZES)
     geometry = read_geometry(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
     blocks = read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
-    _refuse_misfit(geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token))
+    _refuse_misfit(
+        geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token)
+    )
     measured = settings.get("measured")
     question = Question(
         experiment=settings["experiment"],
@@ -66,6 +68,7 @@ def _refuse_misfit(geometry: Geometry, index: BlockIndex, largest_token: int) ->
         raise DataError(problem)
     if largest_token >= geometry.vocab:
         raise DataError(
-            f"the blocks hold token {largest_token}, but the model's vocabulary ends at {geometry.vocab - 1}: the "
+            f"the blocks hold token {largest_token}, but the model's vocabulary ends at "
+            f"{geometry.vocab - 1}: the "
             "tokenizer in its folder belongs to another model; put the right one there"
         )

@@ -1,4 +1,4 @@
-"""What each stage needs of the machine that it runs on: for the plan's table, for refusals, and for SLURM's jobs."""
+"""What each stage needs of its machine: for the plan's table, for refusals, and for SLURM jobs."""
 
 import math
 from collections.abc import Iterator
@@ -29,11 +29,12 @@ from pipeline_lib.plan.machine import End, Figure, Machine
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, checkpoint_bytes
 from pipeline_lib.plan.workload import Workload
 
-# All stages but the training get the time of their work at the slow end of usual rates. One process reads and writes
-# 200 MB/s on a network file system. One core hashes 400 MB/s without SHA instructions and 1.8 GB/s with them (openssl,
-# measured). It renders and tokenizes 1 MB/s of text, and packed files (parquet, gz) expand to up to four times their
-# size. The search for near duplicates computes signatures of 0.056 MB/s of text (measured). Its index takes at least
-# 1 kB per conversation, and some conversations are 200 bytes.
+# All stages but the training get the time of their work at the slow end of usual rates. One process
+# reads and writes 200 MB/s on a network file system. One core hashes 400 MB/s without SHA
+# instructions and 1.8 GB/s with them (openssl, measured). It renders and tokenizes 1 MB/s of text,
+# and packed files (parquet, gz) expand to up to four times their size. The search for near
+# duplicates computes signatures of 0.056 MB/s of text (measured). Its index takes at least 1 kB per
+# conversation, and some conversations are 200 bytes.
 FILE_BYTES_S = 200e6
 _HASH_BYTES_S = 400e6
 _TOKENIZE_BYTES_S = 0.25e6
@@ -47,17 +48,21 @@ _DATA_BYTES = 8_000_000_000
 _IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
 # Each thread of the merge holds a tensor of the base or a trained one in fp32, and what it becomes.
 _MERGED_BYTES = FP32_BYTES + HALF_BYTES
-ADAPTERS_IN_PROOF_BYTES = GIB  # of adapters that the proof keeps in memory, beside those of the merge
-# The proof computes in fp32, without TF32: an A100 or an H100 does so at a sixteenth of its rate in bf16.
+ADAPTERS_IN_PROOF_BYTES = (
+    GIB  # of adapters that the proof keeps in memory, beside those of the merge
+)
+# The proof computes in fp32, without TF32: an A100 or an H100 does so at a sixteenth of its rate in
+# bf16.
 _FP32_SLOWDOWN = 16
 _UNKNOWN_PARAMETERS = 10**10
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a stage needs: memory of its host and of each GPU, what it writes to the store, and seconds of work.
+    """What a stage needs: memory of host and GPUs, what it writes to the store, and work seconds.
 
-    `disk_bytes` and `work_s` are None if they are not known; `work_s` is at the slow end of usual rates.
+    `disk_bytes` and `work_s` are None if they are not known; `work_s` is at the slow end of usual
+    rates.
     """
 
     stage: str
@@ -72,7 +77,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of an experiment for its stages. `geometry` and `machine` are None if they are not known."""
+    """What is known of an experiment for its stages.
+
+    `geometry` and `machine` are None if they are not known.
+    """
 
     cluster: Cluster
     train: Train
@@ -89,23 +97,33 @@ class Run:
     @property
     def answers(self) -> Answers | None:
         """How the evaluation answers; None if the model is not known."""
-        return answers_of(self.geometry, self.evaluate, self.cluster, self.machine) if self.geometry else None
+        return (
+            answers_of(self.geometry, self.evaluate, self.cluster, self.machine)
+            if self.geometry
+            else None
+        )
 
     @property
     def gpus(self) -> int:
         """The GPUs of the evaluation: as many as the held-out loss and the answers take."""
         if self.geometry is None or self.answers is None:
             return int(self.cluster.gpus_per_node > 0)
-        scoring = scoring_gpus(self.geometry, self.workload.block_tokens, self.cluster, self.machine)
+        scoring = scoring_gpus(
+            self.geometry, self.workload.block_tokens, self.cluster, self.machine
+        )
         return max(scoring, self.answers.gpus)
 
     def cpus(self, most_cpus: int | None) -> int:
-        """Return the evaluation's CPUs: those of one rank beside a GPU, else of a node's ranks, at most `most_cpus`."""
+        """Return the evaluation's CPUs: one rank's beside a GPU, else a node's, to `most_cpus`."""
         cluster = self.cluster
-        return cluster.cpus_per_rank if self.gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+        return (
+            cluster.cpus_per_rank
+            if self.gpus
+            else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+        )
 
     def evaluation_s(self, most_cpus: int | None) -> Figure | None:
-        """Return the seconds that the evaluation computes; None if the model or the GPU is not known."""
+        """Return the seconds that the evaluation computes; None if model or GPU is unknown."""
         machine = self.machine if self.gpus else cpus_of(self.cpus(most_cpus))
         if self.geometry is None or self.answers is None or machine is None:
             return None
@@ -125,13 +143,17 @@ def verifying_s(size_bytes: float) -> float:
 
 
 def _writing_s(size_bytes: float) -> float:
-    """Return the seconds to write `size_bytes` bytes, and to read and hash them for the manifest."""
+    """Return the seconds to write `size_bytes` bytes and to read and hash them again."""
     return size_bytes / FILE_BYTES_S + verifying_s(size_bytes)
 
 
 def tokenize_need(has_near_duplicates: bool, read_bytes: int) -> Need:
     """Return what it takes to tokenize files of `read_bytes` bytes."""
-    work_s = verifying_s(read_bytes) + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S) + _writing_s(read_bytes)
+    work_s = (
+        verifying_s(read_bytes)
+        + read_bytes / (TOKENIZE_CPUS * _TOKENIZE_BYTES_S)
+        + _writing_s(read_bytes)
+    )
     host_bytes = _DATA_BYTES
     if has_near_duplicates:
         work_s += read_bytes / (TOKENIZE_CPUS * _SIGNATURE_BYTES_S)
@@ -140,7 +162,7 @@ def tokenize_need(has_near_duplicates: bool, read_bytes: int) -> Need:
 
 
 def shard_need(read_bytes: int) -> Need:
-    """Return what it takes to pack token files of `read_bytes` bytes, which are read again in their order."""
+    """Return what it takes to pack token files of `read_bytes` bytes and read them again."""
     work_s = verifying_s(read_bytes) + read_bytes / FILE_BYTES_S + _writing_s(read_bytes)
     return Need("shard", 1, max(_DATA_BYTES, round(_STAGE_BYTES + _IN_MEMORY * read_bytes)), work_s)
 
@@ -151,11 +173,12 @@ def reading_need(stage: str, read_bytes: int) -> Need:
 
 
 def merge_need(run: Run, read_bytes: int) -> Need:
-    """Return what it takes to merge a base model and trained weights of `read_bytes` bytes together.
+    """Return what it takes to merge a base model and trained weights of `read_bytes` in all.
 
-    They are verified and read, and a model no larger is written, which is hashed meanwhile. For the proof all are read
-    again, the first two twice, and one block passes through the model, cut to PROBE_TOKENS, on a GPU if one has room.
-    The model is read tensor by tensor, one for each thread, and for the proof part by part. Adapters stay in memory.
+    They are verified and read, and a model no larger is written, which is hashed meanwhile. For the
+    proof all are read again, the first two twice, and one block passes through the model, cut to
+    PROBE_TOKENS, on a GPU if one has room. The model is read tensor by tensor, one for each thread,
+    and for the proof part by part. Adapters stay in memory.
     """
     cpus = min(_MERGE_CPUS, run.cluster.cpus_per_node)
     gpus, gpu_bytes = int(run.cluster.gpus_per_node > 0), 0
@@ -174,38 +197,51 @@ def merge_need(run: Run, read_bytes: int) -> Need:
             work_s += pass_s(run.geometry, tokens, cpus_of(cpus, "fp32").speeds(End.BAD))
         elif run.machine is not None:
             work_s += _FP32_SLOWDOWN * pass_s(run.geometry, tokens, run.machine.speeds(End.BAD))
-    proof_bytes = FP32_BYTES * largest + HALF_BYTES * max_tensor  # a part, and a tensor that is read
+    # a part, and a tensor that is read
+    proof_bytes = FP32_BYTES * largest + HALF_BYTES * max_tensor
     if run.train.method == "lora" and run.train.lora.of_experts:
-        proof_bytes += 2 * FP32_BYTES * max_tensor  # peft's product of the factors, before and after scaling
-    host_bytes = AROUND_BYTES + RANK_BYTES["cuda" if gpus else "cpu"] + max(_MERGED_BYTES * at_once, proof_bytes)
+        # peft's product of the factors, before and after scaling
+        proof_bytes += 2 * FP32_BYTES * max_tensor
+    host_bytes = (
+        AROUND_BYTES
+        + RANK_BYTES["cuda" if gpus else "cpu"]
+        + max(_MERGED_BYTES * at_once, proof_bytes)
+    )
     if run.train.method == "lora":
         adapters_bytes = trained_bytes(run)
         host_bytes += adapters_bytes + min(adapters_bytes, ADAPTERS_IN_PROOF_BYTES)
-    return Need("merge", cpus, host_bytes, work_s, gpus, gpu_bytes, disk_bytes=HALF_BYTES * run.parameters)
+    return Need(
+        "merge", cpus, host_bytes, work_s, gpus, gpu_bytes, disk_bytes=HALF_BYTES * run.parameters
+    )
 
 
 def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
-    """Return what one process takes that reads `read_bytes` bytes and holds a whole model, on GPUs or on CPUs.
+    """Return what a process takes that reads `read_bytes` bytes and holds a model, on GPUs or CPUs.
 
-    A model that has no room on either is not loaded, and takes none. `most_cpus` is the number of CPUs of the largest
-    node without GPUs, if known.
+    A model that has no room on either is not loaded, and takes none. `most_cpus` is the number of
+    CPUs of the largest node without GPUs, if known.
     """
     answers = replace(run, evaluate=Evaluate(generations=1)).answers
     gpus, of_each = run.gpus, HALF_BYTES if run.gpus else CPU_BYTES
     if answers is not None:
-        gpus, of_each = answers.gpus, {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place]
+        gpus = answers.gpus
+        of_each = {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place]
     host_bytes = AROUND_BYTES + RANK_BYTES["cuda" if gpus else "cpu"] + of_each * run.parameters
     cluster = run.cluster
-    cpus = cluster.cpus_per_rank if gpus else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+    cpus = (
+        cluster.cpus_per_rank
+        if gpus
+        else min(cluster.cpus_per_node, most_cpus or cluster.cpus_per_node)
+    )
     return Need("load", cpus, host_bytes, verifying_s(read_bytes) + read_bytes / FILE_BYTES_S, gpus)
 
 
 def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Need:
     """Return what the evaluation takes of two models of `read_bytes` bytes together.
 
-    Each is loaded once if it has room beside what the held-out loss computes. Else it is read for that while it
-    computes, and once more for the answers. `most_cpus` is the number of CPUs of the largest node without GPUs, if
-    known.
+    Each is loaded once if it has room beside what the held-out loss computes. Else it is read for
+    that while it computes, and once more for the answers. `most_cpus` is the number of CPUs of the
+    largest node without GPUs, if known.
     """
     geometry, workload, answers = run.geometry, run.workload, run.answers
     if geometry is None or answers is None:
@@ -231,18 +267,26 @@ def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> 
 
 
 def needs_of(
-    run: Run, train_host_bytes: int, train_gpu_bytes: int, data_bytes: int | None, has_near_duplicates: bool
+    run: Run,
+    train_host_bytes: int,
+    train_gpu_bytes: int,
+    data_bytes: int | None,
+    has_near_duplicates: bool,
 ) -> list[Need]:
-    """Return what each stage of a run needs; `data_bytes` is the size of the raw data, None if not known.
+    """Return what each stage of a run needs; `data_bytes` is the raw data's size, None if unknown.
 
-    The training's host memory is that of a node, its GPU memory that of each GPU. Its time is in the plan's figures.
+    The training's host memory is that of a node, its GPU memory that of each GPU. Its time is in
+    the plan's figures.
     """
     model_bytes = HALF_BYTES * run.parameters
     of_train = replace(
         Need("train", run.cluster.cpus_per_node, train_host_bytes),
         gpus=run.cluster.gpus_per_node,
         gpu_bytes=train_gpu_bytes if run.cluster.gpus_per_node else 0,
-        disk_bytes=sum(stored_bytes(run, is_downloaded=False)[name] for name in ("checkpoints", "trained weights")),
+        disk_bytes=sum(
+            stored_bytes(run, is_downloaded=False)[name]
+            for name in ("checkpoints", "trained weights")
+        ),
         note=f"{run.cluster.nodes} nodes; each of them" if run.cluster.nodes > 1 else "",
     )
     data = []
@@ -266,7 +310,9 @@ def needs_of(
 
 def trained_bytes(run: Run) -> int:
     """Return the size of the trained weights in fp32."""
-    return FP32_BYTES * (run.geometry.trained_parameters(run.train) if run.geometry else _UNKNOWN_PARAMETERS)
+    return FP32_BYTES * (
+        run.geometry.trained_parameters(run.train) if run.geometry else _UNKNOWN_PARAMETERS
+    )
 
 
 def stored_bytes(run: Run, is_downloaded: bool) -> dict[str, int]:
@@ -284,7 +330,8 @@ def stored_bytes(run: Run, is_downloaded: bool) -> dict[str, int]:
 def later_problems(run: Run) -> Iterator[str]:
     """Yield what the merge or the evaluation lacks on this cluster, as far as it is known.
 
-    Without GPUs cluster.memory_gb is what a job asks for, and a machine may have more: then nothing is refused.
+    Without GPUs cluster.memory_gb is what a job asks for, and a machine may have more: then nothing
+    is refused.
     """
     has = run.machine.host_memory_bytes if run.machine else None
     if run.geometry is None or has is None or not run.cluster.gpus_per_node:
@@ -292,6 +339,7 @@ def later_problems(run: Run) -> Iterator[str]:
     for need in (merge_need(run, 0), evaluation_need(run, 0)):
         if need.host_bytes > has:
             yield (
-                f"{need.stage}: needs {gigabytes(need.host_bytes)} of host memory, and cluster.memory_gb gives "
+                f"{need.stage}: needs {gigabytes(need.host_bytes)} of host memory, and "
+                "cluster.memory_gb gives "
                 f"{gigabytes(has)}; take a node with more, or a smaller model"
             )

@@ -1,4 +1,4 @@
-"""Batches and optimizer steps: exact once there are blocks, before that estimated from the first rows of the files.
+"""Batches and optimizer steps: exact once there are blocks, before that estimated from first rows.
 
 No numpy is loaded before there are blocks, since a plan can be made without any.
 """
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
     from pipeline_lib.data.order import Group
 
-MOST_OFF = 0.1  # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
+# by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
+MOST_OFF = 0.1
 FEW_STEPS = 50
 _LEAST_BLOCK = 128  # tokens: fewer are offered for no batch, since hardly a conversation would fit
 _BLOCK_UNIT = 16  # tokens that offered lengths of a block are multiples of
@@ -31,9 +32,10 @@ _SHORTER = "shard.block_tokens (and tokenize.max_tokens)"  # blocks have room fo
 class BatchPlan:
     """The division of the blocks into optimizer steps.
 
-    `epoch_blocks` and `steps_per_epoch` are for the first epoch, and `last_step_blocks` is the size of its last step;
-    with fractional weights, later epochs may have a few blocks more. `steps` is for the whole run. Samples and
-    supervised tokens of a step are means. Fields that depend on the blocks are None while there are none.
+    `epoch_blocks` and `steps_per_epoch` are for the first epoch, and `last_step_blocks` is the size
+    of its last step; with fractional weights, later epochs may have a few blocks more. `steps` is
+    for the whole run. Samples and supervised tokens of a step are means. Fields that depend on the
+    blocks are None while there are none.
     """
 
     block_tokens: int
@@ -63,16 +65,19 @@ def batch_without_data(train: Train, ranks: int, workload: Workload) -> BatchPla
         accumulation=train.accumulation(batch_blocks, ranks),
         epochs=train.epochs,
         tokens_per_step=batch_blocks * workload.block_tokens,
-        steps=min(train.until_step or train.max_steps, train.max_steps) if train.max_steps else None,
+        steps=min(train.until_step or train.max_steps, train.max_steps)
+        if train.max_steps
+        else None,
     )
 
 
-def plan_batches(train: Train, ranks: int, training: "BlockIndex | None", workload: Workload) -> BatchPlan:
-    """Return the batch plan over `ranks` ranks for the blocks of `training`, which `workload` describes.
+def plan_batches(
+    train: Train, ranks: int, training: "BlockIndex | None", workload: Workload
+) -> BatchPlan:
+    """Return the batch plan over `ranks` ranks for the blocks of `training`, by `workload`.
 
-    Without blocks, it is that of `batch_without_data`.
-    Raise DataError if the training blocks do not make a step, if they cannot meet `global_batch_samples`, or if all
-    steps are warm-up.
+    Without blocks, it is that of `batch_without_data`. Raise DataError if the training blocks do
+    not make a step, if they cannot meet `global_batch_samples`, or if all steps are warm-up.
     """
     batch = batch_without_data(train, ranks, workload)
     if training is None:
@@ -95,7 +100,9 @@ def plan_batches(train: Train, ranks: int, training: "BlockIndex | None", worklo
         validation_blocks=workload.validation_blocks,
         steps_per_epoch=epoch_steps(training.groups, batch_blocks),
         steps=min(train.until_step or all_steps, all_steps),
-        last_step_blocks=(training.epoch_blocks - 1) % batch_blocks + 1 if training.epoch_blocks else 0,
+        last_step_blocks=(training.epoch_blocks - 1) % batch_blocks + 1
+        if training.epoch_blocks
+        else 0,
         padding_fraction=round(1 - training.packing_efficiency, 6),
         samples_per_step=round(batch_blocks * workload.samples_per_block, 2),
         supervised_tokens_per_step=round(batch.tokens_per_step * workload.supervised_fraction, 1),
@@ -114,21 +121,25 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
     if abs(blocks * each - wanted) > MOST_OFF * wanted:
         fitting = int(workload.block_tokens * wanted / each)
         return (
-            f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: {_held(workload)}; set "
+            f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: "
+            f"{_held(workload)}; set "
             f"{round(blocks * each)}, or {_SHORTER} to {fitting:,} or less"
         )
     return idle_ranks(train, ranks, workload) if train.local_sgd_steps > 1 else None
 
 
 def idle_ranks(train: Train, ranks: int, workload: Workload) -> str | None:
-    """Return how long ranks are idle with `global_batch_samples`, and what would change it; None if hardly."""
+    """Return how long ranks idle with `global_batch_samples`, and a remedy; None if hardly."""
     wanted, each = train.global_batch_samples, workload.samples_per_block
     if wanted is None:
         return None
     blocks, at_once = train.batch_blocks(workload.block_tokens, each), train.blocks_at_once(ranks)
-    # Which of the numbers of ranks that may share a block is taken is for the plan to say, which knows the model.
+    # Which of the numbers of ranks that may share a block is taken is for the plan to say, which
+    # knows the model.
     is_open = train.context_ranks == AUTO and has_few_blocks(train, ranks, blocks)
-    if is_shared_well(train, at_once, blocks) or (is_open and any(more_than_one(train, ranks, workload.block_tokens))):
+    if is_shared_well(train, at_once, blocks) or (
+        is_open and any(more_than_one(train, ranks, workload.block_tokens))
+    ):
         return None
     places = train.accumulation(blocks, ranks) * at_once
     shares = units.count(ranks, "ranks")
@@ -136,7 +147,9 @@ def idle_ranks(train: Train, ranks: int, workload: Workload) -> str | None:
         shares += f", {train.ranks_per_block} to a block,"
     if train.micro_batch_blocks > 1:
         shares += f" x {train.micro_batch_blocks} blocks"
-    fitting_samples = [round(count * at_once * each) for count in {max(1, blocks // at_once), places // at_once}]
+    fitting_samples = [
+        round(count * at_once * each) for count in {max(1, blocks // at_once), places // at_once}
+    ]
     fewer = range(train.ranks_per_block, ranks, train.ranks_per_block)
     fitting_ranks = [count for count in fewer if blocks % train.blocks_at_once(count) == 0]
     remedies = [f"set {' or '.join(map(str, sorted(fitting_samples)))}"]
@@ -145,20 +158,22 @@ def idle_ranks(train: Train, ranks: int, workload: Workload) -> str | None:
     if blocks < at_once:
         remedies.append(f"{_SHORTER} {workload.block_tokens * blocks // at_once:,}")
     return (
-        f"train.global_batch_samples: {wanted} are {units.count(blocks, 'blocks')} ({_held(workload)}), and {shares} "
+        f"train.global_batch_samples: {wanted} are {units.count(blocks, 'blocks')} "
+        f"({_held(workload)}), and {shares} "
         f"are idle for {1 - blocks / places:.0%} of the time; {', or '.join(remedies)}"
     )
 
 
 def _held(workload: Workload) -> str:
     return (
-        f"a block of shard.block_tokens {workload.block_tokens:,} holds {workload.samples_per_block:.1f} samples on "
+        f"a block of shard.block_tokens {workload.block_tokens:,} holds "
+        f"{workload.samples_per_block:.1f} samples on "
         "average"
     )
 
 
 def is_shared_well(train: Train, at_once: int, blocks: int) -> bool:
-    """Return whether no rank is idle in a step of `blocks` blocks, or hardly with `global_batch_samples`.
+    """Return whether no rank idles in a step of `blocks` blocks, or with `global_batch_samples`.
 
     All ranks together process `at_once` of the blocks at a time.
     """
@@ -170,8 +185,10 @@ def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
     held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
     needed = min(math.ceil(1 / group.per_epoch) for group in groups)
     return DataError(
-        f"no step to train: of the training blocks ({held}), train.epochs: {epochs:g} uses none, because blocks times "
-        f"weight times epochs is less than 1; set train.epochs to {needed} or more, or raise the weights in data.train"
+        f"no step to train: of the training blocks ({held}), train.epochs: {epochs:g} uses none, "
+        "because blocks times "
+        f"weight times epochs is less than 1; set train.epochs to {needed} or more, or raise the "
+        "weights in data.train"
     )
 
 
@@ -183,7 +200,7 @@ _KEPT_ROWS = (0.7, 1.0, 1.3)  # rows may be dropped, and the number of rows is e
 
 @dataclass(frozen=True)
 class Steps:
-    """Optimizer steps of an epoch and of the run, each as (low, value, high): three equal numbers if known exactly."""
+    """Optimizer steps of an epoch and of the run, as (low, value, high): equal if exact."""
 
     epoch: tuple[int, int, int] | None
     run: tuple[int, int, int]
@@ -194,7 +211,9 @@ class Steps:
         words = _banded(self.run)
         if self.epoch is not None and self.epoch != self.run:
             words += f", {'about ' if self.is_estimated else ''}{self.epoch[1]:,} an epoch"
-        return f"{words}, estimated from the first rows of the files" if self.is_estimated else words
+        return (
+            f"{words}, estimated from the first rows of the files" if self.is_estimated else words
+        )
 
     @classmethod
     def of(cls, batch: BatchPlan) -> "Steps | None":
@@ -212,7 +231,7 @@ def _banded(steps: tuple[int, int, int]) -> str:
 
 
 def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) -> Steps | None:
-    """Return the steps by the first rows of the config's files; None if `amounts_of` expects nothing.
+    """Return the steps by the first rows of the files; None if `amounts_of` expects nothing.
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
@@ -227,7 +246,11 @@ def estimated_steps(config: Config, batch: BatchPlan, vocabulary: int | None) ->
             bounds.append(amount.tokens * min(1.0, kept_rows) / batch.tokens_per_step)
     if config.train.global_batch_samples is None:
         bounds[2] /= 1 - _UNFILLED * amounts[1].tokens_per_sample / batch.block_tokens
-    epoch = max(1, math.floor(min(bounds))), max(1, round(bounds[1])), max(1, math.ceil(max(bounds)))
+    epoch = (
+        max(1, math.floor(min(bounds))),
+        max(1, round(bounds[1])),
+        max(1, math.ceil(max(bounds))),
+    )
     if batch.steps is not None:  # train.max_steps
         return Steps(epoch, (batch.steps,) * 3, is_estimated=True)
     low, value, high = (math.ceil(steps * config.train.epochs) for steps in epoch)
@@ -239,9 +262,10 @@ _SAFE_BLOCKS = 5  # of a step: no number of samples is off by more than MOST_OFF
 
 
 def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
-    """Return that whole blocks would not meet `global_batch_samples`, by the first rows of the files; None if they may.
+    """Return that whole blocks would miss `global_batch_samples`, by the first rows; None if not.
 
-    The plan of the packed data will then refuse it. The values named do for other lengths than the estimated ones too.
+    The plan of the packed data will then refuse it. The values named do for other lengths than the
+    estimated ones too.
     """
     train, ranks, block_tokens = config.train, config.cluster.ranks, config.shard.block_tokens
     wanted, workload = train.global_batch_samples, expected_workload(config, vocabulary)
@@ -251,15 +275,18 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
     at_once = train.blocks_at_once(ranks)
     blocks = max(1, round(wanted / each / at_once)) * at_once
     remedies = [
-        f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about {blocks * each:,.0f} samples",
+        f"set train.global_batch_tokens: {blocks * block_tokens:,} instead, about "
+        f"{blocks * each:,.0f} samples",
         f"train.global_batch_samples to {math.ceil(_SAFE_BLOCKS * each):,} or more",
     ]
     shorter = int(block_tokens * wanted / each / _SAFE_BLOCKS) // _BLOCK_UNIT * _BLOCK_UNIT
     if shorter >= _LONGER_THAN_MEAN * workload.real_fraction * block_tokens / each:
         remedies.append(f"{_SHORTER} to {shorter:,} or less")
     return (
-        f"train.global_batch_samples: {wanted} is likely to be refused once the data is packed: by the first rows of "
-        f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and a step takes whole "
+        f"train.global_batch_samples: {wanted} is likely to be refused once the data is packed: by "
+        "the first rows of "
+        f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and "
+        "a step takes whole "
         f"blocks; {', or '.join(remedies)}"
     )
 
@@ -268,14 +295,23 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
 
 
 def step_warnings(train: Train, batch: BatchPlan, steps: Steps, ranks: int) -> Iterator[str]:
-    """Yield a warning, with the value that would do, for a run of few steps and for what is due after its end."""
+    """Yield a warning, with a better value, for a short run and for what is due after its end."""
     low, value, high = steps.run
     if high < FEW_STEPS and train.until_step is None:
         few = f"{_banded(steps.run)} in all, fewer than {FEW_STEPS}"
         yield f"train.{_key(train)}: {few}; {_more_steps(train, batch, value, ranks)}"
     if train.warmup_steps is not None and train.warmup_steps >= value and low < high:
-        yield f"train.warmup_steps: {train.warmup_steps} of {_banded(steps.run)}; {max(1, value // 10)} is a tenth"
-    for key in ("save_every_steps", "validate_every_steps", "sample_every_steps", "profile_every_steps", "until_step"):
+        yield (
+            f"train.warmup_steps: {train.warmup_steps} of {_banded(steps.run)}; "
+            f"{max(1, value // 10)} is a tenth"
+        )
+    for key in (
+        "save_every_steps",
+        "validate_every_steps",
+        "sample_every_steps",
+        "profile_every_steps",
+        "until_step",
+    ):
         every = getattr(train, key)
         is_default = every == Train.model_fields[key].default
         if isinstance(every, int) and not is_default and every > high:
@@ -290,7 +326,7 @@ def _key(train: Train) -> str:
 
 
 def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
-    """Return what would make FEW_STEPS steps of the same data: a smaller batch if the ranks can share it, or epochs."""
+    """Return what makes FEW_STEPS steps of the data: a smaller batch if sharable, or epochs."""
     if train.max_steps is not None:
         return f"set train.max_steps to {FEW_STEPS} or more"
     at_once = train.blocks_at_once(ranks)

@@ -1,7 +1,8 @@
 """Count the bytes that ranks exchange in a step, and predict how long that takes.
 
-Volumes follow the strategies: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision, forward and
-backward, for every micro-batch, unless FSDP2 keeps them for the whole step; gradients are reduced in fp32.
+Volumes follow the strategies: FSDP2 and ZeRO-3 gather weights in the arithmetic's precision,
+forward and backward, for every micro-batch, unless FSDP2 keeps them for the whole step; gradients
+are reduced in fp32.
 """
 
 import math
@@ -20,7 +21,8 @@ from pipeline_lib.plan.machine import End, Ranks, Speeds
 from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model, sharded_over
 
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default
-_FACTORS = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}  # times through each rank
+# times through each rank
+_FACTORS = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward", "update"]
 Group = Literal["all", "shard", "replicas", "context"]
@@ -30,9 +32,11 @@ Group = Literal["all", "shard", "replicas", "context"]
 class Exchange:
     """Collectives of one kind: `payload_bytes` in `pieces` collectives, `times` a step.
 
-    The payload is what all ranks of the group have afterwards or before, or in an all-to-all what each of them has.
+    The payload is what all ranks of the group have afterwards or before, or in an all-to-all what
+    each of them has.
 
-    With `overlaps`, computation continues meanwhile, except for `tail_bytes`, which no computation is left to hide.
+    With `overlaps`, computation continues meanwhile, except for `tail_bytes`, which no computation
+    is left to hide.
     """
 
     name: str
@@ -48,7 +52,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Reach:
-    """The extent of one group of ranks: its ranks, its nodes, and how many such groups share a node's network."""
+    """The extent of a group of ranks: its ranks, nodes, and how many groups share a network."""
 
     ranks: int
     nodes: int
@@ -67,7 +71,7 @@ def reach_of(group: Group, train: Train, ranks: Ranks) -> Reach:
 
 @cache
 def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
-    """Return the extent of the widest group, and the largest number of groups across nodes that share one node."""
+    """Return the widest group's extent and the most groups across nodes that share one node."""
     replicas = ranks.total // shard
     if group == "shard":
         members = [range(replica * shard, (replica + 1) * shard) for replica in range(replicas)]
@@ -78,8 +82,10 @@ def _reach_of_parts(group: Group, shard: int, ranks: Ranks) -> Reach:
     return Reach(len(members[0]), max(map(len, places)), max(leaving.values(), default=1))
 
 
-def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: int, tokens: int) -> list[Exchange]:
-    """Return all exchanges of a step of `accumulation` micro-batches of `tokens` tokens a rank; none on one rank."""
+def exchanges_of(
+    geometry: Geometry, train: Train, ranks: Ranks, accumulation: int, tokens: int
+) -> list[Exchange]:
+    """Return all exchanges of a step of `accumulation` micro-batches of `tokens`; none if alone."""
     if ranks.total == 1:
         return []
     model = Model.of(geometry, train)
@@ -88,21 +94,36 @@ def exchanges_of(geometry: Geometry, train: Train, ranks: Ranks, accumulation: i
 
 
 def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> list[Exchange]:
-    """Return the exchanges around attention of ranks that share blocks: one before and one after it in each layer.
+    """Return the exchanges of ranks that share blocks: one on each side of a layer's attention.
 
-    The backward pass makes them in reverse, and before that again if layers are recomputed. Attention waits for them.
+    The backward pass makes them in reverse, and before that again if layers are recomputed.
+    Attention waits for them.
     """
     if train.ranks_per_block == 1:
         return []
-    of_pass, pieces = float(tokens * exchanged_bytes_per_token(geometry, train)), 2 * geometry.layers
+    of_pass = float(tokens * exchanged_bytes_per_token(geometry, train))
+    pieces = 2 * geometry.layers
     back = 1 if recompute_of(train) == "none" else 2
     return [
-        Exchange("attention heads", "forward", "all-to-all", "context", of_pass, pieces, times, False),
-        Exchange("attention heads", "backward", "all-to-all", "context", back * of_pass, back * pieces, times, False),
+        Exchange(
+            "attention heads", "forward", "all-to-all", "context", of_pass, pieces, times, False
+        ),
+        Exchange(
+            "attention heads",
+            "backward",
+            "all-to-all",
+            "context",
+            back * of_pass,
+            back * pieces,
+            times,
+            False,
+        ),
     ]
 
 
-def _of_state(geometry: Geometry, train: Train, ranks: Ranks, model: Model, accumulation: int) -> list[Exchange]:
+def _of_state(
+    geometry: Geometry, train: Train, ranks: Ranks, model: Model, accumulation: int
+) -> list[Exchange]:
     """Return the exchanges of weights, gradients and updates."""
     if train.strategy in ("fsdp", "hsdp"):
         return _of_fsdp(geometry, train, ranks, model, accumulation)
@@ -118,25 +139,50 @@ def _reduced_bytes(train: Train) -> int:
     return HALF_BYTES if train.gradient_compression == "bf16" else FP32_BYTES
 
 
-def _of_fsdp(geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int) -> list[Exchange]:
+def _of_fsdp(
+    geometry: Geometry, train: Train, ranks: Ranks, model: Model, times: int
+) -> list[Exchange]:
     """Return FSDP's exchanges. Embedding and head stay gathered until they are no longer needed.
 
     No computation is left to hide the embedding; a tied head is gathered and reduced with it.
     """
     number, layers = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers)
     units = layers + (1 if geometry.tied else 3)
-    gathered, again = model.base_bytes(train), model.layer_bytes(train) * (model.parameters - model.root)
+    gathered = model.base_bytes(train)
+    again = model.layer_bytes(train) * (model.parameters - model.root)
     reduced, first = float(_reduced_bytes(train) * model.trained), float(model.first)
     tail = min(reduced, _reduced_bytes(train) * first) if train.method == "full" else 0.0
     is_kept = stays_gathered(train)
     every = 1 if is_kept else times
-    found = [Exchange("weights", "forward", "all-gather", "shard", gathered, units, every, True, number * first)]
+    found = [
+        Exchange(
+            "weights",
+            "forward",
+            "all-gather",
+            "shard",
+            gathered,
+            units,
+            every,
+            True,
+            number * first,
+        )
+    ]
     if not is_kept:
-        found.append(Exchange("weights again", "backward", "all-gather", "shard", again, layers, times, True))
-    found.append(Exchange("gradients", "backward", "reduce-scatter", "shard", reduced, units, times, True, tail))
+        found.append(
+            Exchange("weights again", "backward", "all-gather", "shard", again, layers, times, True)
+        )
+    found.append(
+        Exchange(
+            "gradients", "backward", "reduce-scatter", "shard", reduced, units, times, True, tail
+        )
+    )
     if train.strategy == "hsdp":
         payload = reduced / sharded_over(train, ranks)
-        found.append(Exchange("parts of gradients", "backward", "all-reduce", "replicas", payload, units, 1, True))
+        found.append(
+            Exchange(
+                "parts of gradients", "backward", "all-reduce", "replicas", payload, units, 1, True
+            )
+        )
     return found
 
 
@@ -146,16 +192,40 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
     if train.local_sgd_steps > 1:
         state = 3 * payload  # weights and both moments
         pieces = 3 * len(trained_shapes(geometry, train))
-        return [Exchange("models", "update", "all-reduce", "all", state, pieces, 1 / train.local_sgd_steps, False)]
+        return [
+            Exchange(
+                "models",
+                "update",
+                "all-reduce",
+                "all",
+                state,
+                pieces,
+                1 / train.local_sgd_steps,
+                False,
+            )
+        ]
     if train.gradient_compression == "powersgd":
         payload, tail = _powersgd_bytes(geometry, train), 0.0
     pieces = max(1, math.ceil(payload / _DDP_BUCKET_BYTES))
-    overlaps = train.gradient_compression != "powersgd"  # its factors are exchanged by the computing thread
-    return [Exchange("gradients", "backward", "all-reduce", "all", payload, pieces, 1, overlaps, min(tail, payload))]
+    # its factors are exchanged by the computing thread
+    overlaps = train.gradient_compression != "powersgd"
+    return [
+        Exchange(
+            "gradients",
+            "backward",
+            "all-reduce",
+            "all",
+            payload,
+            pieces,
+            1,
+            overlaps,
+            min(tail, payload),
+        )
+    ]
 
 
 def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all tensors that get gradients; for adapters, both factors of each linear.
+    """Return the shapes of all tensors with gradients; for adapters, both factors of a linear.
 
     The factors of all experts of a layer are one tensor each, as in peft.
     """
@@ -186,12 +256,15 @@ def _adapter_shapes(geometry: Geometry, lora: Lora) -> Mapping[str, tuple[int, .
     return {
         f"{layer}.{name}.{factor}": shape
         for layer, name, count, (inputs, outputs) in adapted
-        for factor, shape in (("A", (count * lora.rank, inputs)), ("B", (outputs, count * lora.rank)))
+        for factor, shape in (
+            ("A", (count * lora.rank, inputs)),
+            ("B", (outputs, count * lora.rank)),
+        )
     }
 
 
 def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
-    """Return the bytes that PowerSGD exchanges: two factors of rank r for each matrix, and vectors as they are."""
+    """Return the bytes that PowerSGD exchanges: two factors of rank r per matrix, and vectors."""
     total = 0.0
     for shape in trained_shapes(geometry, train).values():
         size = math.prod(shape)
@@ -201,37 +274,51 @@ def _powersgd_bytes(geometry: Geometry, train: Train) -> float:
 
 
 def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
-    """Return the exchanges of ZeRO-1, which reduces once a step and waits, or ZeRO-2, after every micro-batch."""
-    reduced, updated = float(_reduced_bytes(train) * model.trained), float(compute_bytes(train) * model.trained)
+    """Return the exchanges of ZeRO-1, which reduces once a step, or ZeRO-2, per micro-batch."""
+    reduced = float(_reduced_bytes(train) * model.trained)
+    updated = float(compute_bytes(train) * model.trained)
     pieces = max(1, math.ceil(model.trained / ZERO_BUCKET))
     is_first = train.strategy == "zero1"
     tail = float(_reduced_bytes(train) * model.matrix) if train.method == "full" else 0.0
     times = 1 if is_first else accumulation
     return [
-        Exchange("gradients", "backward", "all-reduce", "all", reduced, pieces, times, not is_first, tail),
+        Exchange(
+            "gradients", "backward", "all-reduce", "all", reduced, pieces, times, not is_first, tail
+        ),
         Exchange("updated weights", "update", "all-gather", "all", updated, pieces, 1, False),
     ]
 
 
 def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> list[Exchange]:
-    """Return ZeRO-3's exchanges. The last layers stay gathered: DeepSpeed keeps what is reused within a distance.
+    """Return ZeRO-3's exchanges.
 
-    That distance, stage3_max_reuse_distance, counts parameters; between the two uses of a layer, all that follow it are
-    used twice, hence half of ZERO3_LIVE.
+    The last layers stay gathered: DeepSpeed keeps what is reused within a distance.
+
+    That distance, stage3_max_reuse_distance, counts parameters; between the two uses of a layer,
+    all that follow it are used twice, hence half of ZERO3_LIVE.
     """
     number, pieces = compute_bytes(train), 7 * geometry.layers + 2
-    gathered, again = float(number * model.parameters), float(number * max(0, model.parameters - ZERO3_LIVE // 2))
-    reduced, buckets = float(_reduced_bytes(train) * model.trained), max(1, math.ceil(model.trained / ZERO_BUCKET))
+    gathered = float(number * model.parameters)
+    again = float(number * max(0, model.parameters - ZERO3_LIVE // 2))
+    reduced = float(_reduced_bytes(train) * model.trained)
+    buckets = max(1, math.ceil(model.trained / ZERO_BUCKET))
     tail = float(number * model.matrix)
-    found = [Exchange("weights", "forward", "all-gather", "all", gathered, pieces, times, True, tail)]
+    found = [
+        Exchange("weights", "forward", "all-gather", "all", gathered, pieces, times, True, tail)
+    ]
     if again:
-        found.append(Exchange("weights again", "backward", "all-gather", "all", again, pieces, times, True))
-    return [*found, Exchange("gradients", "backward", "reduce-scatter", "all", reduced, buckets, times, True)]
+        found.append(
+            Exchange("weights again", "backward", "all-gather", "all", again, pieces, times, True)
+        )
+    return [
+        *found,
+        Exchange("gradients", "backward", "reduce-scatter", "all", reduced, buckets, times, True),
+    ]
 
 
 @dataclass(frozen=True)
 class Duration:
-    """The cost of one exchange: its seconds, those of them that nothing hides, and the bytes that a node sends."""
+    """The cost of an exchange: its seconds, those that nothing hides, and a node's sent bytes."""
 
     seconds: float
     tail_s: float
@@ -242,34 +329,48 @@ class Duration:
 def duration_of(
     exchange: Exchange, train: Train, ranks: Ranks, speeds: Speeds, end: End, by_nccl: bool = True
 ) -> Duration:
-    """Return the duration of one exchange, for which the slower of the links within and between nodes decides.
+    """Return the duration of an exchange: the slower link, within or between nodes, decides.
 
-    A collective over N ranks moves (N - 1) / N of its payload through each rank, twice for an all-reduce (nccl-tests,
-    doc/PERFORMANCE.md). Gloo, on CPUs, implements reduce-scatter by an all-reduce.
+    A collective over N ranks moves (N - 1) / N of its payload through each rank, twice for an
+    all-reduce (nccl-tests, doc/PERFORMANCE.md). Gloo, on CPUs, implements reduce-scatter by an
+    all-reduce.
     """
     reach = reach_of(exchange.group, train, ranks)
     if reach.ranks == 1:
         return Duration(0.0, 0.0, 0.0, False)
-    factor = _FACTORS[exchange.kind] if by_nccl or exchange.kind != "reduce-scatter" else _FACTORS["all-reduce"]
+    factor = (
+        _FACTORS[exchange.kind]
+        if by_nccl or exchange.kind != "reduce-scatter"
+        else _FACTORS["all-reduce"]
+    )
     ring = (reach.ranks - 1) / reach.ranks
     crosses = reach.nodes > 1
     share = leaving_share(exchange.kind, reach.ranks, reach.nodes, end)
     sent = factor * share * exchange.payload_bytes * reach.groups_per_node
-    within_s = factor * ring * exchange.payload_bytes / speeds.in_node_bytes_s if reach.ranks > reach.nodes else 0.0
+    within_s = (
+        factor * ring * exchange.payload_bytes / speeds.in_node_bytes_s
+        if reach.ranks > reach.nodes
+        else 0.0
+    )
     between_s = sent / speeds.between_bytes_s if crosses else 0.0
-    latency_s = exchange.pieces * (speeds.between_latency_s if crosses else speeds.in_node_latency_s)
+    latency_s = exchange.pieces * (
+        speeds.between_latency_s if crosses else speeds.in_node_latency_s
+    )
     moving_s = max(within_s, between_s)
-    tail_s = moving_s * exchange.tail_bytes / exchange.payload_bytes if exchange.payload_bytes else 0.0
+    tail_s = (
+        moving_s * exchange.tail_bytes / exchange.payload_bytes if exchange.payload_bytes else 0.0
+    )
     return Duration(moving_s + latency_s, tail_s, sent if crosses else 0.0, crosses)
 
 
 def leaving_share(kind: Kind, ranks: int, nodes: int, end: End = End.EXPECTED) -> float:
     """Return the fraction of a payload that each node sends to others.
 
-    Of N ranks on n nodes, a ring through all ranks leaves each node once, which makes (N - 1) / N; the least possible
-    is (n - 1) / n, as where switches reduce. NCCL gathers and scatters by rings where a node has several ranks, and has
-    trees for all-reduce (src/graph/tuning.cc), so the former are expected to send a ring's share and the latter the
-    least; the band covers both. In an all-to-all, the payload is that of one rank, and each sends equal parts to all.
+    Of N ranks on n nodes, a ring through all ranks leaves each node once, which makes (N - 1) / N;
+    the least possible is (n - 1) / n, as where switches reduce. NCCL gathers and scatters by rings
+    where a node has several ranks, and has trees for all-reduce (src/graph/tuning.cc), so the
+    former are expected to send a ring's share and the latter the least; the band covers both. In an
+    all-to-all, the payload is that of one rank, and each sends equal parts to all.
     """
     if kind == "all-to-all":
         return ranks / nodes * (nodes - 1) / nodes

@@ -1,4 +1,4 @@
-"""The length of runs, and warnings about them, before anything runs: few steps, long evaluations, little memory."""
+"""The length of runs, and early warnings about them: few steps, long evaluations, little memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,14 +17,24 @@ from pipeline_lib.plan.known import (
 )
 from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.steps import Steps, estimated_steps, expected_misfit, idle_ranks, plan_batches, step_warnings
+from pipeline_lib.plan.steps import (
+    Steps,
+    estimated_steps,
+    expected_misfit,
+    idle_ranks,
+    plan_batches,
+    step_warnings,
+)
 
 
-def lengths_of_runs(configs: Sequence[Config], store: Store, source: str) -> tuple[list[str], list[str]]:
-    """Return the optimizer steps of each run as far as they are known, and warnings about them; equal ones are merged.
+def lengths_of_runs(
+    configs: Sequence[Config], store: Store, source: str
+) -> tuple[list[str], list[str]]:
+    """Return each run's optimizer steps, if known, and warnings about them; equal ones are merged.
 
-    They are exact once the data is packed into blocks, or where `max_steps` is given. Raises ConfigError, which begins
-    with `source`, for batches and steps that the plan of the packed data will refuse.
+    They are exact once the data is packed into blocks, or where `max_steps` is given. Raises
+    ConfigError, which begins with `source`, for batches and steps that the plan of the packed data
+    will refuse.
     """
     lengths, warnings, problems = [], [], []
     for config in configs:
@@ -59,12 +69,12 @@ def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
 
 
 def expected_misfits(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return warnings that the packed data would be refused for `global_batch_samples`; equal ones are merged."""
+    """Return warnings that `global_batch_samples` would refuse packed data; equal ones merge."""
     return collapsed([(config.experiment, _expected_misfit(config, store)) for config in configs])
 
 
 def _expected_misfit(config: Config, store: Store) -> list[str]:
-    """Return the warning that the packed data would be refused for its `global_batch_samples`, if that is likely."""
+    """Return the warning that `global_batch_samples` would refuse the packed data, if likely."""
     if config.train.global_batch_samples is None or blocks_of(config, store):
         return []
     problem = expected_misfit(config, vocabulary_of(config, store))
@@ -72,7 +82,7 @@ def _expected_misfit(config: Config, store: Store) -> list[str]:
 
 
 def long_evaluations(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return warnings about evaluations on CPUs and bounded answers; equal ones of a sweep are merged."""
+    """Return warnings about evaluations on CPUs and bounded answers; a sweep's are merged."""
     return collapsed([(config.experiment, _long_evaluation(config, store)) for config in configs])
 
 
@@ -82,12 +92,18 @@ def _long_evaluation(config: Config, store: Store) -> list[str]:
         machine = question.machine
     except PipelineError:
         return []
-    return list(evaluation_warnings(config, question.geometry, question.workload, machine)) if machine else []
+    return (
+        list(evaluation_warnings(config, question.geometry, question.workload, machine))
+        if machine
+        else []
+    )
 
 
 def little_memory(configs: Sequence[Config], store: Store) -> list[str]:
-    """Return warnings about trainings that do not fit and are not refused: on CPUs a machine may have more memory."""
-    return collapsed([(config.experiment, list(_little_memory(config, store))) for config in configs])
+    """Return warnings about trainings that do not fit but may run: on CPUs memory may be more."""
+    return collapsed(
+        [(config.experiment, list(_little_memory(config, store))) for config in configs]
+    )
 
 
 def _little_memory(config: Config, store: Store) -> Iterator[str]:
@@ -98,7 +114,9 @@ def _little_memory(config: Config, store: Store) -> Iterator[str]:
         return
     if machine is None or machine.is_gpu or is_sealed(config, store, "train"):
         return
-    setting = Setting(question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps)
+    setting = Setting(
+        question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps
+    )
     ways = leanest(Wanted(setting, question.train, question.held, question.has_deepspeed))
     if ways and lacks_host_memory(ways[0][1], machine):
         yield lacking(*ways[0], machine)

@@ -1,4 +1,4 @@
-"""The plan in words: why this way to train, why not the others, and which single change would help most."""
+"""The plan in words: why train this way, why not the others, and which change would help most."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +18,12 @@ AT_MOST = 4  # pieces of advice
 _WORTH_SAYING = 1.05  # the least speedup worth a sentence
 _HIDDEN = 0.1  # fraction of a step: communication that costs less counts as hidden
 _LARGER_BATCHES = (2, 4, 8, 16)
-_FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)  # factors of the bandwidth between nodes
+# factors of the bandwidth between nodes
+_FASTER = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100)
 _NAMED_PARTS = 3
 _NOTABLE = 0.005  # a difference that a whole percentage shows
-_ALSO_AUTO = ("offload_activations", "kept_attention_layers")  # the plan chooses them only where they are `auto`
+# the plan chooses them only where they are `auto`
+_ALSO_AUTO = ("offload_activations", "kept_attention_layers")
 _LEFT_OPEN = {"strategy": AUTO, "shard_ranks": None, **dict.fromkeys(_ALSO_AUTO, AUTO)}
 
 
@@ -37,8 +39,15 @@ class _Approximation:
 
 # The mildest first.
 _APPROXIMATIONS = (
-    _Approximation("gradient_compression", "bf16", "ranks exchange gradients that are rounded to bf16"),
-    _Approximation("gradient_compression", "powersgd", "ranks exchange low-rank factors of their gradients", True),
+    _Approximation(
+        "gradient_compression", "bf16", "ranks exchange gradients that are rounded to bf16"
+    ),
+    _Approximation(
+        "gradient_compression",
+        "powersgd",
+        "ranks exchange low-rank factors of their gradients",
+        True,
+    ),
     _Approximation("local_sgd_steps", 10, "ranks average their models, and no gradients", True),
 )
 _AS_MUCH = 1.1
@@ -49,9 +58,13 @@ def why_chosen(choice: Choice, setting: Setting, is_auto: bool) -> str:
     way = choice.chosen
     tried = f"{choice.fitting} of {choice.considered} ways to train"
     if is_auto:
-        how = f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
+        how = (
+            f"{tried} fit, and this is the simplest one within {setting.as_good:.0%} of the fastest"
+        )
     else:
-        how = given(way.train) + (f"; {tried} with this strategy fit" if choice.considered > 1 else "")
+        how = given(way.train) + (
+            f"; {tried} with this strategy fit" if choice.considered > 1 else ""
+        )
     text = f"{describe(way)}: {how}. {_bound_by(way)}"
     if way.fits and way.memory.host_bytes and setting.machine.is_host_assumed:
         needed = gigabytes(host_bytes_of_node(way.memory, setting.machine))
@@ -68,7 +81,7 @@ def near_miss_in_words(choice: Choice, near: NearMiss, machine: Machine) -> str:
 
 
 def why_not_others(choice: Choice, setting: Setting) -> list[str]:
-    """Return a sentence for the best way of every other strategy, the fastest first, and for each one left out."""
+    """Return a sentence for each other strategy's best way, fastest first, and each left out."""
     others = [way for name, way in choice.best.items() if name != choice.chosen.train.strategy]
     others.sort(key=lambda way: (not way.fits, way.step_s.value))
     sentences = [f"{describe(way)}: {_why_not(way, choice.chosen, setting)}" for way in others]
@@ -99,7 +112,7 @@ def verdicts(choice: Choice, setting: Setting, is_auto: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that helps: how many times as fast the training would be, what to change, and more in a sentence.
+    """A change that helps: how many times as fast it trains, what to change, and a sentence more.
 
     `is_most` if the gain depends on how much is changed, and that is the most.
     """
@@ -117,9 +130,10 @@ class Change:
 
 
 def advice(choice: Choice, wanted: Wanted) -> list[Change]:
-    """Return up to AT_MOST changes: what `auto` would choose if no other key were given, then further ones.
+    """Return up to AT_MOST changes: what `auto` would choose without other keys, then further ones.
 
-    Each is predicted alone, with all else as the config says. If the run does not fit, only the first is of use.
+    Each is predicted alone, with all else as the config says. If the run does not fit, only the
+    first is of use.
     """
     chosen = choice.chosen
     first = list(_freed(chosen, wanted))
@@ -134,14 +148,22 @@ def advice(choice: Choice, wanted: Wanted) -> list[Change]:
     ]
     if not wanted.setting.workload.is_assumed:
         real = wanted.setting.workload.real_fraction
-        text = f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need less of it"
+        text = (
+            f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) "
+            "need "
+            "less of it"
+        )
         found.append(Change(1 / real, "a larger shard.block_tokens", text, is_most=True))
     found.sort(key=lambda change: -change.gain)
     return [*first, *(change for change in found if change.gain >= _WORTH_SAYING)][:AT_MOST]
 
 
 def describe(way: Prediction) -> str:
-    """Return a summary such as `fsdp, micro-batch 2 x accumulation 4, selective activation checkpointing, compiled`."""
+    """Return a summary of the strategy, micro-batch, accumulation and options.
+
+    An example is `fsdp, micro-batch 2 x accumulation 4, selective activation checkpointing,
+    compiled`.
+    """
     return ", ".join(way.words)
 
 
@@ -151,24 +173,37 @@ def _bound_by(way: Prediction) -> str:
     if way.bound == "exchange":
         return f"{takes}, bound by communication: {_traffic(way)}."
     if way.bound == "offload":
-        return f"{takes}, bound by copies to host memory and the update there ({brief(parts['offload'])})."
+        return (
+            f"{takes}, bound by copies to host memory and the update there "
+            f"({brief(parts['offload'])})."
+        )
     if way.bound == "host":
         return f"{takes}, bound by the host, which launches kernels more slowly than they run."
     return f"{takes}, bound by computing ({1 - parts['exchange'] / total:.0%} of the time)."
 
 
 def _traffic(way: Prediction) -> str:
-    """Return the largest collectives: `all-gather of weights 4 x 3.1 GB between nodes; 8.2 s of waiting, ...`."""
+    """Return the largest collectives with their bytes and the seconds of waiting.
+
+    An example is `all-gather of weights 4 x 3.1 GB between nodes; 8.2 s of waiting, ...`.
+    """
     slowest = sorted(way.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
     places, moved = set(), []
-    for exchange, crosses_nodes in ((each.exchange, each.crosses_nodes) for each in slowest if each.seconds):
+    for exchange, crosses_nodes in (
+        (each.exchange, each.crosses_nodes) for each in slowest if each.seconds
+    ):
         times = exchange.times
         count = f"{times:g} x " if times > 1 else ""
         if times < 1:
             count = f"every {1 / times:g} steps "
         place = " between nodes" if crosses_nodes else " within nodes"
         places.add(place)
-        moved.append((f"{exchange.kind} of {exchange.name} {count}{gigabytes(exchange.payload_bytes)}", place))
+        moved.append(
+            (
+                f"{exchange.kind} of {exchange.name} {count}{gigabytes(exchange.payload_bytes)}",
+                place,
+            )
+        )
     if len(places) == 1:
         text = ", ".join(what for what, _ in moved) + places.pop()
     else:
@@ -198,13 +233,21 @@ def _too_large(way: Prediction, setting: Setting) -> str:
         host = gigabytes(host_bytes_of_node(memory, machine))
         return f"a node needs {host} of host memory, and {host_limit_in_words(machine)}"
     kept, has = max(MARGIN, memory.error), gib(machine.gpu_memory_bytes or 0)
-    sizes = sorted(((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"), reverse=True)
-    largest = ", ".join(f"{PART_NAMES.get(part, part)} {gib(size)}" for size, part in sizes[:_NAMED_PARTS])
-    return f"a GPU needs {gib(memory.total_bytes)} (up to {kept:.0%} more) and has {has}; largest parts: {largest}"
+    sizes = sorted(
+        ((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"),
+        reverse=True,
+    )
+    largest = ", ".join(
+        f"{PART_NAMES.get(part, part)} {gib(size)}" for size, part in sizes[:_NAMED_PARTS]
+    )
+    return (
+        f"a GPU needs {gib(memory.total_bytes)} (up to {kept:.0%} more) and has {has}; largest "
+        f"parts: {largest}"
+    )
 
 
 def _freed(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
-    """Yield what `strategy: auto` would choose if the config gave no other key of those that it may choose."""
+    """Yield what `strategy: auto` would choose if the config gave no key that it may choose."""
     train = wanted.train
     free = replace(wanted, train=train.model_copy(update=_LEFT_OPEN), held=())
     given = [*wanted.held, *(key for key in _ALSO_AUTO if getattr(train, key) != AUTO)]
@@ -215,14 +258,16 @@ def _freed(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     if best is None or (chosen.fits and chosen.step_s.value <= _WORTH_SAYING * best.step_s.value):
         return
     keys = " and ".join(in_file(key) for key in given)
-    what = f"{keys} left out" if is_auto else "train.strategy: auto, with no other placement key set"
+    what = (
+        f"{keys} left out" if is_auto else "train.strategy: auto, with no other placement key set"
+    )
     subject = f"without {keys} the plan" if is_auto else f"{what},"
     text = f"{subject} would choose {describe(best)}: {brief(best.step_s.value)} a step"
     yield Change(chosen.step_s.value / best.step_s.value, what, text)
 
 
 def _faster_network(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
-    """Yield the bandwidth between nodes that would hide the communication, or as much of it as can be hidden."""
+    """Yield the bandwidth between nodes that would hide as much communication as possible."""
     setting = wanted.setting
     if not any(each.crosses_nodes for each in chosen.exchanges):
         return
@@ -234,7 +279,8 @@ def _faster_network(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     took_s = {factor: on_network(factor).estimate(chosen.train).step_s for factor in _FASTER}
     best_s = min(took_s.values())
     factor = next(each for each, seconds in took_s.items() if seconds <= best_s * (1 + _HIDDEN))
-    then = fastest(replace(wanted, setting=on_network(factor)))  # another way may be the fastest there
+    # another way may be the fastest there
+    then = fastest(replace(wanted, setting=on_network(factor)))
     if then is None:
         return
     rest = (
@@ -245,7 +291,8 @@ def _faster_network(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     yield Change(
         chosen.step_s.value / then.step_s.value,
         f"{gbit_per_s(now * factor)} between nodes",
-        f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the communication: "
+        f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the "
+        "communication: "
         f"{brief(then.step_s.value)} a step{rest}",
     )
 
@@ -259,7 +306,12 @@ def _larger_batch(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
     found = [(where, then) for where in larger if (then := fastest(where)) is not None]
 
     def gain_of(one: tuple[Wanted, Prediction]) -> float:
-        return one[0].setting.batch_blocks / setting.batch_blocks * chosen.step_s.value / one[1].step_s.value
+        return (
+            one[0].setting.batch_blocks
+            / setting.batch_blocks
+            * chosen.step_s.value
+            / one[1].step_s.value
+        )
 
     for where, then in sorted(found, key=gain_of, reverse=True):
         gain = gain_of((where, then))
@@ -268,7 +320,10 @@ def _larger_batch(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
         alone = fastest(_on_one_node(where))
         if alone is not None and alone.step_s.value < then.step_s.value:
             continue
-        key = f"train.global_batch_tokens: {where.setting.batch_blocks * setting.workload.block_tokens:,}"
+        key = (
+            "train.global_batch_tokens: "
+            f"{where.setting.batch_blocks * setting.workload.block_tokens:,}"
+        )
         text = f"{key} ({describe(then)}) would give {gain:.2f} times the tokens/s"
         if alone is not None:
             text += f", {alone.step_s.value / then.step_s.value:.2f} times those of one node"
@@ -288,12 +343,16 @@ def _fewer_nodes(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
 
 
 def _approximations(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
-    """Yield an approximation for a network that training waits for: the mildest that gains about as much as any."""
+    """Yield an approximation for a slow network: the mildest that gains about as much as any."""
     train = wanted.train
     is_exact = train.gradient_compression == "none" and train.local_sgd_steps == 1
     if wanted.setting.machine.nodes == 1 or chosen.bound != "exchange" or not is_exact:
         return
-    found = [change for one in _APPROXIMATIONS if (change := _approximated(one, chosen, wanted)) is not None]
+    found = [
+        change
+        for one in _APPROXIMATIONS
+        if (change := _approximated(one, chosen, wanted)) is not None
+    ]
     most = max((change.gain for change in found), default=0.0)
     yield from [change for change in found if change.gain * _AS_MUCH >= most][:1]
 
@@ -307,20 +366,27 @@ def _approximated(one: _Approximation, chosen: Prediction, wanted: Wanted) -> Ch
     if then is None:
         return None
     took, instead = brief(then.step_s.value), brief(chosen.step_s.value)
-    text = f"{what} ({describe(then)}) would take {took} a step instead of {instead}; another training: {one.effect}"
+    text = (
+        f"{what} ({describe(then)}) would take {took} a step instead of {instead}; another "
+        f"training: {one.effect}"
+    )
     return Change(chosen.step_s.value / then.step_s.value, what, text)
 
 
 def _without_dropout(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
-    """Yield the speed without dropout in the adapters, which then are one operator with their linear and compile."""
+    """Yield the speed without adapter dropout: adapters then join their linear and compile."""
     no_dropout = {"lora": chosen.train.lora.model_copy(update={"dropout": 0.0})}
-    if has_fused_adapters(chosen.train) or not has_fused_adapters(chosen.train.model_copy(update=no_dropout)):
+    if has_fused_adapters(chosen.train) or not has_fused_adapters(
+        chosen.train.model_copy(update=no_dropout)
+    ):
         return
     then = fastest(replace(wanted, train=wanted.train.model_copy(update=no_dropout)))
     if then is not None:
         took, instead = brief(then.step_s.value), brief(chosen.step_s.value)
         key = "train.lora.dropout: 0"
-        text = f"{key} allows fused adapters and compiled layers: {took} a step instead of {instead}"
+        text = (
+            f"{key} allows fused adapters and compiled layers: {took} a step instead of {instead}"
+        )
         yield Change(chosen.step_s.value / then.step_s.value, key, text)
 
 
@@ -333,7 +399,9 @@ def _with_batch(wanted: Wanted, batch_blocks: int) -> Wanted:
     return replace(
         wanted,
         setting=replace(setting, batch_blocks=batch_blocks, steps=steps),
-        train=train.model_copy(update={"global_batch_tokens": batch_blocks * setting.workload.block_tokens}),
+        train=train.model_copy(
+            update={"global_batch_tokens": batch_blocks * setting.workload.block_tokens}
+        ),
     )
 
 

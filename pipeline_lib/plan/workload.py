@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.arch.layers import can_compile, is_compiled, keeps_on_host, micro_batch_tokens, stays_gathered
+from pipeline_lib.arch.layers import (
+    can_compile,
+    is_compiled,
+    keeps_on_host,
+    micro_batch_tokens,
+    stays_gathered,
+)
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train
 from pipeline_lib.core.units import count
@@ -19,7 +25,8 @@ if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
 
 
-# Workload: the properties of the data that time and memory depend on, from the shards or assumed before they exist.
+# Workload: the properties of the data that time and memory depend on, from the shards or assumed
+# before they exist.
 
 
 _SHORT_DOCUMENT = 200.0  # tokens, as the questions and answers of instruction data have
@@ -29,11 +36,12 @@ _SHORT_DOCUMENT = 200.0  # tokens, as the questions and answers of instruction d
 class Workload:
     """Blocks of `block_tokens` positions; fractions are relative to positions.
 
-    `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which the cost of
-    attention is proportional to. `blocks` and `epoch_blocks` are None while there is no data. `samples_per_block` is a
-    mean over the blocks that an epoch uses. With `is_assumed`, all but `block_tokens` is assumed; with `is_estimated`,
-    lengths and supervised tokens are by the first rows of the files. `document_band` has the least and the most that
-    `document_tokens` may be, where that is assumed.
+    `document_tokens` is the mean length of a document weighted by tokens, sum(n^2) / sum(n), which
+    the cost of attention is proportional to. `blocks` and `epoch_blocks` are None while there is no
+    data. `samples_per_block` is a mean over the blocks that an epoch uses. With `is_assumed`, all
+    but `block_tokens` is assumed; with `is_estimated`, lengths and supervised tokens are by the
+    first rows of the files. `document_band` has the least and the most that `document_tokens` may
+    be, where that is assumed.
     """
 
     block_tokens: int
@@ -50,7 +58,7 @@ class Workload:
 
     @staticmethod
     def assumed(config: Config) -> "Workload":
-        """Return the assumption before data is read: 98 % full, half supervised, documents a quarter of the limit.
+        """Return the assumption without data: 98 % full, half supervised, documents of a quarter.
 
         They may be as short as short chats, or as long as the limit.
         """
@@ -84,13 +92,18 @@ class Workload:
 
 
 def free_keys(train: Train, held: Collection[str]) -> frozenset[str]:
-    """Return the keys that the plan chooses: each that is `auto`; with `strategy: auto` all CHOSEN_KEYS but `held`."""
+    """Return the keys that the plan chooses: each `auto`; with `strategy: auto` all but `held`.
+
+    `held` are some of the CHOSEN_KEYS.
+    """
     is_open = train.strategy == AUTO
-    return frozenset(key for key in CHOSEN_KEYS if getattr(train, key) == AUTO or (is_open and key not in held))
+    return frozenset(
+        key for key in CHOSEN_KEYS if getattr(train, key) == AUTO or (is_open and key not in held)
+    )
 
 
 def settled(train: Train, has_triton: bool) -> Train:
-    """Return `train` with defaults in place of `auto`, for use where no machine is known to choose by.
+    """Return `train` with defaults for `auto`, for use where no machine is known to choose by.
 
     The strategy must be a concrete one.
     """
@@ -100,11 +113,13 @@ def settled(train: Train, has_triton: bool) -> Train:
         "offload_activations": False,
         "context_ranks": 1,
     }
-    return train.model_copy(update={key: value for key, value in usual.items() if getattr(train, key) == AUTO})
+    return train.model_copy(
+        update={key: value for key, value in usual.items() if getattr(train, key) == AUTO}
+    )
 
 
 def in_words(train: Train, accumulation: int) -> list[str]:
-    """Return how `train` trains, the strategy first: `fsdp`, `micro-batch 2 x accumulation 4`, `compiled`."""
+    """Return how `train` trains: `fsdp`, `micro-batch 2 x accumulation 4`, `compiled`."""
     words = [train.strategy + (f" over {train.shard_ranks} ranks" if train.shard_ranks else "")]
     words.append(f"micro-batch {train.micro_batch_blocks} x accumulation {accumulation}")
     if train.ranks_per_block > 1:
@@ -115,7 +130,11 @@ def in_words(train: Train, accumulation: int) -> list[str]:
         words.append(f"{train.recompute} activation checkpointing")
         layers = train.kept_attention_layers
         if train.recompute == "full" and isinstance(layers, int):
-            words.append(f"attention kept in {count(layers, 'layers')}" if layers else "attention computed again")
+            words.append(
+                f"attention kept in {count(layers, 'layers')}"
+                if layers
+                else "attention computed again"
+            )
     if keeps_on_host(train):
         words.append("activations on the host")
     if stays_gathered(train):
@@ -162,7 +181,10 @@ class Case:
 
 
 def workload_from(
-    index: "BlockIndex", costs: "NDArray[np.int64]", samples_per_block: float, validation_blocks: int = 0
+    index: "BlockIndex",
+    costs: "NDArray[np.int64]",
+    samples_per_block: float,
+    validation_blocks: int = 0,
 ) -> Workload:
     """Return the workload of the training blocks of `index`.
 

@@ -1,6 +1,7 @@
 """The content of plan.json as typed values, and its one reader.
 
-Values are optional: without a known machine there is no prediction, and a value that a plan does not have is not known.
+Values are optional: without a known machine there is no prediction, and a value that a plan does
+not have is not known.
 """
 
 from pathlib import Path
@@ -15,7 +16,9 @@ from pipeline_lib.core.lenient import Count, Lenient, Number, Text, unusable
 Value = TypeVar("Value")
 
 # A value that is not a boolean, such as an unresolved `auto`, is None.
-Flag = Annotated[bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)]
+Flag = Annotated[
+    bool | None, BeforeValidator(lambda value: value if isinstance(value, bool) else None)
+]
 
 
 class PlanPart(Lenient):
@@ -131,7 +134,7 @@ class Disk(PlanPart):
 
 
 class Need(PlanPart):
-    """What a stage needs: memory of its host and of each GPU, disk of the store, and seconds of work."""
+    """What a stage needs: host and GPU memory, disk of the store, and seconds of work."""
 
     stage: str = ""
     cpus: Count = None
@@ -231,7 +234,8 @@ class Placement(PlanPart):
     save_async: Flag = None
 
 
-# What users read for names that plan.json has for parts of the memory and of a step, and for what a step is bound by.
+# What users read for names that plan.json has for parts of the memory and of a step, and for what a
+# step is bound by.
 PART_NAMES = {
     "exchange": "communication",
     "exchanged": "unreduced gradients",
@@ -251,7 +255,8 @@ def bound_in_words(bound: str | None) -> str:
 class Prediction(PlanPart):
     """The prediction for one way to train.
 
-    Values are of one optimizer step, except those of the run and the checkpoint. `words` begin with the strategy.
+    Values are of one optimizer step, except those of the run and the checkpoint. `words` begin with
+    the strategy.
     """
 
     changes: Placement = Placement()
@@ -278,7 +283,7 @@ class Prediction(PlanPart):
 
 
 class Lacks(PlanPart):
-    """The bytes that a GPU, with the margin, and the host of a node lack; `is_margin` if it is only the margin."""
+    """The bytes that a GPU, with margin, and a node's host lack; `is_margin` if only the margin."""
 
     gpu_bytes: Count = None
     host_bytes: Count = None
@@ -286,17 +291,17 @@ class Lacks(PlanPart):
 
 
 class NearMiss(PlanPart):
-    """The fastest way that lacks little to fit and would be faster than the chosen one, and what it lacks."""
+    """The fastest way that nearly fits and would beat the chosen one, and what it lacks."""
 
     lacks: Lacks = Lacks()
     prediction: Prediction = Prediction()
 
 
 class Summary(PlanPart):
-    """The plan's answers: whether the run fits, its steps, how it trains, what is assumed, and what to do next.
+    """The plan's answers: whether the run fits, its steps, how it trains, and what to do next.
 
-    `verdict` is FITS, TIGHT, TOO_LARGE or NOT_CHECKED; `host_needed_bytes` are those of a node. `cost` is that of the
-    training's GPU-hours, in the currency of `gpu_hour_price`.
+    `verdict` is FITS, TIGHT, TOO_LARGE or NOT_CHECKED; `host_needed_bytes` are those of a node.
+    `cost` is that of the training's GPU-hours, in the currency of `gpu_hour_price`.
     """
 
     verdict: Text = None
@@ -313,7 +318,10 @@ FITS, TIGHT, TOO_LARGE, NOT_CHECKED = ("fits", "tight", "too large", "not checke
 
 
 class Words(PlanPart):
-    """The plan's texts for people. `verdicts` has one for each strategy, `others` more about those not chosen."""
+    """The plan's texts for people.
+
+    `verdicts` has one for each strategy, `others` more about those not chosen.
+    """
 
     chosen: Text = None
     near_miss: Text = None
@@ -326,7 +334,10 @@ class Words(PlanPart):
 
 
 class PlanDocument(PlanPart):
-    """The content of plan.json. `train` has the settings that differ from their defaults; it may be missing."""
+    """The content of plan.json.
+
+    `train` has the settings that differ from their defaults; it may be missing.
+    """
 
     experiment: str = ""
     model: Sizes = Sizes()
@@ -369,7 +380,12 @@ def read_plan(path: Path) -> PlanDocument:
 
 
 def known(value: Value | None) -> Value:
-    """Return a value of a plan that a run cannot do without. Raise IntegrityError if the plan does not have it."""
+    """Return a value of a plan that a run cannot do without.
+
+    Raise IntegrityError if the plan does not have it.
+    """
     if value is None:
-        raise IntegrityError("plan.json lacks a value that a run needs: delete its folder and run snakemake again")
+        raise IntegrityError(
+            "plan.json lacks a value that a run needs: delete its folder and run snakemake again"
+        )
     return value

@@ -1,4 +1,4 @@
-"""The parts of the stages' result files that are shown, as typed values; `plan.py` has those of plan.json.
+"""The shown parts of the stages' result files, as typed values; `plan.py` has those of plan.json.
 
 Values are optional, so that a report shows what exists instead of failing over what is missing.
 """
@@ -9,12 +9,12 @@ from pydantic import Field, FiniteFloat
 
 from pipeline_lib.core.lenient import Count, Lenient, Number, Text
 
-# Results of the stages. Every value is optional except in a row of document scores, which is complete: a comparison
-# without some of its values would be a different one.
+# Results of the stages. Every value is optional except in a row of document scores, which is
+# complete: a comparison without some of its values would be a different one.
 
 
 class SourceFile(Lenient):
-    """A file of a source: the number of unread values by column or key, and of further keys together."""
+    """A source's file: the number of unread values by column or key, and of further keys."""
 
     name: str = "unnamed"
     unread: dict[str, int] = {}
@@ -22,7 +22,7 @@ class SourceFile(Lenient):
 
 
 class Source(Lenient):
-    """A line of the token ledger: counts of the rows and samples of one source, which is held out or trained on."""
+    """A line of the token ledger: rows and samples of a source, held out or trained on."""
 
     name: str = "unnamed"
     held_out: bool = False
@@ -123,7 +123,7 @@ class Training(Lenient):
     batch_blocks: Count = None
 
     def has_lost_best(self, keeps_best: bool) -> bool:
-        """Return whether the best step should be the result and is not: its checkpoint was damaged or missing.
+        """Return whether the best step should be the result but its checkpoint was lost.
 
         `keeps_best` is `train.keep_best` of the run.
         """
@@ -131,7 +131,10 @@ class Training(Lenient):
 
 
 class Step(Lenient):
-    """One line of metrics.jsonl: one optimizer step and the attempt that took it. A non-finite number is None."""
+    """One line of metrics.jsonl: one optimizer step and the attempt that took it.
+
+    A non-finite number is None.
+    """
 
     step: int
     epoch: Count = None
@@ -165,7 +168,7 @@ class Step(Lenient):
 
 
 class Score(Lenient):
-    """A model's loss on the held-out answers and its standard error, both in nats per supervised token."""
+    """A model's held-out loss on answers and its standard error, in nats per supervised token."""
 
     loss: Number = None
     perplexity: Number = None
@@ -174,7 +177,7 @@ class Score(Lenient):
 
 
 class DocumentScore(Lenient):
-    """The losses of both models on one held-out document, summed over its supervised tokens, in nats."""
+    """Both models' losses on a held-out document, summed over its supervised tokens, in nats."""
 
     document: str
     tokens: Annotated[int, Field(ge=0)]
@@ -183,7 +186,7 @@ class DocumentScore(Lenient):
 
 
 class SourceScore(Lenient):
-    """The losses of both models on the held-out samples of one source, with their number and supervised tokens."""
+    """Both models' losses on a source's held-out samples, with their number and their tokens."""
 
     source: str = "unnamed"
     samples: Count = None
@@ -222,7 +225,7 @@ class EvaluationVerdict(Lenient):
 
 
 class Evaluation(Lenient):
-    """The metrics of the evaluate stage; `answers` says why fewer or shorter answers than asked for were generated."""
+    """The evaluate stage's metrics; `answers` says why fewer or shorter ones were generated."""
 
     eval: Scores = Scores()
     verdict: EvaluationVerdict = EvaluationVerdict()

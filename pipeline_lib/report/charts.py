@@ -30,11 +30,18 @@ from pipeline_lib.core import units
 from pipeline_lib.records.plan import bound_in_words
 from pipeline_lib.report.plan_check import beyond
 
-# Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's style sheet, so
-# that they follow its dark mode; data colours are legible on white and on black. The page draws the legends,
-# because there they wrap.
+# Visual style of the figures, drawn with Bokeh. Axes and grids take their colours from the page's
+# style sheet, so that they follow its dark mode; data colours are legible on white and on black.
+# The page draws the legends, because there they wrap.
 
-BLUE, GREEN, AMBER, RED, PURPLE, TEAL = "#3d7fc4", "#3f9a73", "#d08a2e", "#c65a46", "#8a6fc0", "#2f95a3"
+BLUE, GREEN, AMBER, RED, PURPLE, TEAL = (
+    "#3d7fc4",
+    "#3f9a73",
+    "#d08a2e",
+    "#c65a46",
+    "#8a6fc0",
+    "#2f95a3",
+)
 GREY, TEXT = "#8c959f", "#7d8590"
 PALE_BLUE = "#9dbfe3"
 FAINT_BLUE = f"{BLUE}99"  # translucent, so that BLUE stands out on white and on black
@@ -47,7 +54,7 @@ HoverMode = Literal["mouse", "vline"]
 
 @dataclass(frozen=True)
 class Chart:
-    """A Bokeh figure, its legend as (colour, name) pairs, and optionally the same figure on a logarithmic scale."""
+    """A Bokeh figure, its legend as (colour, name) pairs, and an optional logarithmic version."""
 
     plot: Any
     legend: tuple[tuple[str, str], ...] = ()
@@ -67,8 +74,8 @@ class BarSeries:
 def empty_plot(height: int, x_label: str, y_label: str, zooms: bool = True, **options: Any) -> Any:
     """Return an empty figure with axes, stretched to the width of the page.
 
-    With `zooms`, the figure zooms by dragging a box, and by the wheel with ctrl; without ctrl, the wheel scrolls the
-    page.
+    With `zooms`, the figure zooms by dragging a box, and by the wheel with ctrl; without ctrl, the
+    wheel scrolls the page.
     """
     box, wheel = BoxZoomTool(), WheelZoomTool(modifiers="ctrl", visible=False)
     plot = figure(
@@ -109,7 +116,8 @@ def stacked_bars(
 ) -> Chart:
     """Return one bar for each of `names`, stacked from `parts`.
 
-    `digits` is the numeral.js format of the values in tooltips. The axis extends at least to `reach`.
+    `digits` is the numeral.js format of the values in tooltips. The axis extends at least to
+    `reach`.
     """
     totals = np.sum([part.values for part in parts], axis=0)
     plot = empty_bars(names, x_label, 1.02 * max(float(totals.max()), reach))
@@ -120,20 +128,30 @@ def stacked_bars(
         columns = {"bar": list(names), "left": left, "right": right, "value": list(part.values)}
         source = ColumnDataSource({**columns, "part": [part.name] * len(names)})
         bars = plot.hbar(
-            y="bar", left="left", right="right", height=0.6, color=part.colour, line_width=0, source=source
+            y="bar",
+            left="left",
+            right="right",
+            height=0.6,
+            color=part.colour,
+            line_width=0,
+            source=source,
         )
-        add_hover(plot, bars, (("", "@bar"), ("", "@part"), ("", f"@value{{{digits}}} {part.unit}")))
+        add_hover(
+            plot, bars, (("", "@bar"), ("", "@part"), ("", f"@value{{{digits}}} {part.unit}"))
+        )
         left = right
     return Chart(plot, tuple((part.colour, part.name) for part in parts))
 
 
-def add_hover(plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: HoverMode = "mouse") -> None:
+def add_hover(
+    plot: Any, renderer: Any, tips: Sequence[tuple[str, str]], mode: HoverMode = "mouse"
+) -> None:
     """Show `tips` when the pointer is over `renderer`, without adding a toolbar button."""
     plot.add_tools(HoverTool(renderers=[renderer], tooltips=list(tips), mode=mode, visible=False))
 
 
 def tick_format(digits: str, zeros: str) -> Any:
-    """Return the format of an axis for values in the numeral.js format `digits`, where e means scientific.
+    """Return an axis format for values in the numeral.js format `digits`, where e is scientific.
 
     `zeros` after the point are left out.
     """
@@ -144,22 +162,32 @@ def tick_format(digits: str, zeros: str) -> Any:
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Return names shortened to fit an axis, numbered where two would be the same."""
-    short = [name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}" for name in names]
-    return [f"{index}: {name}" if short.count(name) > 1 else name for index, name in enumerate(short, start=1)]
+    short = [
+        name if len(name) <= MAX_NAME_CHARS else f"...{name[3 - MAX_NAME_CHARS :]}"
+        for name in names
+    ]
+    return [
+        f"{index}: {name}" if short.count(name) > 1 else name
+        for index, name in enumerate(short, start=1)
+    ]
 
 
-# Rendering of pages: one HTML file that needs no network. Model output, user data and file names are untrusted: Jinja
-# escapes all of them, the figures' data is JSON that cannot close its element, and the page's content security policy
-# runs only the two scripts whose hashes it lists and lets the browser fetch nothing.
+# Rendering of pages: one HTML file that needs no network. Model output, user data and file names
+# are untrusted: Jinja escapes all of them, the figures' data is JSON that cannot close its element,
+# and the page's content security policy runs only the two scripts whose hashes it lists and lets
+# the browser fetch nothing.
 
 MAX_CHARS = 3000
 _OWN_TEMPLATES = "pipeline_lib.report"
 
 
-def render_page(package: str, template: str, figures: Mapping[str, Chart], values: Mapping[str, Any]) -> str:
+def render_page(
+    package: str, template: str, figures: Mapping[str, Chart], values: Mapping[str, Any]
+) -> str:
     """Render `template` of `package`, which extends frame.html.jinja, with `values`.
 
-    `figures` maps element ids to charts; the macro `figure` of parts.html.jinja creates these elements.
+    `figures` maps element ids to charts; the macro `figure` of parts.html.jinja creates these
+    elements.
     """
     run = scripts()
     return (
@@ -176,7 +204,7 @@ def render_page(package: str, template: str, figures: Mapping[str, Chart], value
 
 
 def environment(package: str = _OWN_TEMPLATES) -> Environment:
-    """Return a Jinja environment that looks in `package` first, then in the shared templates, with units as filters."""
+    """Return a Jinja environment over `package` and the shared templates, with unit filters."""
     made = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(_OWN_TEMPLATES)]),
         autoescape=True,
@@ -200,7 +228,7 @@ def scripts() -> list[str]:
 
 
 def figures_json(figures: Mapping[str, Chart]) -> str:
-    """Return JSON with one Bokeh document of all plots, which may share ranges and data, and the place of each plot."""
+    """Return JSON: a Bokeh document of all plots, which may share data, and each plot's place."""
     document = Document()
     places = {}
     with document.models.freeze():  # else each plot makes it walk through all of them again
@@ -214,7 +242,11 @@ def figures_json(figures: Mapping[str, Chart]) -> str:
 
 def clip(text: str, limit: int = MAX_CHARS) -> str:
     """Return `text`, or its first `limit` characters and the number of characters omitted."""
-    return text if len(text) <= limit else f"{text[:limit]} [... {len(text) - limit:,} more characters]"
+    return (
+        text
+        if len(text) <= limit
+        else f"{text[:limit]} [... {len(text) - limit:,} more characters]"
+    )
 
 
 def json_markup(text: str) -> Markup:

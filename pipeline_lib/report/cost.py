@@ -1,4 +1,4 @@
-"""Cost of a training: how long its attempts occupied their devices, and which fraction produced the model."""
+"""Cost of a training: how long attempts occupied devices, and which fraction made the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ from pipeline_lib.records.results import Step, Training
 
 @dataclass(frozen=True)
 class Spent:
-    """Device hours of all attempts: `held_s` seconds on at most `devices` of `device` ("GPU" or "CPU core") at a time.
+    """Device hours of all attempts: `held_s` seconds on at most `devices` of `device` at a time.
 
-    `used_fraction` is the fraction of the hours spent in steps that are in the model. The rest is startup, saving,
-    validation, and lost steps. A killed attempt occupied its devices for longer than its events show: the fraction is
-    None where the events cover less time than the steps took.
+    A device is a "GPU" or a "CPU core".
+
+    `used_fraction` is the fraction of the hours spent in steps that are in the model. The rest is
+    startup, saving, validation, and lost steps. A killed attempt occupied its devices for longer
+    than its events show: the fraction is None where the events cover less time than the steps took.
     """
 
     device: str
@@ -25,8 +27,10 @@ class Spent:
     used_fraction: float | None
 
 
-def spent(plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord) -> Spent | None:
-    """Return the cost by the events of each attempt, or by the time of the steps alone; None if neither is known."""
+def spent(
+    plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord
+) -> Spent | None:
+    """Return the cost by each attempt's events or else by step times; None if neither is known."""
     device = "GPU" if plan.cluster.is_gpu else "CPU core"
     per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
     usual = (training.world_size or plan.cluster.ranks or 1) * per_rank
@@ -35,7 +39,9 @@ def spent(plan: PlanDocument, training: Training, steps: Sequence[Step], record:
     held_s = record.held_s
     if not any(held_s.values()):
         seconds = training.train_s
-        return None if not seconds else Spent(device, usual, seconds, usual * seconds / HOUR_S, None)
+        return (
+            None if not seconds else Spent(device, usual, seconds, usual * seconds / HOUR_S, None)
+        )
     used = sum(devices.get(step.attempt or 1, usual) * (step.step_s or 0.0) for step in steps)
     total = sum(devices.get(attempt, usual) * seconds for attempt, seconds in held_s.items())
     return Spent(

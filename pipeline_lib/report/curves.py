@@ -20,11 +20,11 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curves:
-    """The training curves; each value is the mean of `steps_per_point` steps, NaN where it is unknown.
+    """The training curves; each value is a mean of `steps_per_point` steps, NaN where unknown.
 
-    The last point may cover fewer steps. `step` is the last step of each point; `low` and `high` are its smallest and
-    largest value, by column. `loss_smooth` is the exponential moving average over all steps with a half-life of
-    `half_life_steps`.
+    The last point may cover fewer steps. `step` is the last step of each point; `low` and `high`
+    are its smallest and largest value, by column. `loss_smooth` is the exponential moving average
+    over all steps with a half-life of `half_life_steps`.
     """
 
     steps_per_point: int
@@ -41,7 +41,7 @@ class Curves:
 
 
 def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
-    """Return the curves of `steps`: exact up to `max_points` steps, averaged over runs of equal length above that."""
+    """Return the curves of `steps`: exact up to `max_points` steps, averages of runs above it."""
     if not steps:
         none: Any = np.empty(0)
         columns = dict.fromkeys(COLUMNS, none)
@@ -49,7 +49,10 @@ def curves_of(steps: Sequence[Step], max_points: int = MAX_POINTS) -> Curves:
     width = max(1, math.ceil(len(steps) / max_points))
     starts = np.arange(0, len(steps), width)
     half_life = max(1, len(steps) // 50)
-    raw = {name: np.array([getattr(step, name) for step in steps], dtype=np.float64) for name in COLUMNS}
+    raw = {
+        name: np.array([getattr(step, name) for step in steps], dtype=np.float64)
+        for name in COLUMNS
+    }
     numbers = np.array([step.step for step in steps], dtype=np.int64)
     last = np.minimum(starts + width - 1, len(steps) - 1)
     return Curves(
@@ -68,13 +71,15 @@ def curves_csv(curves: Curves) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("step", *COLUMNS))
-    for step, *values in zip(curves.step, *(getattr(curves, name) for name in COLUMNS), strict=True):
+    for step, *values in zip(
+        curves.step, *(getattr(curves, name) for name in COLUMNS), strict=True
+    ):
         writer.writerow((step, *("" if math.isnan(value) else f"{value:.7g}" for value in values)))
     return text.getvalue()
 
 
 def smoothed(values: Values, half_life: float) -> Values:
-    """Return the bias-corrected exponential moving average; NaN values leave the average unchanged."""
+    """Return the bias-corrected exponential moving average; NaN leaves it unchanged."""
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
     averages = np.full(len(values), np.nan)
@@ -87,7 +92,7 @@ def smoothed(values: Values, half_life: float) -> Values:
 
 
 def _means(values: Values, starts: NDArray[np.int64]) -> Values:
-    """Return the mean of the values from each of `starts` to the next, ignoring NaN; NaN where all are NaN."""
+    """Return the mean from each of `starts` to the next without NaN; NaN where all are."""
     known = ~np.isnan(values)
     totals = np.add.reduceat(np.where(known, values, 0.0), starts)
     counts = np.add.reduceat(known.astype(np.int64), starts)

@@ -37,12 +37,25 @@ from pipeline_lib.report.wall_time import Span, wall_time
 from pipeline_lib.train.metrics import speed, training_time_s
 
 Read = TypeVar("Read", bound=Lenient)
-ORDER = ("model", "generation", "data", "tokenize", "shard", "train", "merge", "baseline", "evaluate")
+ORDER = (
+    "model",
+    "generation",
+    "data",
+    "tokenize",
+    "shard",
+    "train",
+    "merge",
+    "baseline",
+    "evaluate",
+)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the stages of an experiment have made; empty where nothing is known. `record` has only sound events."""
+    """What the stages of an experiment have made; empty where nothing is known.
+
+    `record` has only sound events.
+    """
 
     manifests: Mapping[str, Manifest] = field(default_factory=dict)
     ledger: Ledger = Ledger()
@@ -58,24 +71,35 @@ class Results:
 
     @property
     def attempts(self) -> int:
-        """The number of times the training was started, including attempts whose steps were all lost; at least 1."""
+        """The number of times the training was started, even if its steps were lost; at least 1."""
         return max(len(self._started), self.training.attempts or 1)
 
     @property
     def restarts(self) -> int:
-        """The number of attempts after one that did not come to its end. A pause at a rung or a rehearsal is none."""
+        """The number of attempts after one that did not come to its end.
+
+        A pause at a rung or a rehearsal is none.
+        """
         return max(0, self.attempts - 1 - len(self._continued))
 
     @property
     def _started(self) -> set[int]:
         """The attempts that are known."""
-        started = {number for event in self.record.events if isinstance(number := event.get("attempt"), int)}
+        started = {
+            number
+            for event in self.record.events
+            if isinstance(number := event.get("attempt"), int)
+        }
         return started | {step.attempt or 1 for step in self.steps}
 
     @property
     def _continued(self) -> set[int]:
         """The attempts that continue one that came to the step at which it was to end."""
-        return {after for before, after in pairwise(sorted(self._started)) if before in self.record.completed}
+        return {
+            after
+            for before, after in pairwise(sorted(self._started))
+            if before in self.record.completed
+        }
 
     @property
     def spent(self) -> Spent | None:
@@ -100,14 +124,19 @@ class Results:
     @property
     def peak_memory_bytes(self) -> float | None:
         """The largest peak memory that a training step reported, of any rank."""
-        of_first = [step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None]
+        of_first = [
+            step.peak_memory_bytes for step in self.steps if step.peak_memory_bytes is not None
+        ]
         return max([*of_first, *self.rank_use.peak_memory_bytes], default=None)
 
     @property
     def rank_use(self) -> RankUse:
         """What each rank used of its GPU and memory."""
         return RankUse.of(
-            {UTILIZATION: step.gpu_utilization_of_ranks, PEAK_MEMORY: step.peak_memory_bytes_of_ranks}
+            {
+                UTILIZATION: step.gpu_utilization_of_ranks,
+                PEAK_MEMORY: step.peak_memory_bytes_of_ranks,
+            }
             for step in self.steps
         )
 
@@ -123,7 +152,7 @@ class ReportFacts(Results):
 
     @property
     def modes(self) -> list[Mode]:
-        """The variables of the chat template that the model was trained with and must be called with."""
+        """The chat template's variables that the model was trained with and must be called with."""
         return modes_in(self.manifests["tokenize"]) if "tokenize" in self.manifests else []
 
     @property
@@ -138,12 +167,18 @@ class ReportFacts(Results):
     @property
     def validations(self) -> dict[int, float]:
         """The loss on the held-out blocks by the step after which it was measured."""
-        return {step.step: step.validation_loss for step in self.steps if step.validation_loss is not None}
+        return {
+            step.step: step.validation_loss
+            for step in self.steps
+            if step.validation_loss is not None
+        }
 
     @property
     def has_lost_best(self) -> bool:
-        """Whether the result should be the best step and is another, since the best one's checkpoint was damaged."""
-        return self.training.has_lost_best(bool(settings_in(self.manifests["train"]).get("keep_best")))
+        """Whether the result should be the best step and is not, as its checkpoint was damaged."""
+        return self.training.has_lost_best(
+            bool(settings_in(self.manifests["train"]).get("keep_best"))
+        )
 
     @property
     def planned_steps(self) -> list[Step]:
@@ -157,7 +192,7 @@ class ReportFacts(Results):
 
     @property
     def differences(self) -> list[LossGain]:
-        """By how much the tuned model beats others on the held-out documents, and whether the difference is noise."""
+        """By how much the tuned model beats others on held-out documents, and if it is noise."""
         return differences(self.evaluation.eval, self.document_scores)
 
     @cached_property
@@ -198,7 +233,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
 
 
 def _place(part: str) -> tuple[int, int]:
-    """Return the position of `part` in the pipeline; a stored spec names its inputs in alphabetical order."""
+    """Return the position of `part` in the pipeline; a stored spec names inputs by alphabet."""
     name, _, number = part.partition(".")
     return ORDER.index(name), int(number or 0)
 
@@ -220,7 +255,7 @@ def read_rows(kind: type[Read], path: Path, read: Callable[[Path], Any]) -> list
 
 
 def _read_whole(path: Path) -> list[Any]:
-    """Return the rows at `path`; none if any row has an unknown value, since the rest would not be representative."""
+    """Return the rows at `path`; none if any value is unknown, as the rest would mislead."""
     rows = read_jsonl(path)
     return rows if all(isinstance(row, dict) and None not in row.values() for row in rows) else []
 

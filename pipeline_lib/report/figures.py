@@ -59,17 +59,28 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
     parts = []
     for kind, palette in FATE_COLOURS.items():
         fates = dict.fromkeys(
-            fate for each in by_source for (of, fate), number in each.items() if number and of == kind
+            fate
+            for each in by_source
+            for (of, fate), number in each.items()
+            if number and of == kind
         )
         for turn, fate in enumerate(fates):
             numbers = [each.get((kind, fate), 0) for each in by_source]
             parts.append(
-                BarSeries(fate, palette[turn % len(palette)], numbers, "rows" if fate[0] == "r" else "samples")
+                BarSeries(
+                    fate,
+                    palette[turn % len(palette)],
+                    numbers,
+                    "rows" if fate[0] == "r" else "samples",
+                )
             )
     if not parts:
         return None
     return stacked_bars(
-        short_names([source.name for source in sources]), parts, "samples, or rows that gave no sample", "0,0"
+        short_names([source.name for source in sources]),
+        parts,
+        "samples, or rows that gave no sample",
+        "0,0",
     )
 
 
@@ -78,9 +89,13 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
     edges, counts = ledger.length_histogram.edges, ledger.length_histogram.counts
     if not counts or len(edges) != len(counts) + 1:
         return None
-    plot = empty_plot(240, "length of a sample (tokens)", "kept samples", y_range=(0, 1.05 * max(1, *counts)))
+    plot = empty_plot(
+        240, "length of a sample (tokens)", "kept samples", y_range=(0, 1.05 * max(1, *counts))
+    )
     source = ColumnDataSource({"left": edges[:-1], "right": edges[1:], "count": counts})
-    bars = plot.quad(left="left", right="right", bottom=0, top="count", color=BLUE, line_width=0, source=source)
+    bars = plot.quad(
+        left="left", right="right", bottom=0, top="count", color=BLUE, line_width=0, source=source
+    )
     add_hover(plot, bars, (("tokens", "@left{0,0} to @right{0,0}"), ("samples", "@count{0,0}")))
     plot.xaxis.formatter = plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xgrid.grid_line_alpha = 0
@@ -88,13 +103,20 @@ def lengths_figure(ledger: Ledger) -> Chart | None:
 
 
 def scores_figure(scores: Scores) -> Chart | None:
-    """Draw the held-out loss of every scored model, with its 95 % interval where the standard error is known."""
-    known = {"base": scores.base, "unigram": scores.unigram, "shuffled prompts": scores.shuffled, "tuned": scores.tuned}
+    """Draw the held-out loss of every scored model, with its 95 % interval if it is known."""
+    known = {
+        "base": scores.base,
+        "unigram": scores.unigram,
+        "shuffled prompts": scores.shuffled,
+        "tuned": scores.tuned,
+    }
     losses = {name: score.loss for name, score in known.items() if score.loss is not None}
     if not losses:
         return None
     estimates = {name: estimate_of(known[name]) for name in losses}
-    plot = empty_bars(list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values()))
+    plot = empty_bars(
+        list(losses), "held-out loss (nats per supervised token)", 1.2 * max(losses.values())
+    )
     source = ColumnDataSource(
         {
             "name": list(losses),
@@ -105,18 +127,29 @@ def scores_figure(scores: Scores) -> Chart | None:
             "label": [f"  {units.real(loss)}" for loss in losses.values()],
         }
     )
-    bars = plot.hbar(y="name", right="loss", height=0.6, color="colour", line_width=0, source=source)
+    bars = plot.hbar(
+        y="name", right="loss", height=0.6, color="colour", line_width=0, source=source
+    )
     plot.segment("low", "name", "high", "name", color=RED, line_width=3, source=source)
-    label = {"text": "label", "text_baseline": "middle", "text_font_size": FONT_SIZE, "text_color": TEXT}
+    label = {
+        "text": "label",
+        "text_baseline": "middle",
+        "text_font_size": FONT_SIZE,
+        "text_color": TEXT,
+    }
     plot.text(x="high", y="name", source=source, **label)
-    tips = (("", "@name"), ("loss", "@loss{0.0000} nats/token"), ("95%", "@low{0.0000} to @high{0.0000}"))
+    tips = (
+        ("", "@name"),
+        ("loss", "@loss{0.0000} nats/token"),
+        ("95%", "@low{0.0000} to @high{0.0000}"),
+    )
     add_hover(plot, bars, tips)
     is_known = any(one.standard_error for one in estimates.values() if one)
     return Chart(plot, ((RED, "interval of 95%"),) if is_known else ())
 
 
 def _fates(source: Source) -> dict[tuple[str, str], int]:
-    """Return the number of samples or rows of `source` by what happened to them: the kind in FATE_COLOURS, the name."""
+    """Return how many samples or rows of `source` met each fate: kind in FATE_COLOURS, name."""
     cut, pieces = source.truncated or 0, source.split or 0
     fates = {
         ("kept", "kept whole"): (source.kept or 0) - cut - pieces,
@@ -124,6 +157,10 @@ def _fates(source: Source) -> dict[tuple[str, str], int]:
         ("kept", "kept, pieces of longer ones"): pieces,
         ("rows dropped", "rows dropped: duplicates"): source.duplicates_dropped or 0,
     }
-    fates |= {("dropped", f"dropped: {reason}"): number for reason, number in source.dropped.items()}
-    quarantined = {f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()}
+    fates |= {
+        ("dropped", f"dropped: {reason}"): number for reason, number in source.dropped.items()
+    }
+    quarantined = {
+        f"rows quarantined: {reason}": number for reason, number in source.quarantined.items()
+    }
     return fates | {("rows quarantined", name): number for name, number in quarantined.items()}

@@ -26,8 +26,8 @@ _ORDER = (_DONE, _STOPPED, _FAILED, _OPEN)
 class Outcome:
     """How one experiment ended; losses are in nats per supervised token.
 
-    `log` is the log of the stage that the experiment did not complete. In a sweep with halving, `rung` is the last step
-    where it was compared, and `rung_loss` its held-out loss there.
+    `log` is the log of the stage that the experiment did not complete. In a sweep with halving,
+    `rung` is the last step where it was compared, and `rung_loss` its held-out loss there.
     """
 
     name: str
@@ -45,7 +45,14 @@ class Outcome:
         state = f"{self.state}: {self.stage}" if self.stage else self.state
         rung = "" if self.rung is None else f"{units.real(self.rung_loss)} at step {self.rung}"
         where = str(self.log) if self.log else ""
-        return self.name, state, rung, units.real(self.final_loss), units.real(self.eval_loss), where
+        return (
+            self.name,
+            state,
+            rung,
+            units.real(self.final_loss),
+            units.real(self.eval_loss),
+            where,
+        )
 
     @property
     def is_done(self) -> bool:
@@ -55,17 +62,20 @@ class Outcome:
     @property
     def order(self) -> tuple[Any, ...]:
         """The sort key: experiments that got further first, then those with the lower loss."""
-        rung_loss, loss = (math.inf if loss is None else loss for loss in (self.rung_loss, self.eval_loss))
+        rung_loss, loss = (
+            math.inf if loss is None else loss for loss in (self.rung_loss, self.eval_loss)
+        )
         by_rung = (-(self.rung or 0), rung_loss) if self.state == _STOPPED else ()
         return _ORDER.index(self.state), *by_rung, loss, self.name
 
 
 def outcomes(dag: Dag, since_s: float = math.inf, logs: Path = LOGS) -> list[Outcome]:
-    """Return the outcome of each experiment: done by held-out loss, then stopped at a rung, failed, and not done.
+    """Return each experiment's outcome: done, by held-out loss; then stopped, failed, not done.
 
-    An experiment failed at its first unsealed stage if that stage wrote a log at or after `since_s`, a time of the
-    clock that stamps the logs; without it, failed and running stages cannot be distinguished. Raise IntegrityError if a
-    rung's decision cannot be read, or a result differs from what was sealed.
+    An experiment failed at its first unsealed stage if that stage wrote a log at or after
+    `since_s`, a time of the clock that stamps the logs; without it, failed and running stages
+    cannot be distinguished. Raise IntegrityError if a rung's decision cannot be read, or a result
+    differs from what was sealed.
     """
     return outcomes_of([(dag, one) for one in dag.experiments], since_s, logs)
 
@@ -98,7 +108,7 @@ def note_begin(logs: Path = LOGS) -> None:
 
 
 def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
-    """Link finished results; for a sweep, also show the outcome of each experiment since `note_begin`."""
+    """Link finished results; for a sweep, show each experiment's outcome since `note_begin`."""
     dag.link_results()
     if len(dag.experiments) > 1:
         begun = logs / BEGUN
@@ -107,7 +117,11 @@ def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
 
 
 def _outcome(
-    dag: Dag, experiment: Experiment, rungs: Mapping[str, tuple[Rung, Competitor]], since_s: float, logs: Path
+    dag: Dag,
+    experiment: Experiment,
+    rungs: Mapping[str, tuple[Rung, Competitor]],
+    since_s: float,
+    logs: Path,
 ) -> Outcome:
     name, store, training = experiment.name, dag.store, experiment.ref("train").digest
     rung, judged = rungs.get(training, (None, None))
@@ -133,4 +147,8 @@ def _outcome(
 
 def _sealed(kind: type[Read], dag: Dag, spec: Spec, name: str) -> Read:
     """Return a verified result; an empty `kind` if its directory was deleted."""
-    return read_one(kind, open_sealed(spec.ref, dag.store).file(name)) if dag.store.is_sealed(spec.ref) else kind()
+    return (
+        read_one(kind, open_sealed(spec.ref, dag.store).file(name))
+        if dag.store.is_sealed(spec.ref)
+        else kind()
+    )

@@ -1,4 +1,4 @@
-"""What `dvc exp run -S FILE:KEY=VALUE` changed: refused where no change is in the config that the run reads."""
+"""What `dvc exp run -S FILE:KEY=VALUE` changed: refused if the run's config has no change."""
 
 import re
 import subprocess
@@ -16,16 +16,20 @@ _EXPERIMENT = re.compile(r"^experiment\s*:", re.MULTILINE)
 
 
 def refuse_overrides(say: Callable[[str], None]) -> None:
-    """Raise ConfigError if the `dvc exp run` that this process belongs to changes a file that its run does not read.
+    """Raise ConfigError if the `dvc exp run` of this process changes a file its run does not read.
 
-    The command line of a worker of DVC's queue has no `-S`, so what differs from the commit in its copy counts. These
-    may be edits that were not committed when the run was queued: if the config that the run reads is changed too, a
-    warning says so.
+    The command line of a worker of DVC's queue has no `-S`, so what differs from the commit in its
+    copy counts. These may be edits that were not committed when the run was queued: if the config
+    that the run reads is changed too, a warning says so.
     """
     named = list(_on_command_lines())
     changed = [] if named else _changed_in_a_copy()
     others = [(file, rest) for file, rest in named if Path(file) != DEFAULT_CONFIG]
-    others += [(name, "KEY=VALUE") for name in changed if Path(name) != DEFAULT_CONFIG and _is_config(Path(name))]
+    others += [
+        (name, "KEY=VALUE")
+        for name in changed
+        if Path(name) != DEFAULT_CONFIG and _is_config(Path(name))
+    ]
     problems = [_problem(file, rest) for file, rest in others]
     if str(DEFAULT_CONFIG) in changed:
         for problem in problems:
@@ -36,16 +40,21 @@ def refuse_overrides(say: Callable[[str], None]) -> None:
 
 def _problem(file: str, rest: str) -> str:
     problem = (
-        f"{file or 'params.yaml'} is changed, which this run does not read: it runs {DEFAULT_CONFIG}; "
+        f"{file or 'params.yaml'} is changed, which this run does not read: it runs "
+        f"{DEFAULT_CONFIG}; "
         f"type -S '{DEFAULT_CONFIG}:{rest}'"
     )
     if not file or Path(file).parts[0] == "results":
         return problem
-    return f"{problem}, or edit {file}, run `snakemake --configfile {file}`, and then `record NAME {file}`"
+    return (
+        f"{problem}, or edit {file}, run `snakemake --configfile {file}`, and then `record "
+        "NAME "
+        f"{file}`"
+    )
 
 
 def _on_command_lines() -> Iterator[tuple[str, str]]:
-    """Yield FILE and KEY=VALUE of each `-S` of the `dvc exp run` among the processes that started this one."""
+    """Yield FILE and KEY=VALUE of each `-S` of the `dvc exp run` that started this process."""
     for process in psutil.Process().parents():
         try:
             words = process.cmdline()
@@ -56,7 +65,7 @@ def _on_command_lines() -> Iterator[tuple[str, str]]:
 
 
 def overrides_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield FILE and KEY=VALUE of each `-S FILE:KEY=VALUE` in a command line; FILE is empty if there is none."""
+    """Yield FILE and KEY=VALUE of each `-S FILE:KEY=VALUE` in a command line; FILE may be empty."""
     following = iter(words)
     for word in following:
         if (match := _SET_PARAM.fullmatch(word)) is None:
@@ -68,7 +77,7 @@ def overrides_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _changed_in_a_copy() -> list[str]:
-    """Return the YAML files that differ from the commit in a copy of DVC's, without results: every run changes them."""
+    """Return the YAML files in DVC's copy that differ from the commit, except for results."""
     if not is_copy(Path.cwd()):
         return []
     command = ["git", "diff", "--name-only", "--relative", "HEAD", "--", "*.yaml", "*.yml"]
@@ -77,7 +86,7 @@ def _changed_in_a_copy() -> list[str]:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether `folder` is in a copy of the working tree that DVC made: below `.dvc/tmp/exps`."""
+    """Return whether `folder` is in a copy of the working tree by DVC: below `.dvc/tmp/exps`."""
     return any(parent.parts[-3:] == (".dvc", "tmp", "exps") for parent in folder.parents)
 
 

@@ -53,13 +53,18 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
         "scores_rows": _score_rows(facts.evaluation.eval),
         "sources_rows": [
-            {"score": score, "losses": _interval(score.tuned)} for score in facts.evaluation.eval.by_source
+            {"score": score, "losses": _interval(score.tuned)}
+            for score in facts.evaluation.eval.by_source
         ],
         "percentiles": f"Percentiles: {percentiles_text} tokens." if percentiles_text else "",
         "call_warning": warning_of(facts.modes),
-        "repetition": repetition(total.conversations, total.kept, total.tokens, total.repeated_tokens),
+        "repetition": repetition(
+            total.conversations, total.kept, total.tokens, total.repeated_tokens
+        ),
         "times": _time_rows(facts),
-        "links": [{**vars(link), "versions": _versions_text(link.versions)} for link in facts.links],
+        "links": [
+            {**vars(link), "versions": _versions_text(link.versions)} for link in facts.links
+        ],
         "losses": _loss_rows(facts),
         "unread": _unread_rows(facts),
         "ranks": _rank_rows(facts),
@@ -84,13 +89,22 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
     hours = units.rounded(found.hours, unit) if found.hours >= 1 else units.small(found.hours, unit)
     attempts = "" if facts.attempts == 1 else f" in {units.count(facts.attempts, 'attempts')}"
     devices = units.count(found.devices, f"{found.device}s")
-    beside = f"to train: {devices} held for {units.seconds(found.held_s)}{attempts}, starting and ending included"
+    beside = (
+        f"to train: {devices} held for {units.seconds(found.held_s)}{attempts}, starting and "
+        "ending included"
+    )
     if found.used_fraction is not None:
         used = units.percent(found.used_fraction)
-        beside += f", {used} of it in steps of the model; the rest was startup, saving, validation and repeated steps"
+        beside += (
+            f", {used} of it in steps of the model; the rest was startup, saving, "
+            "validation "
+            "and repeated steps"
+        )
     planned = facts.plan.prediction.gpu_hours
     if planned.value is not None:
-        low, value, high = (units.rounded(one) for one in (planned.low, planned.value, planned.high))
+        low, value, high = (
+            units.rounded(one) for one in (planned.low, planned.value, planned.high)
+        )
         beside += f". The plan predicted {value} for the steps ({low} to {high})"
     return {"amount": hours, "beside": f"{beside}."}
 
@@ -110,7 +124,9 @@ def _score_rows(scores: Scores) -> list[dict[str, Any]]:
         if one is not None:
             low, high = (math.exp(min(end, _MAX_EXPONENT)) for end in (one.low, one.high))
             perplexities = f"{units.rounded(low)} to {units.rounded(high)}"
-        rows.append({"name": name, "score": score, "losses": _interval(score), "perplexities": perplexities})
+        rows.append(
+            {"name": name, "score": score, "losses": _interval(score), "perplexities": perplexities}
+        )
     return rows
 
 
@@ -121,17 +137,20 @@ def _interval(score: Score) -> str:
 
 
 def _rank_rows(facts: ReportFacts) -> list[dict[str, Any]]:
-    """Return the use of every rank, for several ranks or a GPU: one process of a CPU is in the cards already."""
+    """Return every rank's use, for several ranks or a GPU: the cards have one CPU process."""
     use = facts.rank_use
     if len(use.peak_memory_bytes) < 2 and not use.utilization:
         return []
     utilization = use.utilization or (None,) * len(use.peak_memory_bytes)
     pairs = zip(utilization, use.peak_memory_bytes, strict=True)
-    return [{"rank": rank, "utilization": used, "memory": memory} for rank, (used, memory) in enumerate(pairs)]
+    return [
+        {"rank": rank, "utilization": used, "memory": memory}
+        for rank, (used, memory) in enumerate(pairs)
+    ]
 
 
 def _time_rows(facts: ReportFacts) -> list[dict[str, Any]]:
-    """Return a row for every span of the stages, with its colour, which those of one stage share in shades."""
+    """Return a row for every span of the stages, with its colour; a stage's spans share shades."""
     colours = dict(zip(facts.manifests, cycle(SERIES), strict=False))
     shades: Counter[str] = Counter()
     total_s = facts.total_s or 1.0
@@ -156,7 +175,7 @@ def _versions_text(versions: Mapping[str, str]) -> str:
 
 
 def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
-    """Return the best prediction of each strategy: the chosen one first, then the others, the fastest first."""
+    """Return each strategy's best prediction: the chosen one, then the others, fastest first."""
     chosen = plan.chosen.strategy or "chosen"
     others = [(name, way) for name, way in plan.others.items() if name != chosen]
     others.sort(key=lambda each: each[1].step_s.value or float("inf"))
@@ -197,9 +216,11 @@ def _unread_rows(facts: ReportFacts) -> list[dict[str, str]]:
 
 
 def _event_rows(facts: ReportFacts) -> list[dict[str, Any]]:
-    """Return every event but step.begin and step.end, with its time since the first one and its fields as text."""
+    """Return every event but step.begin and step.end, with its time since the first, as text."""
     named = [
-        event for event in facts.record.events if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)
+        event
+        for event in facts.record.events
+        if event.get("event") not in (EventName.STEP_BEGIN, EventName.STEP_END)
     ]
     start = next((event["at"] for event in named if isinstance(event.get("at"), (int, float))), 0.0)
     known = {"at", "monotonic_s", "event"}
@@ -207,7 +228,9 @@ def _event_rows(facts: ReportFacts) -> list[dict[str, Any]]:
         {
             "after_s": event["at"] - start if isinstance(event.get("at"), (int, float)) else None,
             "name": str(event.get("event", "unnamed")),
-            "fields": ", ".join(_field_text(key, value) for key, value in event.items() if key not in known),
+            "fields": ", ".join(
+                _field_text(key, value) for key, value in event.items() if key not in known
+            ),
         }
         for event in named
     ]

@@ -1,4 +1,4 @@
-"""The plan's predictions against the measurements: each figure with its band, its measured value and its error.
+"""The plan's predictions against the measurements: each figure's band, measured value and error.
 
 A figure that was not measured, or was measured under another plan, is omitted, never estimated.
 """
@@ -16,7 +16,8 @@ from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.records.plan import Figure, PlanDocument
 from pipeline_lib.records.results import Step, Training
 
-# The first steps of an attempt choose kernels, allocate memory and compile; predictions do not cover them.
+# The first steps of an attempt choose kernels, allocate memory and compile; predictions do not
+# cover them.
 SETTLING_STEPS = 3
 PHASES = ("forward_s", "backward_s", "update_s")
 # The names of Prediction, each with its label and its unit (units.amount).
@@ -39,9 +40,10 @@ FIGURES = {
 _BESIDE_TENSORS, _RECORDS_BYTES = 0.02, 1_000_000
 # The counters of a machine also count packet headers and unrelated traffic.
 _BESIDE_PAYLOAD = 0.05
-_WIDEST = 4  # times the low end; a wider band contains nearly any value, so it does not test the prediction
-# Counters that saw less than this fraction of the exchanged bytes do not count the path that they took, as between
-# ranks of one machine that is configured as several nodes.
+# times the low end; a wider band contains nearly any value, so it does not test the prediction
+_WIDEST = 4
+# Counters that saw less than this fraction of the exchanged bytes do not count the path that they
+# took, as between ranks of one machine that is configured as several nodes.
 _SEEN = 0.01
 
 
@@ -74,20 +76,26 @@ class Compared:
 
     @property
     def beyond_fraction(self) -> float:
-        """The distance from the band, as a fraction of its nearer end; negative below the band, 0 within it."""
+        """The distance from the band as a fraction of its nearer end; negative below, 0 within."""
         end = min(max(self.measured, self.low), self.high)
         return self.measured / end - 1 if end else 0.0
 
 
-def comparison(plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord) -> list[Compared]:
+def comparison(
+    plan: PlanDocument, training: Training, steps: Sequence[Step], record: RunRecord
+) -> list[Compared]:
     """Return every figure of `plan` that was measured, in the order of FIGURES.
 
-    Times are medians over the settled steps, memory is the maximum over all steps, and the run's time is the sum over
-    its attempts.
+    Times are medians over the settled steps, memory is the maximum over all steps, and the run's
+    time is the sum over its attempts.
     """
     others = attempts_elsewhere(plan, record)
     here = steps_here(plan, steps, record)
-    saved = [event for event in record.named(EventName.CHECKPOINT_SAVED) if event.get("attempt") not in others]
+    saved = [
+        event
+        for event in record.named(EventName.CHECKPOINT_SAVED)
+        if event.get("attempt") not in others
+    ]
     measured = {
         **medians(here),
         **_memory(plan, here),
@@ -107,7 +115,7 @@ def comparison(plan: PlanDocument, training: Training, steps: Sequence[Step], re
 
 
 def verdict(compared: Sequence[Compared]) -> str:
-    """Return sentences: how many figures are within their bands, and by how much each of the others is outside."""
+    """Return sentences: how many figures are within their bands, and how far the others are out."""
     judged = [one for one in compared if one.is_judged]
     outside = [one for one in judged if not one.within]
     text = f"{tally(compared)}."
@@ -125,14 +133,18 @@ def tally(compared: Sequence[Compared]) -> str:
     others = len(compared) - len(judged)
     if not judged:
         return f"{units.count(others, 'figures')} not judged"
-    are_within = "figure is within its band" if len(judged) == 1 else "figures are within their bands"
+    are_within = (
+        "figure is within its band" if len(judged) == 1 else "figures are within their bands"
+    )
     text = f"{sum(one.within for one in judged)} of {len(judged)} {are_within}"
     return f"{text}, {others} not judged" if others else text
 
 
 def unjudged(one: Compared) -> str:
     """Return the reason why a figure is not judged."""
-    return "not judged: " + (f"a band of a factor of {one.high / one.low:,.0f}" if one.low > 0 else "a band from zero")
+    return "not judged: " + (
+        f"a band of a factor of {one.high / one.low:,.0f}" if one.low > 0 else "a band from zero"
+    )
 
 
 def beyond(one: Compared) -> str:
@@ -144,20 +156,25 @@ def beyond(one: Compared) -> str:
 def settled(steps: Sequence[Step]) -> list[Step]:
     """Return the steps that predictions cover.
 
-    These come after the first SETTLING_STEPS of their attempt, were applied, and were not slowed by the profiler.
+    These come after the first SETTLING_STEPS of their attempt, were applied, and were not slowed by
+    the profiler.
     """
     seen: Counter[int] = Counter()  # steps by attempt
     found = []
     for step in steps:
         attempt = step.attempt or 1
         seen[attempt] += 1
-        if seen[attempt] > SETTLING_STEPS and step.verdict is None and step.profile_compute_s is None:
+        if (
+            seen[attempt] > SETTLING_STEPS
+            and step.verdict is None
+            and step.profile_compute_s is None
+        ):
             found.append(step)
     return found
 
 
 def medians(steps: Sequence[Step]) -> dict[str, float | None]:
-    """Return medians over the settled of `steps`: seconds of a step and its phases, tokens/s of all ranks, MFU."""
+    """Return medians over the settled of `steps`: seconds of step and phases, tokens/s, MFU."""
     names = ("step_s", *PHASES, "data_wait_s", "tokens_per_s", "mfu")
     found = settled(steps)
     return {name: median(getattr(step, name) for step in found) for name in names}
@@ -179,7 +196,9 @@ def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
     return {
         attempt
         for attempt, event in record.starts.items()
-        if any(value is not None and event.get(key, value) != value for key, value in expected.items())
+        if any(
+            value is not None and event.get(key, value) != value for key, value in expected.items()
+        )
     }
 
 
@@ -189,7 +208,11 @@ def _band(plan: PlanDocument, key: str) -> Figure:
         size = plan.prediction.checkpoint_bytes
         if size is None:
             return Figure()
-        return Figure(value=size, low=size * (1 - _BESIDE_TENSORS), high=size * (1 + _BESIDE_TENSORS) + _RECORDS_BYTES)
+        return Figure(
+            value=size,
+            low=size * (1 - _BESIDE_TENSORS),
+            high=size * (1 + _BESIDE_TENSORS) + _RECORDS_BYTES,
+        )
     figure: Figure = getattr(plan.prediction, key)
     if key == "network_bytes" and figure.high is not None:
         return figure.model_copy(update={"high": figure.high * (1 + _BESIDE_PAYLOAD)})
@@ -197,7 +220,7 @@ def _band(plan: PlanDocument, key: str) -> Figure:
 
 
 def _memory(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | None]:
-    """Return the memory peaks; on CPUs nothing, since the process is measured there but only tensors are predicted."""
+    """Return the memory peaks; nothing on CPUs: the process is measured, tensors are predicted."""
     if not plan.cluster.is_gpu:
         return {}
     return {
@@ -213,7 +236,7 @@ def _network(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | Non
 
 
 def _run(plan: PlanDocument, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
-    """Return the run's time and GPU hours without lost steps; nothing for a run of another length than planned."""
+    """Return the run's time and GPU hours without lost steps; nothing if it has another length."""
     if training.steps is None or training.steps != plan.batch.steps:
         return {}
     last_s = {step.attempt or 1: step.elapsed_s for step in steps}
@@ -231,5 +254,9 @@ def median(values: Any) -> float | None:
 
 def _known(reduce: Callable[[list[float]], float], values: Any) -> float | None:
     """Return `reduce` of the numbers among `values`; None if there are none."""
-    found = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    found = [
+        float(value)
+        for value in values
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
     return float(reduce(found)) if found else None

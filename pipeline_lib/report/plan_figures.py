@@ -1,4 +1,4 @@
-"""The figures of the plan: memory by strategy, the time of a step by cause, and the step's timeline."""
+"""The plan's figures: memory by strategy, a step's time by cause, and the step's timeline."""
 
 from collections.abc import Mapping, Sequence
 
@@ -55,20 +55,24 @@ STEP_NAMES = {
 }
 LANES = ("compute", "exchange", "host")
 EXCHANGE_COLOURS = (*REDS, *AMBERS[1:])
-# If the GPU's memory is at least this multiple of the longest bar, its line is omitted, since it would shrink the bars.
+# If the GPU's memory is at least this multiple of the longest bar, its line is omitted, since it
+# would shrink the bars.
 _FAR = 8
 _MAX_SEGMENTS = 2000
 
 
 def memory_figure(plan: PlanDocument) -> Chart | None:
-    """Draw the predicted memory of a rank under each strategy, part by part, against the memory of its GPU."""
+    """Draw a rank's predicted memory under each strategy, part by part, against its GPU's."""
     if not plan.memory:
         return None
-    chosen, limit = plan.chosen.strategy, plan.machine.gpu_memory_bytes if plan.cluster.is_gpu else None
+    chosen = plan.chosen.strategy
+    limit = plan.machine.gpu_memory_bytes if plan.cluster.is_gpu else None
     ordered = sorted(plan.memory, key=lambda name: name != chosen)
     names = short_names([f"{name}, chosen" if name == chosen else name for name in ordered])
     by_part = [_parts_of(plan.memory[name], plan.cluster.is_gpu) for name in ordered]
-    used = [part for part in (*MEMORY_COLOURS, _WORKING) if any(parts.get(part) for parts in by_part)]
+    used = [
+        part for part in (*MEMORY_COLOURS, _WORKING) if any(parts.get(part) for parts in by_part)
+    ]
     longest = max(sum(parts.values()) for parts in by_part)
     scale, unit = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
     bars = [
@@ -84,10 +88,14 @@ def memory_figure(plan: PlanDocument) -> Chart | None:
         return None
     drawn = limit is not None and limit < _FAR * longest
     label = f"memory of one rank ({unit})"
-    chart = stacked_bars(names, bars, label, "0,0.00", reach=limit / scale if limit and drawn else 0.0)
+    chart = stacked_bars(
+        names, bars, label, "0,0.00", reach=limit / scale if limit and drawn else 0.0
+    )
     if not limit or not drawn:
         return chart
-    chart.plot.add_layout(Span(location=limit / scale, dimension="height", line_color=RED, line_width=2))
+    chart.plot.add_layout(
+        Span(location=limit / scale, dimension="height", line_color=RED, line_width=2)
+    )
     return Chart(chart.plot, (*chart.legend, (RED, f"the GPU has {units.gib(limit)}")))
 
 
@@ -95,11 +103,15 @@ def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> C
     """Draw the seconds of a step: predicted by cause, predicted by phase, and measured by phase."""
     predicted = plan.prediction
     by_cause = {name: value for name, value in predicted.parts.items() if value and value > 0}
-    phases = {name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")}
+    phases = {
+        name: getattr(predicted, f"{name}_s").value for name in ("forward", "backward", "update")
+    }
     bars = {
         "predicted, by cause": by_cause,
         "predicted, by phase": _with_rest(phases, predicted.step_s.value),
-        "measured, by phase": _with_rest({name: measured.get(f"{name}_s") for name in phases}, measured.get("step_s"))
+        "measured, by phase": _with_rest(
+            {name: measured.get(f"{name}_s") for name in phases}, measured.get("step_s")
+        )
         | ({"data": measured.get("data_wait_s") or 0.0} if measured.get("step_s") else {}),
     }
     bars = {name: parts for name, parts in bars.items() if sum(parts.values()) > 0}
@@ -121,21 +133,29 @@ def phases_figure(plan: PlanDocument, measured: Mapping[str, float | None]) -> C
 
 
 def timeline_figure(plan: PlanDocument) -> Chart | None:
-    """Draw the timeline of one predicted step, with a lane each for compute, communication and the host."""
-    segments = [one for one in plan.prediction.segments[:_MAX_SEGMENTS] if one.duration_s and one.start_s is not None]
+    """Draw a predicted step's timeline, with lanes for compute, communication and the host."""
+    segments = [
+        one
+        for one in plan.prediction.segments[:_MAX_SEGMENTS]
+        if one.duration_s and one.start_s is not None
+    ]
     lanes = [lane for lane in LANES if any(one.lane == lane for one in segments)]
     if not lanes:
         return None
     end_s = max((one.start_s or 0.0) + (one.duration_s or 0.0) for one in segments)
     scale, unit = _time_scale(end_s)
     plot = empty_bars(
-        [PART_NAMES.get(lane, lane) for lane in lanes], f"time since the step began ({unit})", 1.02 * end_s / scale
+        [PART_NAMES.get(lane, lane) for lane in lanes],
+        f"time since the step began ({unit})",
+        1.02 * end_s / scale,
     )
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     colours = _colours_of(segments)
     for name, colour in colours.items():
         mine = [one for one in segments if one.name == name and one.lane in lanes]
-        starts, lengths = ([getattr(one, field) / scale for one in mine] for field in ("start_s", "duration_s"))
+        starts, lengths = (
+            [getattr(one, field) / scale for one in mine] for field in ("start_s", "duration_s")
+        )
         columns = {
             "lane": [PART_NAMES.get(one.lane, one.lane) for one in mine],
             "name": [name] * len(mine),
@@ -153,7 +173,11 @@ def timeline_figure(plan: PlanDocument) -> Chart | None:
             source=ColumnDataSource(columns),
         )
         time = f"@left{{0,0.0[00]}} to @right{{0,0.0[00]}} {unit}"
-        add_hover(plot, bars, (("", "@lane"), ("", "@name"), ("", f"@length{{0,0.0[00]}} {unit}"), ("", time)))
+        add_hover(
+            plot,
+            bars,
+            (("", "@lane"), ("", "@name"), ("", f"@length{{0,0.0[00]}} {unit}"), ("", time)),
+        )
     return Chart(plot, tuple((colour, name) for name, colour in colours.items()))
 
 
@@ -163,12 +187,14 @@ def _parts_of(memory: Memory, is_gpu: bool) -> dict[str, int]:
     if not is_gpu:
         parts["reserve"] = None  # belongs to CUDA and NCCL
     known = {name: size for name, size in parts.items() if size}
-    working = (memory.allocated_bytes or 0) - sum(size for name, size in known.items() if name != "reserve")
+    working = (memory.allocated_bytes or 0) - sum(
+        size for name, size in known.items() if name != "reserve"
+    )
     return known | ({_WORKING: working} if working > 0 else {})
 
 
 def _with_rest(phases: Mapping[str, float | None], step_s: float | None) -> dict[str, float]:
-    """Return the seconds of the phases and the rest of the step; nothing if the phases or the step are unknown."""
+    """Return the seconds of the phases and the step's rest; nothing if either is unknown."""
     known = {name: value for name, value in phases.items() if value is not None}
     if not known or step_s is None:
         return {}
@@ -179,7 +205,9 @@ def _colours_of(segments: Sequence[Segment]) -> dict[str, str]:
     """Return the colour of each segment name: phases as in phases_figure, exchanges in rotation."""
     names = list(dict.fromkeys(one.name for one in segments))
     others = [name for name in names if name not in STEP_COLOURS]
-    in_turns = {name: EXCHANGE_COLOURS[turn % len(EXCHANGE_COLOURS)] for turn, name in enumerate(others)}
+    in_turns = {
+        name: EXCHANGE_COLOURS[turn % len(EXCHANGE_COLOURS)] for turn, name in enumerate(others)
+    }
     return {name: STEP_COLOURS.get(name) or in_turns[name] for name in names}
 
 

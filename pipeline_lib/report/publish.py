@@ -1,7 +1,7 @@
 """Publishing: the git-tracked record, links to results, and the summary table.
 
-results/current/ is no Snakemake output. Every publish rewrites it, since DVC compares those files, and removes the
-model that was added for the previously recorded experiment.
+results/current/ is no Snakemake output. Every publish rewrites it, since DVC compares those files,
+and removes the model that was added for the previously recorded experiment.
 """
 
 import shlex
@@ -34,9 +34,13 @@ CURRENT = Path("results/current")
 RECORDING = Path("results/.recording")  # lock of the process that writes to CURRENT
 MODEL_NAME = "model"
 NOTABLE = 0.02  # of the time of all stages
-# Every path that `publish` and `record` write or remove and that git may track; git ignores the model itself.
+# Every path that `publish` and `record` write or remove and that git may track; git ignores the
+# model itself.
 FOR_GIT = (
-    *(CURRENT / name for name in ("config.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")),
+    *(
+        CURRENT / name
+        for name in ("config.yaml", "metrics.json", "curves.csv", f"{MODEL_NAME}.dvc", ".gitignore")
+    ),
     Path("dvc.lock"),  # DVC updates it with every record
 )
 
@@ -50,14 +54,17 @@ def best_of(dag: Dag) -> Experiment:
         return dag.experiment
     first = outcomes(dag)[0]
     if not first.is_done:
-        raise IntegrityError("no experiment of the sweep is finished; run `snakemake` with the same config first")
+        raise IntegrityError(
+            "no experiment of the sweep is finished; run `snakemake` with the same config first"
+        )
     return next(one for one in dag.experiments if one.name == first.name)
 
 
 def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dict[Path, str]:
-    """Rewrite config.yaml, metrics.json and curves.csv in `target`, each atomically; return their texts.
+    """Rewrite config.yaml, metrics.json and curves.csv in `target` atomically; return their texts.
 
-    The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not sealed, or is damaged.
+    The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not
+    sealed, or is damaged.
     """
     report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
     ran = settings_of_run(experiment.config)
@@ -75,14 +82,23 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dic
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Return the config with defaults; it compiles to the same stages, so keys left to `strategy: auto` are omitted."""
-    left = set(CHOSEN_KEYS) - set(held_keys(config.train)) if config.train.strategy == "auto" else set()
+    """Return the config with defaults, without keys left to `strategy: auto`.
+
+    It compiles to the same stages.
+    """
+    left = (
+        set(CHOSEN_KEYS) - set(held_keys(config.train))
+        if config.train.strategy == "auto"
+        else set()
+    )
     idle = {"validation_fraction"} if config.data.validation else set()
-    return as_in_a_file(config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle}))
+    return as_in_a_file(
+        config.model_dump(mode="json", exclude_none=True, exclude={"train": left, "data": idle})
+    )
 
 
 def as_in_a_file(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `keys` of a config by their names in a file: one that had both names of a key would be refused."""
+    """Return a config's `keys` by their names in a file: both names of one would be refused."""
     if "train" not in keys:
         return dict(keys)
     return {**keys, "train": {RENAMED.get(key, key): value for key, value in keys["train"].items()}}
@@ -104,8 +120,8 @@ def drop_model(target: Path) -> None:
 def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = True) -> None:
     """Print results, stage durations, links, and the command that starts a chat with the model.
 
-    Unless `is_linked`, as for another store's experiment, no link is made and the paths are those in `store`. Raise
-    IntegrityError if the experiment is not finished.
+    Unless `is_linked`, as for another store's experiment, no link is made and the paths are those
+    in `store`. Raise IntegrityError if the experiment is not finished.
     """
     sealed_part(experiment, store, "report")
     console = Console(highlight=False)
@@ -124,7 +140,7 @@ def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = Tru
 
 
 def _python() -> str:
-    """Return how to call this Python from here: `make demo` leaves its environment, `.venv`, not activated."""
+    """Return how to call this Python here: `make demo` leaves `.venv`, its own, not activated."""
     path = Path(sys.executable)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "python"
 
@@ -132,9 +148,16 @@ def _python() -> str:
 def summary_table(experiment: Experiment, store: Store) -> Table:
     """Return a table of base and tuned losses, tokens, speed, and seconds of each stage."""
     parts = [part for part in experiment.specs if part not in ("plan", "report")]
-    facts = read_facts(experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts})
+    facts = read_facts(
+        experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts}
+    )
     scores, training = facts.evaluation.eval, facts.training
-    table = Table(title=f"Experiment {experiment.name}", title_justify="left", show_header=False, pad_edge=False)
+    table = Table(
+        title=f"Experiment {experiment.name}",
+        title_justify="left",
+        show_header=False,
+        pad_edge=False,
+    )
     table.add_column()
     table.add_column(justify="right")
     if scores.are_of_nothing:
@@ -152,7 +175,9 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     all_s = 0.0
     for part, spec in experiment.specs.items():
         manifest = read_manifest(store.sealed(spec.ref))
-        spans = [span for span in facts.spans if span.part == part] or [Span(part, "", manifest.duration_s)]
+        spans = [span for span in facts.spans if span.part == part] or [
+            Span(part, "", manifest.duration_s)
+        ]
         took_s = sum(span.duration_s for span in spans)
         all_s += took_s
         table.add_row(part, units.seconds(took_s))
@@ -164,11 +189,15 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
 
 
 def sealed_part(experiment: Experiment, store: Store, part: str) -> Path:
-    """Return the verified directory of a part. Raise IntegrityError if it is not finished, or is damaged."""
+    """Return the verified directory of a part.
+
+    Raise IntegrityError if it is not finished, or is damaged.
+    """
     path = store.sealed(experiment.ref(part))
     if not store.is_sealed(experiment.ref(part)):
         raise IntegrityError(
-            f"{path}: experiment {experiment.name!r} has no finished {part}; run `snakemake` with the same config first"
+            f"{path}: experiment {experiment.name!r} has no finished {part}; run `snakemake` with "
+            "the same config first"
         )
     verify(path, store.verified)
     return path

@@ -1,4 +1,4 @@
-"""Recording of a finished experiment in DVC: `publish`, optionally the model, then `dvc exp save`."""
+"""Record a finished experiment in DVC: `publish`, optionally the model, then `dvc exp save`."""
 
 import json
 import re
@@ -30,12 +30,25 @@ from pipeline_lib.report.publish import (
 REMEDIES = (
     (
         r"not inside of a DVC repository|Only supported for Git repositories",
-        "this folder is no git repository with DVC in it; run `git init` and `dvc init` here and commit",
+        "this folder is no git repository with DVC in it; run `git init` and `dvc init` here and "
+        "commit",
     ),
-    (r"Empty git repo", "the git repository has no commit yet, and an experiment hangs on one; commit first"),
-    (r"conflicts with existing experiment", "an experiment of this name is recorded; take another, or add --force"),
-    (r"Invalid exp name", "git does not take this name; use letters, digits, '.', '_', '-' and '='"),
-    (r"dvc\.yaml' (?:is invalid|validation failed)", "dvc.yaml does not read; `dvc exp show` says where"),
+    (
+        r"Empty git repo",
+        "the git repository has no commit yet, and an experiment hangs on one; commit first",
+    ),
+    (
+        r"conflicts with existing experiment",
+        "an experiment of this name is recorded; take another, or add --force",
+    ),
+    (
+        r"Invalid exp name",
+        "git does not take this name; use letters, digits, '.', '_', '-' and '='",
+    ),
+    (
+        r"dvc\.yaml' (?:is invalid|validation failed)",
+        "dvc.yaml does not read; `dvc exp show` says where",
+    ),
 )
 
 
@@ -48,59 +61,76 @@ def record(
     force: bool = False,
     is_of_default_config: bool = False,
 ) -> None:
-    """Publish `experiment` and save the working tree as the DVC experiment `name`, optionally with the model.
+    """Publish `experiment` and save the tree as the DVC experiment `name`, maybe with the model.
 
-    DVC takes the parameters from DEFAULT_CONFIG. Unless it `is_of_default_config`, the experiment's config is saved in
-    its place, so that DVC's parameters are those of the run and `dvc exp apply` brings them back.
+    DVC takes the parameters from DEFAULT_CONFIG. Unless it `is_of_default_config`, the experiment's
+    config is saved in its place, so that DVC's parameters are those of the run and `dvc exp apply`
+    brings them back.
 
-    A lock allows one record at a time in a working tree. `dvc exp apply` and git write there too, so the saved files
-    are read back, and the DVC experiment is dropped if they differ from what was published. Raise PipelineError with
-    DVC's reason, ConfigError for a name that is empty or that of a file, IntegrityError if the experiment is not
-    finished.
+    A lock allows one record at a time in a working tree. `dvc exp apply` and git write there too,
+    so the saved files are read back, and the DVC experiment is dropped if they differ from what was
+    published. Raise PipelineError with DVC's reason, ConfigError for a name that is empty or that
+    of a file, IntegrityError if the experiment is not finished.
     """
     if not name:  # dvc would generate one
         raise ConfigError("record", ["the name is empty; give the experiment one"])
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
-        raise ConfigError("record", [f"{name!r} is a file, and no name; type `record NAME {shlex.quote(name)}`"])
+        raise ConfigError(
+            "record", [f"{name!r} is a file, and no name; type `record NAME {shlex.quote(name)}`"]
+        )
     config_text = None if is_of_default_config else _as_config(experiment)
     with locked(RECORDING, say):
         published = publish(experiment, store)
         added = _add_model(experiment, store, say) if with_model else []
         published |= {path: path.read_text(encoding="utf-8") for path in added}
-        include = [argument for path in published for argument in ("--include-untracked", str(path))]
+        include = [
+            argument for path in published for argument in ("--include-untracked", str(path))
+        ]
         options = [f"--name={name}", "--json", *(["--force"] if force else []), *include]
         output = _dvc("exp", "save", *options, what=f"record {name!r}")
         try:
             commit = str(json.loads(output[output.index("{") :])["ref"])
         except (ValueError, KeyError) as error:
             raise PipelineError(
-                f"record {name!r}: dvc does not say what it saved, but {shortened(output, 200)!r}; look at "
+                f"record {name!r}: dvc does not say what it saved, but {shortened(output, 200)!r}; "
+                "look at "
                 "`dvc exp show`, and record again with --force"
             ) from error
-        refs = _git("for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps").split()
+        refs = _git(
+            "for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps"
+        ).split()
         if config_text is not None:
             published[DEFAULT_CONFIG] = config_text
             saved, commit = commit, _with_config(commit, config_text)
             for ref in refs:
                 _git("update-ref", ref, commit, saved)
-        if any(_git("show", f"{commit}:./{path.as_posix()}") != text for path, text in published.items()):
+        if any(
+            _git("show", f"{commit}:./{path.as_posix()}") != text
+            for path, text in published.items()
+        ):
             for ref in refs:
                 _git("update-ref", "-d", ref)
             raise PipelineError(
-                f"record {name!r}: something else wrote to {CURRENT} meanwhile, so nothing was recorded; record again"
+                f"record {name!r}: something else wrote to {CURRENT} meanwhile, so nothing was "
+                "recorded; record again"
             )
     say(f"recorded experiment {experiment.name!r} as {name}; see `dvc exp show`")
     if with_model and not _has_remote():
         say(
-            "warning: DVC has no remote, and `dvc exp push` looks for it in what was recorded: it would send no model; "
-            f"type `dvc remote add --default NAME FOLDER-OR-URL`, then record {name} again with --force"
+            "warning: DVC has no remote, and `dvc exp push` looks for it in what was recorded: it "
+            "would send no model; "
+            f"type `dvc remote add --default NAME FOLDER-OR-URL`, then record {name} again with "
+            "--force"
         )
 
 
 def _as_config(experiment: Experiment) -> str:
-    """Return the experiment's config as a file with the keys that were set, by their names in a file."""
+    """Return the experiment's config as a file with the set keys, by their names in a file."""
     keys = experiment.config.model_dump(mode="json", exclude_unset=True)
-    return f"# Experiment {experiment.name}, recorded from another config.\n{yaml_of(as_in_a_file(keys))}"
+    return (
+        f"# Experiment {experiment.name}, recorded from another "
+        f"config.\n{yaml_of(as_in_a_file(keys))}"
+    )
 
 
 def _with_config(commit: str, text: str) -> str:
@@ -126,17 +156,26 @@ def _has_remote() -> bool:
 
 
 def _git(*arguments: str, text: str = "", **environment: str) -> str:
-    """Return git's output when it reads `text`, with the further variables `environment`; empty if it fails."""
-    command = ["env", *(f"{name}={value}" for name, value in environment.items()), "git", *arguments]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
+    """Return git's output for the input `text` with variables `environment`; empty if it fails."""
+    command = [
+        "env",
+        *(f"{name}={value}" for name, value in environment.items()),
+        "git",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, encoding="utf-8", check=False
+    )
     return done.stdout
 
 
 def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None]) -> list[Path]:
-    """Copy the sealed model into DVC's cache and to results/current/model; return the files that git tracks."""
+    """Copy the sealed model to DVC's cache and to results/current/model; return git's files."""
     sealed, model = sealed_part(experiment, store, "merge"), CURRENT / MODEL_NAME
     if model.exists():
-        raise PipelineError(f"{model}: this is no model that `record` put there; move it away and record again")
+        raise PipelineError(
+            f"{model}: this is no model that `record` put there; move it away and record again"
+        )
     say(f"adding {sealed} to DVC's cache as {model}")
     _dvc("add", "--out", str(model), str(sealed.resolve()), what=f"add the model {sealed}")
     return [path for path in (model_pointer(CURRENT), CURRENT / ".gitignore") if path.exists()]
@@ -151,5 +190,11 @@ def _dvc(*arguments: str, what: str) -> str:
     for pattern, remedy in REMEDIES:
         if re.search(pattern, done.stderr):
             raise PipelineError(f"cannot {what}: {remedy}")
-    errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    raise PipelineError(f"cannot {what}: dvc says: {redact(' '.join(errors) or done.stderr.strip())}")
+    errors = [
+        line.removeprefix("ERROR: ")
+        for line in done.stderr.splitlines()
+        if line.startswith("ERROR: ")
+    ]
+    raise PipelineError(
+        f"cannot {what}: dvc says: {redact(' '.join(errors) or done.stderr.strip())}"
+    )

@@ -1,4 +1,4 @@
-"""The report stage: render the sealed results of all stages as one page, a summary and the training curves."""
+"""The report stage: render all stages' sealed results as a page, a summary and training curves."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -12,17 +12,25 @@ from pipeline_lib.report.curves import curves_csv, curves_of
 from pipeline_lib.report.facts import ReportFacts, read_facts
 from pipeline_lib.report.page import render
 
-# The numbers that experiments are compared by. DVC shows every value of a metrics file as a column of `dvc exp show`,
-# so it has few. The settings among them tell which experiment of a sweep ran; DVC's parameters are the config's keys.
+# The numbers that experiments are compared by. DVC shows every value of a metrics file as a column
+# of `dvc exp show`, so it has few. The settings among them tell which experiment of a sweep ran;
+# DVC's parameters are the config's keys.
 
-METRICS = ("eval.tuned.loss", "eval.base.loss", "train.tokens_per_s", "train.train_s", "train.peak_memory_mb")
+METRICS = (
+    "eval.tuned.loss",
+    "eval.base.loss",
+    "train.tokens_per_s",
+    "train.train_s",
+    "train.peak_memory_mb",
+)
 SETTINGS = ("method", "lr", "global_batch_tokens")
 
 
 def summary_of(facts: ReportFacts) -> dict[str, Any]:
-    """Return the known numbers: losses in nats per supervised token, times in seconds, memory in MB (1e6 bytes).
+    """Return the known numbers: losses in nats per supervised token, seconds, MB (1e6 bytes).
 
-    The plan's errors are fractions of the predicted values: 0.1 where the measured value is a tenth higher.
+    The plan's errors are fractions of the predicted values: 0.1 where the measured value is a tenth
+    higher.
     """
     scores, training = facts.evaluation.eval, facts.training
     peak_bytes, throughput = facts.peak_memory_bytes, facts.tokens_per_s
@@ -65,12 +73,18 @@ def settings_of_run(config: Config) -> dict[str, Any]:
     """Return the experiment's name, its model and SETTINGS."""
     source = config.model
     model = getattr(source, "name", None) or getattr(source, "path", None) or source.source
-    shown = {key: getattr(config.train, key) for key in SETTINGS if key not in config.train.replaced_keys}
+    shown = {
+        key: getattr(config.train, key) for key in SETTINGS if key not in config.train.replaced_keys
+    }
     return {"experiment": config.experiment, "model": model, **shown}
 
 
 def _at(values: Any, key: str) -> Any:
-    return reduce(lambda inner, name: inner.get(name) if isinstance(inner, dict) else None, key.split("."), values)
+    return reduce(
+        lambda inner, name: inner.get(name) if isinstance(inner, dict) else None,
+        key.split("."),
+        values,
+    )
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +107,7 @@ REPORT_NAME, SUMMARY_NAME, CURVES_NAME = "report.html", "summary.json", "curves.
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write report.html, summary.json and curves.csv from the sealed inputs, and return counts for the manifest."""
+    """Write report.html, summary.json and curves.csv from the sealed inputs; return counts."""
     facts = read_facts(str(job.spec.settings["experiment"]), job.inputs)
     curves = curves_of(facts.steps)
     page = render(facts, curves)
@@ -104,5 +118,8 @@ def run(job: Job) -> dict[str, Any]:
     job.say(f"report: {facts.evaluation.verdict.text}")
     for line in how_to_call(facts.modes):
         job.say(f"report: {line}")
-    job.say(f"report: {REPORT_NAME} is {size_bytes / 1e6:.1f} MB; open it in any browser, it needs no network")
+    job.say(
+        f"report: {REPORT_NAME} is {size_bytes / 1e6:.1f} MB; open it in any browser, it needs no "
+        "network"
+    )
     return {"page_bytes": size_bytes, "steps": len(facts.steps), "points": len(curves.step)}

@@ -1,4 +1,4 @@
-"""Held-out losses with standard errors, and tests of whether two models differ by more than chance."""
+"""Held-out losses with standard errors, and tests of whether two models differ beyond chance."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from pipeline_lib.records.results import DocumentScore, Score, Scores
 
-# Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio of sums over
-# documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques, section 6.4, without the finite
-# population correction). Intervals use Student's t distribution.
+# Losses with standard errors. Held-out documents are treated as a random sample. A loss is a ratio
+# of sums over documents, with the standard error of a ratio estimate (Cochran, Sampling Techniques,
+# section 6.4, without the finite population correction). Intervals use Student's t distribution.
 
 MIN_DOCUMENTS = 20  # with fewer, the longest documents dominate, and intervals come out too short
 TOO_FEW = f"fewer than {MIN_DOCUMENTS} held-out documents are too few to tell"
@@ -22,7 +22,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class SampleEstimate:
-    """A value, its standard error in the same unit, and the number of documents that it is based on."""
+    """A value, its standard error in its unit, and the number of documents it is based on."""
 
     value: float
     standard_error: float
@@ -44,8 +44,12 @@ class SampleEstimate:
         return self.interval()[1]
 
     def interval(self, pairs: int = 1) -> tuple[float, float]:
-        """Return the ends of the 95 % interval; with `pairs`, of one of so many intervals that hold jointly."""
-        reach = critical(pairs, self.documents - 1) * self.standard_error if self.has_enough else math.inf
+        """Return the ends of the 95 % interval; with `pairs`, of one of several joint ones."""
+        reach = (
+            critical(pairs, self.documents - 1) * self.standard_error
+            if self.has_enough
+            else math.inf
+        )
         return self.value - reach, self.value + reach
 
     def gain_over(self, other: "SampleEstimate") -> "SampleEstimate":
@@ -59,7 +63,10 @@ class SampleEstimate:
 
 @dataclass(frozen=True)
 class Losses:
-    """Each document's sum of -log p over its supervised tokens, float64[n] in nats, and their number, int64[n]."""
+    """Each document's -log p over its supervised tokens, in nats, and their number, int64[n].
+
+    The sums of -log p are float64[n].
+    """
 
     nats: NDArray[np.float64]
     tokens: NDArray[np.int64]
@@ -90,19 +97,20 @@ class Losses:
         return Losses(self.nats[numbers], self.tokens[numbers])
 
     def gain_over(self, other: "Losses") -> SampleEstimate:
-        """Return how much lower this mean is than that of `other` on the same documents in the same order."""
+        """Return how much lower this mean is than `other`'s on the same, ordered documents."""
         return _ratio(other.nats - self.nats, self.tokens)
 
     def is_below(self, other: "Losses") -> bool:
-        """Return True if this mean is below that of `other` on the same documents by more than chance."""
+        """Return True if this mean is below `other`'s on the same documents beyond chance."""
         return self.gain_over(other).low > 0
 
 
 def critical(pairs: int, freedom: int) -> float:
-    """Return the half width, in standard errors, of each of `pairs` intervals that hold jointly in 95 % of cases.
+    """Return the half width, in standard errors, of `pairs` intervals that hold jointly in 95 %.
 
-    This is Student's t quantile with Bonferroni's correction, by its expansion about the normal quantile (Abramowitz
-    and Stegun 26.7.5). Four digits are correct from 19 degrees of freedom on, for up to 190 pairs.
+    This is Student's t quantile with Bonferroni's correction, by its expansion about the normal
+    quantile (Abramowitz and Stegun 26.7.5). Four digits are correct from 19 degrees of freedom on,
+    for up to 190 pairs.
     """
     z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (2 * pairs))
     terms = (
@@ -115,7 +123,7 @@ def critical(pairs: int, freedom: int) -> float:
 
 
 def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> SampleEstimate:
-    """Return the ratio of the sums; its standard error is infinite if fewer than two documents have tokens."""
+    """Return the ratio of the sums; its error is infinite with tokens in under two documents."""
     total, count = float(tokens.sum()), int(np.count_nonzero(tokens))
     value = float(nats.sum()) / total
     if count < 2:
@@ -131,7 +139,8 @@ def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> SampleEstima
 class LossGain:
     """The tuned model's gain over the model `than`, in nats per supervised token.
 
-    `is_paired` is True if both models were compared document by document, and False if by their means.
+    `is_paired` is True if both models were compared document by document, and False if by their
+    means.
     """
 
     than: str
@@ -140,7 +149,7 @@ class LossGain:
 
     @property
     def is_noise(self) -> bool:
-        """True if the 95 % interval contains 0, or if there are too few documents for an interval."""
+        """True if the 95 % interval contains 0, or if there are too few documents."""
         return self.gain.low <= 0 <= self.gain.high
 
     @property
@@ -154,10 +163,11 @@ class LossGain:
 
 
 def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[LossGain]:
-    """Return the gains over the base model, and over the tuned one with shuffled prompts, if their errors are known.
+    """Return the gains over the base model and over shuffled prompts, if errors are known.
 
-    The base model is compared document by document if possible, which cancels differences in difficulty. Other means
-    are compared as if from different documents; if anything, this makes the interval too wide.
+    The base model is compared document by document if possible, which cancels differences in
+    difficulty. Other means are compared as if from different documents; if anything, this makes the
+    interval too wide.
     """
     tuned, base, shuffled = map(_estimate, (scores.tuned, scores.base, scores.shuffled))
     gains = []
@@ -167,12 +177,14 @@ def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Loss
     elif tuned and base:
         gains.append(LossGain("base", tuned.gain_over(base), is_paired=False))
     if tuned and shuffled:
-        gains.append(LossGain("tuned, shuffled prompts", tuned.gain_over(shuffled), is_paired=False))
+        gains.append(
+            LossGain("tuned, shuffled prompts", tuned.gain_over(shuffled), is_paired=False)
+        )
     return gains
 
 
 def estimate_of(score: Score) -> SampleEstimate | None:
-    """Return the loss with its standard error; None if either is unknown or there are too few documents."""
+    """Return the loss with its standard error; None if either is unknown or documents are few."""
     estimate = _estimate(score)
     return estimate if estimate and estimate.has_enough else None
 

@@ -30,7 +30,7 @@ _NATS = "{0.0000} nats/token"
 
 @dataclass(frozen=True)
 class _StepAxis:
-    """What the figures over the steps share: the range of steps, and the vertical line at the pointer."""
+    """What the figures over steps share: the steps' range, and a vertical line at the pointer."""
 
     steps: Range1d
     pointer: Span
@@ -45,8 +45,10 @@ class _StepAxis:
         return plot
 
 
-def training_figures(curves: Curves, restarts: Sequence[int], validations: Mapping[int, float]) -> dict[str, Chart]:
-    """Return the training figures that have data, by element id; `restarts` are the first steps of later attempts."""
+def training_figures(
+    curves: Curves, restarts: Sequence[int], validations: Mapping[int, float]
+) -> dict[str, Chart]:
+    """Return the training figures with data, by element id; `restarts` begin later attempts."""
     if not len(curves.step):
         return {}
     first, last = int(curves.step[0]), int(curves.step[-1])
@@ -59,9 +61,13 @@ def training_figures(curves: Curves, restarts: Sequence[int], validations: Mappi
     drawn = {
         "figure-loss": _loss(curves, restarts, validations, axis),
         "figure-lr": _curve(curves, "lr", "learning rate", GREEN, "0.00e+0", axis),
-        "figure-throughput": _curve(curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", axis),
+        "figure-throughput": _curve(
+            curves, "tokens_per_s", "tokens/s, all ranks", AMBER, "0,0", axis
+        ),
         "figure-gradient": _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", axis),
-        "figure-peak": _curve(curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", axis, GIB_OF_MB),
+        "figure-peak": _curve(
+            curves, "peak_memory_mb", "peak memory (GiB)", TEAL, "0,0.0[0]", axis, GIB_OF_MB
+        ),
     }
     if (gradient := drawn["figure-gradient"]) is not None:
         log = _curve(curves, "grad_norm", "gradient norm (L2)", PURPLE, "0.00", axis, is_log=True)
@@ -69,14 +75,19 @@ def training_figures(curves: Curves, restarts: Sequence[int], validations: Mappi
     return {name: chart for name, chart in drawn.items() if chart is not None}
 
 
-def _loss(curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], axis: _StepAxis) -> Chart | None:
-    """Draw raw, smoothed and held-out loss, with a line at each restart, on a linear and a logarithmic scale."""
+def _loss(
+    curves: Curves, restarts: Sequence[int], validations: Mapping[int, float], axis: _StepAxis
+) -> Chart | None:
+    """Draw raw, smoothed and held-out loss, with each restart, on linear and logarithmic scales."""
     if not np.isfinite(curves.loss).any():
         return None
     each = "each step"
     if curves.steps_per_point > 1:
         each = f"mean of {curves.steps_per_point} steps, from lowest to highest"
-    legend = [(FAINT_BLUE, each), (BLUE, f"moving average, half-life {curves.half_life_steps} steps")]
+    legend = [
+        (FAINT_BLUE, each),
+        (BLUE, f"moving average, half-life {curves.half_life_steps} steps"),
+    ]
     legend += [(AMBER, "held-out blocks")] * bool(validations) + [(RED, "restart")] * bool(restarts)
     columns = {"step": curves.step, "loss": curves.loss, "smooth": curves.loss_smooth}
     source = ColumnDataSource({**columns, "low": curves.low["loss"], "high": curves.high["loss"]})
@@ -95,7 +106,15 @@ def _loss(curves: Curves, restarts: Sequence[int], validations: Mapping[int, flo
             points = plot.scatter("step", "loss", color=AMBER, size=6, source=held_out)
             add_hover(plot, points, (("step", "@step{0,0}"), ("held-out loss", f"@loss{_NATS}")))
         for step in restarts:
-            plot.add_layout(Span(location=step, dimension="height", line_color=RED, line_dash="dashed", line_width=1))
+            plot.add_layout(
+                Span(
+                    location=step,
+                    dimension="height",
+                    line_color=RED,
+                    line_dash="dashed",
+                    line_width=1,
+                )
+            )
         plots.append(plot)
     return Chart(plots[0], tuple(legend), log_plot=plots[1])
 

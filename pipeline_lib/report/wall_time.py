@@ -1,4 +1,4 @@
-"""Where the wall time of an experiment went: the spans of each stage, and the bytes that set the pace of some."""
+"""Where an experiment's wall time went: each stage's spans, and the bytes that paced some."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ REST = "rest"
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds of the stage that made `part`: of the work called `name`, or of all of it if the name is empty.
+    """Seconds of the stage that made `part`: of the work `name`, or of all if that is empty.
 
     `size_bytes` were read or written in them; 0 if they do not set the pace or are not known.
     """
@@ -31,8 +31,10 @@ class Span:
         return self.size_bytes / self.duration_s if self.size_bytes and self.duration_s else None
 
 
-def wall_time(manifests: Mapping[str, Manifest], record: RunRecord, steps: Sequence[Step]) -> list[Span]:
-    """Return the spans of all parts, in the order of `manifests`; a stage that made several parts is counted once.
+def wall_time(
+    manifests: Mapping[str, Manifest], record: RunRecord, steps: Sequence[Step]
+) -> list[Span]:
+    """Return all parts' spans, in the order of `manifests`; a stage with several parts counts once.
 
     The time of a training is that of all its attempts, by `record` and `steps`.
     """
@@ -53,7 +55,7 @@ def wall_time(manifests: Mapping[str, Manifest], record: RunRecord, steps: Seque
 
 
 def _with_rest(part: str, total_s: float, spans: Sequence[Span]) -> list[Span]:
-    """Return `spans` and what they leave of the total; one span without a name if there are none."""
+    """Return `spans` and what they leave of the total; a nameless span if there are none."""
     if not spans:
         return [Span(part, "", total_s)]
     rest_s = total_s - sum(span.duration_s for span in spans)
@@ -72,19 +74,21 @@ def _of_manifest(part: str, manifest: Manifest) -> Iterator[Span]:
 
 
 def _training_s(manifest: Manifest, record: RunRecord) -> float:
-    """Return the seconds of all attempts; the stage that sealed the training was the last of them."""
+    """Return the seconds of all attempts; the last of them sealed the training."""
     earlier = sorted(record.held_s.items())[:-1]
     return manifest.duration_s + sum(held_s for _, held_s in earlier)
 
 
 def _of_training(record: RunRecord, steps: Sequence[Step]) -> list[Span]:
-    """Return the spans of a training; none if its events are of an earlier version, which did not mark them."""
+    """Return a training's spans; none if an earlier version, without marks, wrote its events."""
     marks = (EventName.RUN_LAUNCHED, EventName.RUN_START, EventName.RUN_STEPS)
     launched, started, stepping = (_times(record, name) for name in marks)
     if not stepping:
         return []
     steps_s = sum((step.step_s or 0.0) + (step.data_wait_s or 0.0) for step in steps)
-    saves_s = sum(number(event.get("wait_s")) or 0.0 for event in record.named(EventName.CHECKPOINT_SAVED))
+    saves_s = sum(
+        number(event.get("wait_s")) or 0.0 for event in record.named(EventName.CHECKPOINT_SAVED)
+    )
     return [
         Span("train", "start and load", _between(launched, started)),
         Span("train", "first pass", _between(started, stepping)),
@@ -100,4 +104,6 @@ def _times(record: RunRecord, name: str) -> dict[Any, float]:
 
 def _between(begins: Mapping[Any, float], ends: Mapping[Any, float]) -> float:
     """Return the seconds from begin to end, summed over the attempts that have both."""
-    return sum(max(0.0, end - begins[attempt]) for attempt, end in ends.items() if attempt in begins)
+    return sum(
+        max(0.0, end - begins[attempt]) for attempt, end in ends.items() if attempt in begins
+    )

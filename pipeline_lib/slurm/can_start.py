@@ -1,4 +1,4 @@
-"""Whether the training can be started at all, by SLURM or on this machine: checked once, before any stage runs."""
+"""Whether the training can be started, by SLURM or here: checked once, before any stage runs."""
 
 import re
 import shutil
@@ -23,18 +23,27 @@ _SRUN = "cluster.launcher: srun works only in a SLURM job"
 _WITHOUT_SRUN = "or set it to auto, which starts the ranks without srun where there is no job"
 # The key of the site file that sbatch complains about, by a word of its message.
 _BLAMED = (
-    *(("account", "account"), ("qos", "qos"), ("feature", "constraint"), ("partition", "partition")),
+    *(
+        ("account", "account"),
+        ("qos", "qos"),
+        ("feature", "constraint"),
+        ("partition", "partition"),
+    ),
     *(("reservation", "reservation"), ("node name", "exclude"), ("node list", "exclude")),
 )
 
 
 def refuse_jobs(
-    site: Site, request: JobRequest, groups: list[NodeGroup], others: Iterable[str] = (), given: Sequence[str] = ()
+    site: Site,
+    request: JobRequest,
+    groups: list[NodeGroup],
+    others: Iterable[str] = (),
+    given: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError, naming what to change, if SLURM would refuse the jobs or could never start them.
+    """Raise ConfigError with what to change if SLURM would refuse or could never start the jobs.
 
-    `others` are problems of jobs other than the training's. They are computed only when they are needed. `given` are
-    further options of the training job.
+    `others` are problems of jobs other than the training's. They are computed only when they are
+    needed. `given` are further options of the training job.
     """
     problems = list(wrong_partitions(site, groups)) or [*too_much(request, site, groups), *others]
     if not problems and (refusal := _refusal(site, request, given)):
@@ -44,24 +53,35 @@ def refuse_jobs(
 
 
 def refuse_here(cluster: Cluster, is_job: bool) -> None:
-    """Raise ConfigError if the training cannot be started here: it needs several nodes, or GPUs that are missing.
+    """Raise ConfigError if the training cannot start here, for lack of several nodes or of GPUs.
 
     Within a job (`is_job`), GPUs are not counted: the training starts tasks on the job's nodes.
     """
-    problem, wanted = why_not_started(cluster.launcher, cluster.nodes, is_job), cluster.gpus_per_node
-    if problem is None and wanted and not is_job and (visible := _visible_gpus()) is not None and visible < wanted:
+    problem = why_not_started(cluster.launcher, cluster.nodes, is_job)
+    wanted = cluster.gpus_per_node
+    if (
+        problem is None
+        and wanted
+        and not is_job
+        and (visible := _visible_gpus()) is not None
+        and visible < wanted
+    ):
         lower = f"lower it{'' if visible else ' to 0 to train on the CPU'}"
-        problem = f"cluster.gpus_per_node: {count(wanted, 'GPUs')} configured, and this machine has {visible}; {lower},"
+        problem = (
+            f"cluster.gpus_per_node: {count(wanted, 'GPUs')} configured, and this machine "
+            f"has {visible}; {lower},"
+        )
         problem += f" or train {_AS_A_JOB}"
     if problem:
         raise ConfigError("the training", [problem])
 
 
 def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = False) -> str | None:
-    """Return why `launcher` cannot start ranks on `nodes` nodes, within a job, on hosts or neither; None if it can."""
+    """Return why `launcher` cannot start ranks on `nodes` nodes, in a job or on hosts; or None."""
     if nodes > 1 and not is_job and not has_hosts:
         return (
-            f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or on machines that ssh reaches, listed as `hosts` in the"
+            f"cluster.nodes: {nodes} nodes train {_AS_A_JOB}; or on machines that ssh reaches, "
+            "listed as `hosts` in the"
             " site file or as PIPELINE_HOSTS=NAME,NAME (docs/two-machines.md); or set it to 1"
         )
     if launcher == "srun" and not is_job:
@@ -70,11 +90,14 @@ def why_not_started(launcher: str, nodes: int, is_job: bool, has_hosts: bool = F
 
 
 def warning_of_srun(cluster: Cluster, environ: Mapping[str, str]) -> str | None:
-    """Return a warning if `cluster` wants srun and no job can be submitted from this machine; else None."""
+    """Return a warning if `cluster` wants srun but no job can be submitted here; else None."""
     has_slurm = shutil.which("sbatch", path=environ.get("PATH")) is not None
     if cluster.launcher != "srun" or has_slurm or can_start_tasks(environ):
         return None
-    return f"{_SRUN}, and there is no sbatch on PATH: on a login node train {_AS_A_JOB}; {_WITHOUT_SRUN}"
+    return (
+        f"{_SRUN}, and there is no sbatch on PATH: on a login node train {_AS_A_JOB}; "
+        f"{_WITHOUT_SRUN}"
+    )
 
 
 @cache
@@ -84,14 +107,16 @@ def _visible_gpus() -> int | None:
     It runs in a process of its own: importing torch takes seconds, and it would stay in memory.
     """
     try:
-        done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_COUNT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_COUNT_S
+        )
     except subprocess.TimeoutExpired:
         return None
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdecimal() else None
 
 
 def sbatch_options(site: Site, request: JobRequest, given: Sequence[str] = ()) -> list[str]:
-    """Return the options of the training job, as the executor plugin passes them; `given` are the user's."""
+    """Return the training job's options, as the executor plugin has them; `given` by the user."""
     options = {
         **site.job_options(is_training=True),
         "nodes": request.nodes,
@@ -106,7 +131,10 @@ def sbatch_options(site: Site, request: JobRequest, given: Sequence[str] = ()) -
 
 
 def _refusal(site: Site, request: JobRequest, given: Sequence[str]) -> str | None:
-    """Return why SLURM would refuse such a job, with the key to change; None if it accepts or does not answer."""
+    """Return why SLURM would refuse such a job, with the key to change; None if it does not.
+
+    It is also None if SLURM does not answer.
+    """
     options = sbatch_options(site, request, given)
     command = ["sbatch", "--test-only", *options, "--wrap", "true"]
     try:
@@ -115,7 +143,9 @@ def _refusal(site: Site, request: JobRequest, given: Sequence[str]) -> str | Non
         return None
     if done.returncode == 0 or has_no_answer(done.stderr):
         return None
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["sbatch refused the job without a message"]
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or [
+        "sbatch refused the job without a message"
+    ]
     reason = re.sub(r"^(sbatch: error: |allocation failure: )+", "", lines[-1])
     blamed = next((key for word, key in _BLAMED if word in reason.lower()), None)
     hint = f"; set {where_set(blamed)}" if blamed else f" (asked for: {' '.join(options)})"

@@ -1,4 +1,4 @@
-"""What the cluster has, according to `sinfo`, and whether it can ever meet a request: checked before submission."""
+"""What the cluster has, by `sinfo`, and whether it can meet a request: checked beforehand."""
 
 import re
 import subprocess
@@ -13,7 +13,8 @@ from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import VARIABLES, Site
 
 _FORMAT = "%P|%a|%l|%D|%c|%m|%G"
-# Without --exact, unlike nodes share a line that has their minimum. Without --noconvert, 1024 nodes are `1K`.
+# Without --exact, unlike nodes share a line that has their minimum. Without --noconvert, 1024 nodes
+# are `1K`.
 _SINFO = ("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format", _FORMAT)
 _CALL_S = 20.0
 
@@ -33,7 +34,10 @@ class NodeGroup:
 
 
 def read_groups() -> list[NodeGroup]:
-    """Return the nodes of all partitions, by groups of equal ones. Raises ConfigError if sinfo gives no answer."""
+    """Return the nodes of all partitions, by groups of equal ones.
+
+    Raises ConfigError if sinfo gives no answer.
+    """
     done = None
     try:
         done = subprocess.run(_SINFO, capture_output=True, text=True, timeout=_CALL_S)
@@ -59,7 +63,9 @@ def parse_group(line: str) -> NodeGroup:
         nodes=_number(nodes),
         cpus=_number(cpus),
         memory_mb=_number(memory_mb),
-        gpus=sum(int(found) for found in re.findall(r"gpu(?::[^:,(]*[^\d:,(][^:,(]*)?:(\d+)", gres)),
+        gpus=sum(
+            int(found) for found in re.findall(r"gpu(?::[^:,(]*[^\d:,(][^:,(]*)?:(\d+)", gres)
+        ),
     )
 
 
@@ -69,7 +75,7 @@ def _number(text: str) -> int:
 
 
 def groups_of(partition: str | None, groups: list[NodeGroup]) -> list[NodeGroup]:
-    """Return the nodes of `partition`, which may list several as `a,b`; None stands for SLURM's default partition."""
+    """Return the nodes of `partition`, which may be several, `a,b`; None is SLURM's default."""
     if partition is None:
         return [group for group in groups if group.is_default] or groups
     return [group for group in groups if group.partition in partition.split(",")]
@@ -78,11 +84,15 @@ def groups_of(partition: str | None, groups: list[NodeGroup]) -> list[NodeGroup]
 def limit_of(groups: list[NodeGroup]) -> int | None:
     """Return the longest time limit of these nodes in minutes; None if one has no limit."""
     limits = [group.limit_minutes for group in groups]
-    return None if None in limits else max((limit for limit in limits if limit is not None), default=None)
+    return (
+        None
+        if None in limits
+        else max((limit for limit in limits if limit is not None), default=None)
+    )
 
 
 def fitted(request: JobRequest, groups: list[NodeGroup]) -> JobRequest:
-    """Return `request` with time, memory and CPUs capped to what `groups` have, for generous defaults."""
+    """Return `request` with time, memory and CPUs capped to `groups`, for generous defaults."""
     if not groups:
         return request
     return replace(
@@ -101,13 +111,20 @@ def wrong_partitions(site: Site, groups: list[NodeGroup]) -> Iterator[str]:
             if wanted and wanted not in known:
                 near = get_close_matches(wanted, known, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                yield f"partition {wanted!r} does not exist{hint}; partitions: {', '.join(known)}; set {where_set(key)}"
+                yield (
+                    f"partition {wanted!r} does not exist{hint}; partitions: "
+                    f"{', '.join(known)}; "
+                    f"set {where_set(key)}"
+                )
             elif wanted and not any(group.is_up for group in groups_of(wanted, groups)):
-                yield f"partition {wanted!r} is down and takes no jobs; wait, or name another as {where_set(key)}"
+                yield (
+                    f"partition {wanted!r} is down and takes no jobs; wait, or name another as "
+                    f"{where_set(key)}"
+                )
 
 
 def too_much(request: JobRequest, site: Site, groups: list[NodeGroup]) -> Iterator[str]:
-    """Yield a problem if the partition's nodes have too little, are too few, or do not allow the run time."""
+    """Yield a problem if the partition's nodes have too little, are too few, or lack the time."""
     own = groups_of(site.partition, groups)
     where = f"partition {site.partition or own[0].partition}"
     cpus = request.tasks_per_node * request.cpus_per_task
@@ -116,22 +133,30 @@ def too_much(request: JobRequest, site: Site, groups: list[NodeGroup]) -> Iterat
         yield f"cluster.gpus_per_node: {wanted}, and the nodes of {where} have at most {most}"
     elif cpus > (most := max(group.cpus for group in own)):
         yield (
-            f"cluster.cpus_per_rank: {count(request.tasks_per_node, 'ranks')} x {request.cpus_per_task} need "
+            f"cluster.cpus_per_rank: {count(request.tasks_per_node, 'ranks')} x "
+            f"{request.cpus_per_task} need "
             f"{count(cpus, 'CPUs')}, and the nodes of {where} have at most {most}"
         )
     elif request.memory_mb > (most := max(group.memory_mb for group in own)):
         yield (
-            f"cluster.memory_gb: the job needs {request.memory_mb / 1000:.0f} GB of host memory on each node, and the "
+            f"cluster.memory_gb: the job needs {request.memory_mb / 1000:.0f} GB of host memory on "
+            "each node, and the "
             f"nodes of {where} have at most {most / 1000:.0f} GB"
         )
     else:
         large = [one for one in own if one.gpus >= request.gpus_per_node and one.cpus >= cpus]
         nodes = sum(group.nodes for group in large if group.memory_mb >= request.memory_mb)
         if nodes < request.nodes:
-            yield f"cluster.nodes: {count(request.nodes, 'nodes')} of this size, and {where} has {nodes}"
+            yield (
+                f"cluster.nodes: {count(request.nodes, 'nodes')} of this size, and {where} has "
+                f"{nodes}"
+            )
     limit = limit_of(own)
     if limit is not None and request.runtime_minutes > limit:
-        yield f"cluster.runtime_minutes: {request.runtime_minutes} minutes, and {where} allows {limit}"
+        yield (
+            f"cluster.runtime_minutes: {request.runtime_minutes} minutes, and {where} allows "
+            f"{limit}"
+        )
 
 
 def where_set(key: str) -> str:

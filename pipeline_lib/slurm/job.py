@@ -1,4 +1,4 @@
-"""Describe the SLURM job of this process and the jobs in the queue, wait for jobs, and requeue this one."""
+"""Describe this process's SLURM job and the queue, wait for jobs, and requeue this one."""
 
 import re
 import shutil
@@ -17,16 +17,24 @@ from pipeline_lib.core.stage import Say
 from pipeline_lib.core.text import reason_of
 from pipeline_lib.core.units import count
 
-# The SLURM job of this process. Snakemake's job step passes on only the job's number from SLURM's variables, so
-# `scontrol` is asked for everything else.
+# The SLURM job of this process. Snakemake's job step passes on only the job's number from SLURM's
+# variables, so `scontrol` is asked for everything else.
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 CALL_S = 30.0
 PATIENCE_S = 120.0  # a control daemon is restarted within a minute
 RETRY_S = 2.0
-# Words of SLURM's programs that mean that the control daemon does not answer (yet). Any other message is an answer.
+# Words of SLURM's programs that mean that the control daemon does not answer (yet). Any other
+# message is an answer.
 _NO_ANSWER = (
-    *("unable to contact", "timed out", "zero bytes", "connection refused", "connection reset", "standby"),
+    *(
+        "unable to contact",
+        "timed out",
+        "zero bytes",
+        "connection refused",
+        "connection reset",
+        "standby",
+    ),
     *("temporarily", "communication", "no answer"),
 )
 
@@ -46,19 +54,24 @@ class SlurmJob:
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> "SlurmJob | None":
-        """Return the job of the environment `environ`; None outside of a job. Raises as `scontrol`."""
+        """Return the job of the environment `environ`; None outside of a job.
+
+        Raises as `scontrol`.
+        """
         number = environ.get(JOB_VARIABLE, "")
         return show_job(int(number)) if number.isdecimal() else None
 
     @property
     def left_s(self) -> float | None:
         """The seconds left when SLURM was asked, by its own count; None without a time limit."""
-        limit_s, run_s = (seconds_of(self.fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
+        limit_s, run_s = (
+            seconds_of(self.fields.get(name, "")) for name in ("TimeLimit", "RunTime")
+        )
         return None if limit_s is None or run_s is None else limit_s - run_s
 
 
 def seconds_of(duration: str) -> float | None:
-    """Parse a duration that SLURM prints, `1-00:30:00` or `30:00`; return None for `UNLIMITED` and the like."""
+    """Parse a duration of SLURM, `1-00:30:00` or `30:00`; return None for `UNLIMITED` and such."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", duration)
     if found is None:
         return None
@@ -67,7 +80,7 @@ def seconds_of(duration: str) -> float | None:
 
 
 def can_start_tasks(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is in a job whose nodes `srun` reaches, the user's or Snakemake's."""
+    """Return whether this process is in a job, the user's or Snakemake's, that `srun` reaches."""
     return JOB_VARIABLE in environ and shutil.which("srun", path=environ.get("PATH")) is not None
 
 
@@ -77,7 +90,7 @@ def show_job(number: int) -> SlurmJob:
 
 
 def job_and_log(environ: Mapping[str, str]) -> str | None:
-    """Describe the job, its nodes and its log file, for the end of an error message; None outside of a job."""
+    """Describe the job, its nodes and its log file, to end an error message; None without a job."""
     number = environ.get(JOB_VARIABLE, "")
     if not number.isdecimal():
         return None
@@ -89,7 +102,10 @@ def job_and_log(environ: Mapping[str, str]) -> str | None:
 
 
 def node_address(name: str) -> str:
-    """Return the address of the node `name`, since node names need not resolve. Raises as `scontrol`."""
+    """Return the address of the node `name`, since node names need not resolve.
+
+    Raises as `scontrol`.
+    """
     return fields_of(scontrol("show", "node", name))["NodeAddr"]
 
 
@@ -99,7 +115,7 @@ def node_names(node_list: str) -> tuple[str, ...]:
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Parse `JobId=7 JobName=two words JobState=RUNNING` into a mapping; values may contain spaces."""
+    """Parse `JobId=7 JobName=two words JobState=RUNNING` into a mapping; values may have spaces."""
     parts = re.split(r"\s+(?=[A-Z][A-Za-z:/_]*=)", line.strip())
     return {name: value for name, _, value in (part.partition("=") for part in parts)}
 
@@ -110,7 +126,7 @@ def has_no_answer(text: str) -> bool:
 
 
 def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
-    """Return what `scontrol --oneliner ARGUMENTS` prints; retry while the control daemon does not answer.
+    """Return what `scontrol --oneliner ARGUMENTS` prints; retry while the daemon does not answer.
 
     Raises SlurmError if SLURM refuses, and Interrupted if there is no answer within `patience_s`.
     """
@@ -123,7 +139,9 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
         except subprocess.TimeoutExpired:
             pass
         except OSError as error:
-            raise SlurmError(f"scontrol cannot be run ({error}): put SLURM's programs on PATH") from error
+            raise SlurmError(
+                f"scontrol cannot be run ({error}): put SLURM's programs on PATH"
+            ) from error
         else:
             if done.returncode == 0:
                 return done.stdout
@@ -132,13 +150,15 @@ def scontrol(*arguments: str, patience_s: float = PATIENCE_S) -> str:
                 raise SlurmError(f"scontrol {' '.join(arguments)}: {reason}")
         if time.monotonic() > deadline_s:
             raise Interrupted(
-                f"SLURM did not answer for {patience_s:.0f} s (scontrol {' '.join(arguments)}: {reason}); {CONTINUES}"
+                f"SLURM did not answer for {patience_s:.0f} s (scontrol {' '.join(arguments)}: "
+                f"{reason}); {CONTINUES}"
             )
         time.sleep(RETRY_S)
 
 
-# Our jobs in SLURM's queue, from one call of squeue. The executor plugin names jobs by UUIDs. It puts the rule and its
-# wildcards, thus the digest of the stage instance, into the comment: `rule_train_stage_wildcards_DIGEST`.
+# Our jobs in SLURM's queue, from one call of squeue. The executor plugin names jobs by UUIDs. It
+# puts the rule and its wildcards, thus the digest of the stage instance, into the comment:
+# `rule_train_stage_wildcards_DIGEST`.
 
 RUNNING = "RUNNING"
 PENDING = "PENDING"
@@ -147,7 +167,10 @@ _FORMAT = "%i|%T|%r|%S|%Z|%k"  # the comment last, since it may contain anything
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in the queue. `start` is its actual or expected start as squeue prints it, "N/A" if not known."""
+    """A job in the queue.
+
+    `start` is its actual or expected start as squeue prints it, "N/A" if not known.
+    """
 
     id: str
     state: str
@@ -159,14 +182,18 @@ class QueuedJob:
     @property
     def shown(self) -> str:
         """The state, with SLURM's reason if the job is pending: `PENDING (Resources)`."""
-        return f"{self.state} ({self.reason})" if self.state == PENDING and self.reason else self.state
+        return (
+            f"{self.state} ({self.reason})" if self.state == PENDING and self.reason else self.state
+        )
 
 
 def queued_jobs(timeout_s: float = 5.0) -> list[QueuedJob] | None:
-    """Return all jobs in the queue with a comment; None without SLURM or if it does not answer in time."""
+    """Return all queued jobs with a comment; None without SLURM or an answer in time."""
     command = ["squeue", "--noheader", "--format", _FORMAT]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode:
@@ -180,28 +207,32 @@ def queued_jobs(timeout_s: float = 5.0) -> list[QueuedJob] | None:
 
 
 def of_digest(jobs: list[QueuedJob], *digests: str) -> list[QueuedJob]:
-    """Return the jobs that work on a stage instance of `digests`: running ones first, then pending ones."""
+    """Return the jobs on a stage instance of `digests`: running ones first, then pending ones."""
     found = [job for job in jobs if any(digest in job.comment for digest in digests)]
     return sorted(found, key=lambda job: (job.state != RUNNING, job.state != PENDING))
 
 
-# A killed Snakemake leaves its jobs in the queue. The next one waits for them instead of submitting a second copy.
+# A killed Snakemake leaves its jobs in the queue. The next one waits for them instead of submitting
+# a second copy.
 
 _POLL_S = 5.0
 _TELL_S = 60.0
 _SILENCE_S = 300.0  # without an answer, after which the queue is taken to be empty
-# Reasons that do not go away with time: limits of a partition, and limits that a single job exceeds.
+# Reasons that do not go away with time: limits of a partition, and limits that a single job
+# exceeds.
 _STUCK = re.compile(
-    r"held|neversatisfied|invalid|badconstraints|partition\w*limit|perjob|pernode|maxmemperlimit", re.IGNORECASE
+    r"held|neversatisfied|invalid|badconstraints|partition\w*limit|perjob|pernode|maxmemperlimit",
+    re.IGNORECASE,
 )
-_QUOTA = re.compile(r"^(QOS|Assoc)?(Grp|Max)|Limit$")  # all other limits, of a user, an account or a QOS
+# all other limits, of a user, an account or a QOS
+_QUOTA = re.compile(r"^(QOS|Assoc)?(Grp|Max)|Limit$")
 
 
 def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
-    """Wait until no queued job of ours makes one of the stage instances in `titles`, given by digest.
+    """Wait until no queued job of ours makes a stage instance in `titles`, given by digest.
 
-    Only jobs submitted from `work_dir` count: jobs of other clones have locks, and may use other stores. Raises
-    ConfigError for a job that will never start.
+    Only jobs submitted from `work_dir` count: jobs of other clones have locks, and may use other
+    stores. Raises ConfigError for a job that will never start.
     """
     told_s = answered_s = time.monotonic() - _TELL_S
     waited = False
@@ -223,8 +254,15 @@ def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
         if time.monotonic() - told_s >= _TELL_S:
             for digest, job in ours.items():
                 is_quota = job.state == PENDING and _QUOTA.search(job.reason)
-                why = "; a quota is used up, and the job starts when other jobs have ended" if is_quota else ""
-                say(f"waiting for SLURM job {job.id}, {job.shown}, of an earlier snakemake: {titles[digest]}{why}")
+                why = (
+                    "; a quota is used up, and the job starts when other jobs have ended"
+                    if is_quota
+                    else ""
+                )
+                say(
+                    f"waiting for SLURM job {job.id}, {job.shown}, of an earlier snakemake: "
+                    f"{titles[digest]}{why}"
+                )
             if jobs is None:
                 say("squeue does not answer; waiting for it")
             told_s = time.monotonic()
@@ -232,7 +270,8 @@ def wait_for_jobs(titles: Mapping[str, str], work_dir: Path, say: Say) -> None:
         time.sleep(_POLL_S)
 
 
-# Requeueing of an interrupted job, as long as it makes progress. SLURM itself requeues only after the loss of a node.
+# Requeueing of an interrupted job, as long as it makes progress. SLURM itself requeues only after
+# the loss of a node.
 
 VAIN_ATTEMPTS = 3  # in a row that saved nothing new
 _ENDED_WITHIN_S = 120.0
@@ -249,10 +288,12 @@ class TrainingJob:
 
 
 def queue_again(run: TrainingJob, error: PipelineError, say: Say) -> str:
-    """Requeue the SLURM job of this process, which `error` interrupted. SLURM then ends this process.
+    """Requeue the SLURM job of this process, which `error` interrupted.
 
-    Returns the reason if the job is not requeued: it is no longer running, the limit is reached, it makes no progress,
-    or SLURM refused or did not answer.
+    SLURM then ends this process.
+
+    Returns the reason if the job is not requeued: it is no longer running, the limit is reached, it
+    makes no progress, or SLURM refused or did not answer.
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)
@@ -266,7 +307,10 @@ def queue_again(run: TrainingJob, error: PipelineError, say: Say) -> str:
         # Before the request, which ends this process.
         log.emit(EventName.RUN_REQUEUED, job=run.job, step=run.saved_step, reason=brief)
         say(f"launch: {error}")
-        say(f"launch: SLURM job {run.job} will be queued again, to continue from step {run.saved_step} in some minutes")
+        say(
+            f"launch: SLURM job {run.job} will be queued again, to continue from step "
+            f"{run.saved_step} in some minutes"
+        )
     except PipelineError as silent:
         return str(silent)
     try:
@@ -288,10 +332,19 @@ def why_not(events: Sequence[Mapping[str, Any]], run: TrainingJob) -> str | None
     for event in events:
         if event.get("job") == run.job and event.get("event") == EventName.RUN_REQUEUED:
             steps.append(event.get("step"))
-        elif event.get("job") == run.job and event.get("event") == EventName.RUN_REQUEUE_REFUSED and steps:
+        elif (
+            event.get("job") == run.job
+            and event.get("event") == EventName.RUN_REQUEUE_REFUSED
+            and steps
+        ):
             steps.pop()
     if len(steps) >= run.max_requeues:
-        return f"cluster.max_requeues allows {count(run.max_requeues, 'times')}, and that is reached"
+        return (
+            f"cluster.max_requeues allows {count(run.max_requeues, 'times')}, and that is reached"
+        )
     if steps[1 - VAIN_ATTEMPTS :] == [run.saved_step] * (VAIN_ATTEMPTS - 1):
-        return f"{VAIN_ATTEMPTS} attempts in a row ended at step {run.saved_step}, so something else is wrong"
+        return (
+            f"{VAIN_ATTEMPTS} attempts in a row ended at step {run.saved_step}, so something "
+            "else is wrong"
+        )
     return None

@@ -1,4 +1,4 @@
-"""The request of one job, and the same as resources of a rule, in the names of Snakemake's SLURM plugin.
+"""One job's request, and the same as a rule's resources, in the names of Snakemake's SLURM plugin.
 
 None leaves a resource out.
 """
@@ -38,18 +38,30 @@ class JobRequest:
 EXTRA = "slurm_extra"
 _OUR_OPTIONS = ("--signal", "--open-mode")
 OF_STAGE = (
-    *("mem_mb", "runtime", "cpus_per_task", "gres", "slurm_account", "slurm_partition", "qos", "constraint"),
+    *(
+        "mem_mb",
+        "runtime",
+        "cpus_per_task",
+        "gres",
+        "slurm_account",
+        "slurm_partition",
+        "qos",
+        "constraint",
+    ),
     "slurm_extra",
 )
 OF_TRAINING = (*OF_STAGE, "nodes", "mpi", "tasks_per_node", "tasks", "tasks_per_gpu")
 
 
-def training_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
+def training_resources(
+    request: JobRequest, site: Site, given: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the resources of a job with one task per rank, whose batch step starts the tasks.
 
-    Any value of `mpi` keeps the plugin's job step from taking the place of the tasks. A true value makes the plugin ask
-    for several tasks, and it refuses a single one. `--signal` reaches job steps only: the ranks, but not the Snakemake
-    in the job. `given` are further options of the user.
+    Any value of `mpi` keeps the plugin's job step from taking the place of the tasks. A true value
+    makes the plugin ask for several tasks, and it refuses a single one. `--signal` reaches job
+    steps only: the ranks, but not the Snakemake in the job. `given` are further options of the
+    user.
     """
     own = ("--open-mode=append", f"--signal=USR1@{request.warning_s}")
     several_each, several = request.tasks_per_node > 1, request.tasks > 1
@@ -64,14 +76,20 @@ def training_resources(request: JobRequest, site: Site, given: Sequence[str] = (
 
 
 def stage_resources(request: JobRequest, site: Site, given: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the resources of a job with one task, on a node with GPUs if it asks for one; `given` as above."""
+    """Return the resources of a job of one task, with GPUs if it asks for one; `given` as above."""
     return _job(request, site, request.gpus_per_node > 0, given)
 
 
-def _job(request: JobRequest, site: Site, is_training: bool, further: Sequence[str]) -> dict[str, Any]:
-    """Return the resources of a job; options that the plugin has no resource for go into `slurm_extra`, ours last."""
+def _job(
+    request: JobRequest, site: Site, is_training: bool, further: Sequence[str]
+) -> dict[str, Any]:
+    """Return a job's resources; options without a resource go into `slurm_extra`, ours last."""
     options = site.job_options(is_training)
-    named = [f"--{name}={options[name]}" for name in ("reservation", "exclude") if options[name] is not None]
+    named = [
+        f"--{name}={options[name]}"
+        for name in ("reservation", "exclude")
+        if options[name] is not None
+    ]
     return {
         "mem_mb": request.memory_mb,
         "runtime": request.runtime_minutes,
@@ -86,9 +104,10 @@ def _job(request: JobRequest, site: Site, is_training: bool, further: Sequence[s
 
 
 def given_options(resources: Mapping[str, Any], rule: str) -> tuple[str, ...]:
-    """Return the options in `slurm_extra` of the `resources` that the user gave for `rule` on the command line.
+    """Return the options in `slurm_extra` of the `resources` that the user gave for `rule`.
 
-    Raises ConfigError for those that would take the warning from a training, or its log, and if a quote is not closed.
+    Raises ConfigError for those that would take the warning from a training, or its log, and if a
+    quote is not closed.
     """
     if EXTRA not in resources:
         return ()
@@ -98,7 +117,11 @@ def given_options(resources: Mapping[str, Any], rule: str) -> tuple[str, ...]:
     try:
         options = tuple(shlex.split(given))
     except ValueError as error:
-        raise ConfigError(f"{EXTRA} of {rule}", [f"{given}: {error}; write it as a shell would read it"]) from error
+        raise ConfigError(
+            f"{EXTRA} of {rule}", [f"{given}: {error}; write it as a shell would read it"]
+        ) from error
     if ours := [option for option in options if option.partition("=")[0] in _OUR_OPTIONS]:
-        raise ConfigError(f"{EXTRA} of {rule}", [f"{option}: {OF_THE_JOB}; leave it out" for option in ours])
+        raise ConfigError(
+            f"{EXTRA} of {rule}", [f"{option}: {OF_THE_JOB}; leave it out" for option in ours]
+        )
     return options

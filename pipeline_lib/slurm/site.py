@@ -1,7 +1,7 @@
-"""Read what a site needs in every SLURM job, and its hosts where there is no SLURM, from a small file of the user's.
+"""Read what a site needs in every SLURM job, and its hosts without SLURM, from a user's file.
 
-Environment variables override it. None of it belongs in an experiment's config or in the repository: it changes with
-the cluster and does not affect results.
+Environment variables override it. None of it belongs in an experiment's config or in the
+repository: it changes with the cluster and does not affect results.
 """
 
 import json
@@ -36,11 +36,21 @@ _A_KEY = "it has a key of its own in the site file"
 _THE_PLAN = "the plan, or a key of `cluster` in the config, sets it"
 OF_THE_JOB = "the pipeline needs it as it sets it"
 _TAKEN = {
-    **dict.fromkeys(("account", "partition", "qos", "constraint", "reservation", "exclude"), _A_KEY),
-    **dict.fromkeys(("gres", "gpus", "gpus-per-node"), "use `gpu_type` in the site file for the kind of GPU"),
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "mem", "mem-per-cpu", "time"), _THE_PLAN),
+    **dict.fromkeys(
+        ("account", "partition", "qos", "constraint", "reservation", "exclude"), _A_KEY
+    ),
+    **dict.fromkeys(
+        ("gres", "gpus", "gpus-per-node"), "use `gpu_type` in the site file for the kind of GPU"
+    ),
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "mem", "mem-per-cpu", "time"),
+        _THE_PLAN,
+    ),
     **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), _THE_PLAN),
-    **dict.fromkeys(("signal", "open-mode", "job-name", "output", "error", "comment", "export", "chdir"), OF_THE_JOB),
+    **dict.fromkeys(
+        ("signal", "open-mode", "job-name", "output", "error", "comment", "export", "chdir"),
+        OF_THE_JOB,
+    ),
     **dict.fromkeys(("parsable", "wrap", "array", "clusters", "requeue", "no-requeue"), OF_THE_JOB),
 }
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=.*)?", re.DOTALL)
@@ -49,33 +59,57 @@ _OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=.*)?", re.DOTALL)
 class Site(Section):
     """The keys of the site file; none is required."""
 
-    account: str | None = Field(None, description="account that jobs are charged to (sbatch --account)")
+    account: str | None = Field(
+        None, description="account that jobs are charged to (sbatch --account)"
+    )
     partition: str | None = Field(
-        None, description="partition for training and evaluation; for all stages without cpu_partition"
+        None,
+        description="partition for training and evaluation; for all stages without cpu_partition",
     )
     cpu_partition: str | None = Field(None, description="partition for the stages that need no GPU")
-    cpu_account: str | None = Field(None, description="account of the stages that need no GPU; default: `account`")
+    cpu_account: str | None = Field(
+        None, description="account of the stages that need no GPU; default: `account`"
+    )
     qos: str | None = Field(None, description="quality of service (sbatch --qos)")
-    cpu_qos: str | None = Field(None, description="quality of service of the stages that need no GPU; default: `qos`")
-    constraint: str | None = Field(None, description="features of the nodes to train on (sbatch --constraint)")
-    gpu_type: str | None = Field(None, description="kind of GPU that jobs ask for, as in `--gres gpu:h100:8`")
-    reservation: str | None = Field(None, description="reservation of all jobs (sbatch --reservation)")
+    cpu_qos: str | None = Field(
+        None, description="quality of service of the stages that need no GPU; default: `qos`"
+    )
+    constraint: str | None = Field(
+        None, description="features of the nodes to train on (sbatch --constraint)"
+    )
+    gpu_type: str | None = Field(
+        None, description="kind of GPU that jobs ask for, as in `--gres gpu:h100:8`"
+    )
+    reservation: str | None = Field(
+        None, description="reservation of all jobs (sbatch --reservation)"
+    )
     exclude: str | None = Field(None, description="nodes that no job shall get (sbatch --exclude)")
-    sbatch: tuple[str, ...] = Field((), description="further options of all jobs, such as `--mail-type=FAIL`")
-    gpu_sbatch: tuple[str, ...] = Field((), description="further options of jobs on GPUs: training, merge, evaluation")
+    sbatch: tuple[str, ...] = Field(
+        (), description="further options of all jobs, such as `--mail-type=FAIL`"
+    )
+    gpu_sbatch: tuple[str, ...] = Field(
+        (), description="further options of jobs on GPUs: training, merge, evaluation"
+    )
     cpu_sbatch: tuple[str, ...] = Field((), description="further options of the other stages")
     setup: tuple[str, ...] = Field(
         (), description="shell lines before each stage in its job, such as `module load cuda`"
     )
-    environment: dict[str, str] = Field({}, description="variables of every job, such as `NCCL_IB_HCA: mlx5`")
-    scratch: str | None = Field(None, description="fast folder of each node, for temporary files and compiler caches")
+    environment: dict[str, str] = Field(
+        {}, description="variables of every job, such as `NCCL_IB_HCA: mlx5`"
+    )
+    scratch: str | None = Field(
+        None, description="fast folder of each node, for temporary files and compiler caches"
+    )
     short_stages_as_jobs: bool = Field(False, description="submit plan and report as jobs too")
     hosts: tuple[str, ...] | str = Field(
         (),
-        description="machines to train on without SLURM, as ssh knows them; or the path of a DeepSpeed hostfile",
+        description="machines to train on without SLURM, as ssh knows them; or the path of a "
+        "DeepSpeed hostfile",
     )
     interface: str | None = Field(
-        None, description="network interface between the hosts, such as `ib0`; default: one by which all are reached"
+        None,
+        description="network interface between the hosts, such as `ib0`; default: one by which all "
+        "are reached",
     )
 
     @field_validator("sbatch", "gpu_sbatch", "cpu_sbatch")
@@ -93,14 +127,19 @@ class Site(Section):
     @field_validator("environment", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """Turn numbers into text: `NCCL_NVLS_ENABLE: 0` is a number in YAML, but text in an environment."""
+        """Turn numbers into text: `NCCL_NVLS_ENABLE: 0` is a number only in YAML."""
         if not isinstance(value, dict):
             return value
-        return {key: str(item) if isinstance(item, int | float) else item for key, item in value.items()}
+        return {
+            key: str(item) if isinstance(item, int | float) else item for key, item in value.items()
+        }
 
     @staticmethod
     def load(environ: Mapping[str, str]) -> "Site":
-        """Load the file that PIPELINE_SITE names, else the one in the usual place if it exists. Raises ConfigError."""
+        """Load the file that PIPELINE_SITE names, else the one in the usual place if it exists.
+
+        Raises ConfigError.
+        """
         path = site_file(environ)
         values: dict[str, Any] = {}
         if path is not None:
@@ -108,7 +147,10 @@ class Site(Section):
             if document.problems:
                 raise ConfigError(str(path), document.problems)
             if not isinstance(document.value, dict | None):
-                raise ConfigError(str(path), ["the file: it must contain keys with values, such as `account: mine`"])
+                raise ConfigError(
+                    str(path),
+                    ["the file: it must contain keys with values, such as `account: mine`"],
+                )
             values = document.value or {}
         given = {key: environ[name] for key, name in VARIABLES.items() if environ.get(name)}
         try:
@@ -118,7 +160,9 @@ class Site(Section):
             problems = []
             for one in error.errors():
                 key = ".".join(map(str, one["loc"])) or "the file"
-                problems.append(f"{key}: {unknown if one['type'] == 'extra_forbidden' else one['msg']}")
+                problems.append(
+                    f"{key}: {unknown if one['type'] == 'extra_forbidden' else one['msg']}"
+                )
             raise ConfigError(str(path or "the environment"), problems) from error
 
     def partition_of(self, is_training: bool) -> str | None:
@@ -126,7 +170,7 @@ class Site(Section):
         return self.partition if is_training else self.cpu_partition or self.partition
 
     def job_options(self, is_training: bool) -> dict[str, str | None]:
-        """Return the options of a job by the names of sbatch, salloc and srun; None leaves one out."""
+        """Return a job's options by the names of sbatch, salloc and srun; None omits one."""
         return {
             "account": self.account if is_training else self.cpu_account or self.account,
             "partition": self.partition_of(is_training),
@@ -141,12 +185,15 @@ class Site(Section):
         return (*self.sbatch, *(self.gpu_sbatch if is_training else self.cpu_sbatch))
 
     def gres(self, gpus: int) -> str | None:
-        """Return what a job that needs `gpus` GPUs of a node asks for (sbatch --gres); None without any."""
+        """Return what a job with `gpus` GPUs a node asks for (sbatch --gres); None without."""
         kind = f":{self.gpu_type}" if self.gpu_type else ""
         return f"gpu{kind}:{gpus}" if gpus else None
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that every job gets besides those it inherits. They may be secrets: never print them."""
+        """Return the variables that every job gets besides those it inherits.
+
+        They may be secrets: never print them.
+        """
         if self.scratch is None:
             return self.environment
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -155,18 +202,24 @@ class Site(Section):
 
     def exports(self) -> str:
         """Return the variables as export lines for a shell."""
-        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.variables().items())
+        return "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in self.variables().items()
+        )
 
     def shell_lines(self) -> str:
         """Return the lines that a job's shell runs first.
 
-        They leave out the variables, which a program sets, because Snakemake prints its shell commands.
+        They leave out the variables, which a program sets, because Snakemake prints its shell
+        commands.
         """
         return "".join(f"{line}\n" for line in self.setup)
 
 
 def site_file(environ: Mapping[str, str]) -> Path | None:
-    """Return the path of the site file; None if the usual one does not exist. One in PIPELINE_SITE may be missing."""
+    """Return the path of the site file; None if the usual one does not exist.
+
+    One in PIPELINE_SITE may be missing.
+    """
     if chosen := environ.get(FILE_VARIABLE):
         return Path(chosen)
     folder = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "/")) / ".config")

@@ -32,14 +32,25 @@ from pipeline_lib.plan.stages import (
 )
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.records.plan import PlanDocument, known
-from pipeline_lib.slurm.cluster import NodeGroup, fitted, groups_of, limit_of, read_groups, where_set
+from pipeline_lib.slurm.cluster import (
+    NodeGroup,
+    fitted,
+    groups_of,
+    limit_of,
+    read_groups,
+    where_set,
+)
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
 _UNKNOWN_MB = 64_000
 
-# Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments share one answer.
-_USUAL = {key: getattr(Train(), key) for key in ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")}
+# Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments
+# share one answer.
+_USUAL = {
+    key: getattr(Train(), key)
+    for key in ("lr", "seed", "weight_decay", "beta1", "beta2", "replica")
+}
 
 # Before the first step and after the last: loading, warming up, hashing, sealing.
 _AROUND_MINUTES = 15
@@ -47,11 +58,12 @@ _MARGIN = 1.25
 _UNKNOWN_MINUTES = 240
 _MINUTE_S = 60
 
-# All other stages get half an hour to start, to wait for another's lock and to seal, plus the time of their work
-# (plan/stages.py).
+# All other stages get half an hour to start, to wait for another's lock and to seal, plus the time
+# of their work (plan/stages.py).
 _STAGE_MINUTES = 30
 
-# SLURM checks time limits about every 30 s, the ranks have to agree on a step, and an earlier save may be under way.
+# SLURM checks time limits about every 30 s, the ranks have to agree on a step, and an earlier save
+# may be under way.
 _WARNING_S = 60
 _UNKNOWN_WARNING_S = 300
 
@@ -59,10 +71,12 @@ _UNKNOWN_WARNING_S = 300
 def training_request(
     config: Config, plan: PlanDocument | None, nodes: list[NodeGroup], read_bytes: int = 0
 ) -> JobRequest:
-    """Return the request of `config`'s training, which reads `read_bytes`; `plan` is its plan.json, as far as known.
+    """Return the request of `config`'s training, which reads `read_bytes`; `plan` may be partial.
 
-    The run time is capped to the limit of `nodes`, unless the config sets it: a longer run is saved there and queued
-    again. Memory is capped to what the nodes have only if it is a guess.
+    `plan` is its plan.json, as far as known.
+
+    The run time is capped to the limit of `nodes`, unless the config sets it: a longer run is saved
+    there and queued again. Memory is capped to what the nodes have only if it is a guess.
     """
     cluster = config.cluster
     memory_mb = _UNKNOWN_MB
@@ -70,8 +84,9 @@ def training_request(
         memory_mb = cluster.memory_gb * 1000
     elif plan is not None:
         memory_mb = 1000 * math.ceil(host_need_of_plan(plan).total_bytes / GIGA)
-    # The upper end of the prediction with a margin, after verifying and loading. A job that asks for too little time to
-    # finish is only interrupted once more. A job that never gets to train is lost.
+    # The upper end of the prediction with a margin, after verifying and loading. A job that asks
+    # for too little time to finish is only interrupted once more. A job that never gets to train is
+    # lost.
     minutes = math.ceil((verifying_s(read_bytes) + read_bytes / FILE_BYTES_S) / _MINUTE_S)
     most_s = plan.prediction.run_s.high if plan else None
     if most_s is None:
@@ -96,18 +111,23 @@ def training_request(
 
 
 def sealed_plan(pointer: Path) -> PlanDocument:
-    """Return plan.json of the sealed plan that `pointer` points at. Raises IntegrityError, Unreadable."""
+    """Return plan.json of the sealed plan that `pointer` points at.
+
+    Raises IntegrityError, Unreadable.
+    """
     folder = pointer.with_suffix("")
     path = folder / PLAN_NAME
     try:
         with unreadable_named(path):
             return PlanDocument.model_validate(read_json(path))
     except (OSError, ValueError) as error:
-        raise IntegrityError(f"{path}: cannot be read ({error}); delete {folder} and run snakemake again") from error
+        raise IntegrityError(
+            f"{path}: cannot be read ({error}); delete {folder} and run snakemake again"
+        ) from error
 
 
 def foreseen(config: Config, store: Store) -> PlanDocument | None:
-    """Predict plan.json from what is known now; None if that is not enough, or if the plan stage will refuse."""
+    """Predict plan.json from what is known now; None if that is too little or will be refused."""
     try:
         question = question_of(config, store)
     except (ConfigError, DataError):
@@ -145,7 +165,10 @@ def warning_s(plan: PlanDocument | None, limit_s: int) -> int:
 
 
 def sealed_bytes(pointers: Iterable[str], with_weights: bool) -> int:
-    """Return the bytes in the sealed directories of `pointers`, with or without weights; 0 until all of them exist."""
+    """Return the bytes in the sealed directories of `pointers`; 0 until all of them exist.
+
+    Weights are counted or not, as asked.
+    """
     try:
         return sum(_bytes_in(Path(pointer).with_suffix(""), with_weights) for pointer in pointers)
     except PipelineError:
@@ -159,7 +182,11 @@ def _bytes_in(sealed: Path, with_weights: bool) -> int:
     The result is cached, since Snakemake asks for each resource separately.
     """
     files = read_manifest(sealed).files
-    return sum(entry.bytes for name, entry in files.items() if with_weights or not name.endswith(WEIGHTS_SUFFIXES))
+    return sum(
+        entry.bytes
+        for name, entry in files.items()
+        if with_weights or not name.endswith(WEIGHTS_SUFFIXES)
+    )
 
 
 def tokenize_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
@@ -178,26 +205,32 @@ def reading_request(config: Config, store: Store, read_bytes: int) -> JobRequest
 
 
 def merge_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
-    """Return the request to merge a base model and trained weights of `read_bytes` bytes together."""
+    """Return the request to merge a base model and trained weights of `read_bytes` in total."""
     return _request_for(merge_need(_run_of(config, store), read_bytes))
 
 
-def loading_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> JobRequest:
+def loading_request(
+    config: Config, store: Store, read_bytes: int, most_cpus: int | None = None
+) -> JobRequest:
     """Return the request of one process that reads `read_bytes` bytes and holds a whole model.
 
-    The model is on GPUs, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node without GPUs, if
-    known.
+    The model is on GPUs, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node
+    without GPUs, if known.
     """
     return _request_for(loading_need(_run_of(config, store), read_bytes, most_cpus))
 
 
-def evaluation_request(config: Config, store: Store, read_bytes: int, most_cpus: int | None = None) -> JobRequest:
-    """Return the request to evaluate two models of `read_bytes` bytes together, with the time for computing."""
+def evaluation_request(
+    config: Config, store: Store, read_bytes: int, most_cpus: int | None = None
+) -> JobRequest:
+    """Return the request to evaluate two models of `read_bytes` in total, with computing time."""
     return _request_for(evaluation_need(_run_of(config, store), read_bytes, most_cpus))
 
 
-def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[NodeGroup], warn: Say) -> Iterator[str]:
-    """Yield a problem if the evaluation is expected to exceed its job's time limit: it saves nothing halfway.
+def too_long_evaluation(
+    config: Config, store: Store, site: Site, groups: list[NodeGroup], warn: Say
+) -> Iterator[str]:
+    """Yield a problem if the evaluation may exceed its job's time limit: it saves nothing before.
 
     While the amount of held-out data is a guess, `warn` gets the message instead.
     """
@@ -209,13 +242,17 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[N
         return
     where = count(run.gpus, "GPUs") if run.gpus else f"{run.cpus(most_cpus_of(nodes))} CPUs"
     why = (
-        ", because two layers of the model do not fit one GPU" if config.cluster.gpus_per_node and not run.gpus else ""
+        ", because two layers of the model do not fit one GPU"
+        if config.cluster.gpus_per_node and not run.gpus
+        else ""
     )
     problem = (
         f"evaluate: takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "
-        "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, evaluate.max_new_tokens), "
-        "name a GPU with more memory (cluster.gpu), give each rank more CPUs (cluster.cpus_per_rank), or take a "
+        "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, "
+        "evaluate.max_new_tokens), "
+        "name a GPU with more memory (cluster.gpu), give each rank more CPUs "
+        "(cluster.cpus_per_rank), or take a "
         f"partition with more time ({where_set('partition' if run.gpus else 'cpu_partition')})"
     )
     if run.workload.is_assumed:
@@ -226,10 +263,10 @@ def too_long_evaluation(config: Config, store: Store, site: Site, groups: list[N
 
 
 def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
-    """Raise ConfigError, in the training's own job, if no job has the time for the evaluation that follows.
+    """Raise ConfigError in the training's own job if no job has the time for the evaluation.
 
-    At submission, the amount of held-out data may have been a guess; now the blocks exist. If SLURM's controller does
-    not answer, nothing is refused.
+    At submission, the amount of held-out data may have been a guess; now the blocks exist. If
+    SLURM's controller does not answer, nothing is refused.
     """
     try:
         groups = read_groups()

@@ -1,7 +1,10 @@
-"""Why nobody works on a stage that is not done: it failed, was interrupted, waits in SLURM, or was never begun.
+"""Why nobody works on a stage that is not done: it failed, waits in SLURM, or never began.
 
-The newest evidence counts: SLURM's queue, then the end of the stage's log, then what the run and its ranks left. If an
-old log describes the same end as the latter, they know better whether it was a failure.
+It may also have been interrupted.
+
+The newest evidence counts: SLURM's queue, then the end of the stage's log, then what the run and
+its ranks left. If an old log describes the same end as the latter, they know better whether it was
+a failure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,9 +38,21 @@ LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
 _RUNG_RULE = "rule_rung_stage"
 REASON_CHARS = 600
 LOG_BYTES = 16 * 1024
-_OVER = ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
-_SLACK_S = 5.0  # between the last event and the end of the log, which may be on different file systems
-# The end of an interruption's message before logs had an exit line. It must match old logs, so it never changes.
+_OVER = (
+    "COMPLETED",
+    "COMPLETING",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+)
+_SLACK_S = (
+    5.0  # between the last event and the end of the log, which may be on different file systems
+)
+# The end of an interruption's message before logs had an exit line. It must match old logs, so it
+# never changes.
 _OLD_CONTINUES = "run the same command again to continue"
 _SILENT = "its process is gone and left no message: it was killed, or its machine went down"
 
@@ -67,12 +82,14 @@ class Traces:
 
     @cached_property
     def log(self) -> Path | None:
-        """The log of the newest attempt; None if it is older than the spec or the run, or ends in success.
+        """The newest attempt's log; None if older than the spec or the run, or a success.
 
         A log from before a rewind is about a run that is no more.
         """
         logs = {self.digest: self.folder / LOGS / self.stage / f"{self.digest}.log"}
-        logs |= {digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs}
+        logs |= {
+            digest: self.folder / LOGS / RUNG_LOGS / f"{digest}.log" for digest in self.to_rungs
+        }
         digest, path = max(logs.items(), key=lambda each: changed_at(each[1]) or 0.0)
         written = changed_at(path)
         last_event = changed_at(self.run.folder / EVENTS_NAME) if self.run else None
@@ -80,10 +97,14 @@ class Traces:
         if written is None or written < max(self.known_since or 0.0, (last_event or 0.0) - slack_s):
             return None
         done = tuple(line.encode() for line in done_lines(Ref(self.stage, digest)))
-        return None if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n")) else path
+        return (
+            None
+            if any(line.startswith(done) for line in tail(path, LOG_BYTES)[0].split(b"\n"))
+            else path
+        )
 
     def slurm_log(self, job: str | None) -> Path | None:
-        """Return SLURM's log of `job`, else of the newest job of the stage; None if there is none."""
+        """Return SLURM's log of `job`, else of the stage's newest job; None without one."""
         folders = [self.folder / SLURM_LOGS / f"rule_{self.stage}_stage" / self.digest]
         folders += [self.folder / SLURM_LOGS / _RUNG_RULE / digest for digest in self.to_rungs]
         logs = (path for folder in folders for path in folder.glob("*.log"))
@@ -100,11 +121,16 @@ def at_rest(traces: Traces) -> AtRest:
         # SLURM lists a job until it has ended what the run has ended for good.
         jobs = [job for job in jobs if run.job != job.id or job.state == PENDING]
     is_requeued = last == EventName.RUN_REQUEUED
-    if jobs or (is_requeued and (traces.jobs is None or bool(traces.jobs))):  # nothing shows that it will not requeue
+    # nothing shows that it will not requeue
+    if jobs or (is_requeued and (traces.jobs is None or bool(traces.jobs))):
         job = jobs[0] if jobs else None
         queued = ""
         if job is not None:
-            starts = f", expected to start at {job.start}" if job.state == "PENDING" and "T" in job.start else ""
+            starts = (
+                f", expected to start at {job.start}"
+                if job.state == "PENDING" and "T" in job.start
+                else ""
+            )
             queued = f"SLURM job {job.id}: {job.shown}{starts}"
         if run is not None and (is_requeued or (job is not None and run.job == job.id)):
             why = text_of(run.last_event.get("reason")) or "SLURM took its nodes away"
@@ -124,8 +150,8 @@ def _joined(*parts: str) -> str | None:
 def _end_of_log(traces: Traces) -> AtRest | None:
     """Return the state by the error that ends the log; None without a log or an error in it.
 
-    Its exit code tells a failure from an interruption. Older logs have none: then what the run and its ranks report
-    about the same end counts, else the words of the error.
+    Its exit code tells a failure from an interruption. Older logs have none: then what the run and
+    its ranks report about the same end counts, else the words of the error.
     """
     if traces.log is None:
         return None
@@ -136,13 +162,18 @@ def _end_of_log(traces: Traces) -> AtRest | None:
     if end.exit_code is not None or end.is_interruption:
         return AtRest(INTERRUPTED if end.is_interruption else FAILED, shown(message))
     for known in _ends_of(traces.run) if traces.run is not None else ():
-        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(message):
+        if known.reason and one_line(known.reason).removesuffix("...").rstrip() in one_line(
+            message
+        ):
             return AtRest(known.state, shown(message))
     return AtRest(INTERRUPTED if _OLD_CONTINUES in message else FAILED, shown(message))
 
 
 def _ends_of(run: RunRecord) -> Iterator[AtRest]:
-    """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks, the most telling first."""
+    """Yield how the newest attempt ended, as raw text: by its last event, then by its ranks.
+
+    The most telling rank comes first.
+    """
     reason = text_of(run.last_event.get("reason"))
     if run.is_rewound:
         return  # the reports of its ranks are from before
@@ -153,7 +184,10 @@ def _ends_of(run: RunRecord) -> Iterator[AtRest]:
             yield AtRest(FAILED, reason)
         case EventName.RUN_REQUEUE_REFUSED:
             yield AtRest(INTERRUPTED, f"not queued again: {reason or 'SLURM refused'}")
-    reports = [RankReport.from_json(json_object(path)) for path in (run.folder / ERRORS).glob("rank-*.json")]
+    reports = [
+        RankReport.from_json(json_object(path))
+        for path in (run.folder / ERRORS).glob("rank-*.json")
+    ]
     for report in sorted(filter(None, reports), key=lambda each: (each.blame, each.rank)):
         state = INTERRUPTED if report.exit_code == Interrupted.exit_code else FAILED
         yield AtRest(state, f"rank {report.rank}: {report.message}")
@@ -173,15 +207,22 @@ def _end_of_run(run: RunRecord, has_log: bool) -> AtRest | None:
     if run.is_rewound:
         return AtRest(INTERRUPTED, f"rewound to step {whole(run.last_event.get('step'))}")
     if last == EventName.RUN_REQUEUED:
-        return AtRest(INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue")
+        return AtRest(
+            INTERRUPTED, "SLURM was asked to start it again, and its job is gone from the queue"
+        )
     if last == EventName.RUN_END:
         step = whole(run.last_event.get("step"))
         if has_log:
-            return AtRest(INTERRUPTED, f"stopped after its last step, {step}, before its result was sealed")
-        return AtRest(NOT_BEGUN, f"a shorter run or a rehearsal ended after step {step}; training resumes from there")
+            return AtRest(
+                INTERRUPTED, f"stopped after its last step, {step}, before its result was sealed"
+            )
+        return AtRest(
+            NOT_BEGUN,
+            f"a shorter run or a rehearsal ended after step {step}; training resumes from there",
+        )
     return AtRest(INTERRUPTED, _SILENT) if run.rows or run.events else None
 
 
 def shown(text: str) -> str:
-    """Return `text` of a file in a form safe to show: one line, shortened, no credentials, no control characters."""
+    """Return a file's `text` safe to show: one short line without credentials and control codes."""
     return shortened(text, REASON_CHARS)

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.compile import PRODUCTS, run_digest
-from pipeline_lib.config.halving import RUNG_LOGS, decision_path, read_decision, read_halving, rung_digests
+from pipeline_lib.config.halving import (
+    RUNG_LOGS,
+    decision_path,
+    read_decision,
+    read_halving,
+    rung_digests,
+)
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store
@@ -28,24 +34,28 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def changed_at(path: Path) -> float | None:
-    """Return when the file at `path` last changed, in seconds since 1970; None if that cannot be read."""
+    """Return when the file at `path` last changed, in seconds since 1970; None if unreadable."""
     try:
         return path.stat().st_mtime
     except OSError:
         return None
 
 
-# The frozen experiments of a store, and which of their parts are still to be made. Files in STORE/experiments are read
-# as leniently as possible: those of older versions of the code are shown too.
+# The frozen experiments of a store, and which of their parts are still to be made. Files in
+# STORE/experiments are read as leniently as possible: those of older versions of the code are shown
+# too.
 
 LAST_PART = "report"
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen experiment: its digests by part. One that cannot be read has no parts, and its file's name.
+    """A frozen experiment: its digests by part.
 
-    `unreadable` is the system's error if the file, which may well be intact, could not be read; else it is empty.
+    One that cannot be read has no parts, and its file's name.
+
+    `unreadable` is the system's error if the file, which may well be intact, could not be read;
+    else it is empty.
     """
 
     name: str
@@ -65,7 +75,9 @@ class Catalog:
 
     def experiments(self, all_of_them: bool = False) -> list[Frozen]:
         """Return the newest experiment of each name, or `all_of_them`, newest first."""
-        found = [experiment for path in self._files() if (experiment := self._open(path)) is not None]
+        found = [
+            experiment for path in self._files() if (experiment := self._open(path)) is not None
+        ]
         found.sort(key=lambda experiment: experiment.frozen_at, reverse=True)
         return found if all_of_them else [configs[0] for configs in by_name(found).values()]
 
@@ -75,10 +87,10 @@ class Catalog:
         return self.store.root / "experiments"
 
     def ready(self, experiment: Frozen) -> list[Spec]:
-        """Return the stage instances to make next: those that are missing while all of their inputs are there.
+        """Return the stage instances to make next: missing ones whose inputs are all there.
 
-        A missing input counts as done if everything made from it is there. Raises IntegrityError naming a spec that
-        cannot be read.
+        A missing input counts as done if everything made from it is there. Raises IntegrityError
+        naming a spec that cannot be read.
         """
         found: dict[str, Spec] = {}
         seen: set[str] = set()
@@ -89,7 +101,8 @@ class Catalog:
                 continue
             seen.add(spec.digest)
             inputs = list(spec.inputs.values())
-            if spec.stage == "train" and (plan := experiment.parts.get("plan")):  # no input of the spec
+            # no input of the spec
+            if spec.stage == "train" and (plan := experiment.parts.get("plan")):
                 inputs.append(Ref("plan", plan))
             missing = [ref.digest for ref in inputs if not self.store.is_sealed(ref)]
             waiting += missing
@@ -98,7 +111,10 @@ class Catalog:
         return [found[digest] for digest in sorted(found)]
 
     def _files(self) -> list[Path]:
-        """Return the JSON files in the folder. Raises Unreadable: a folder that cannot be read is not empty."""
+        """Return the JSON files in the folder.
+
+        Raises Unreadable: a folder that cannot be read is not empty.
+        """
         try:
             with unreadable_named(self.folder):
                 return [path for path in self.folder.iterdir() if path.suffix == ".json"]
@@ -120,7 +136,11 @@ class Catalog:
 
     def frozen(self, name: str) -> Frozen | None:
         """Return the experiment in the file called `name`; None if there is no such file."""
-        return self._open(self.folder / name) if name.isprintable() and name == Path(name).name else None
+        return (
+            self._open(self.folder / name)
+            if name.isprintable() and name == Path(name).name
+            else None
+        )
 
     def spec(self, digest: str) -> Spec:
         """Return the spec with that digest. Raises IntegrityError if it cannot be read."""
@@ -138,19 +158,25 @@ def by_name(experiments: Iterable[Frozen]) -> dict[str, list[Frozen]]:
 
 
 def newest_with(part: str, configs: Sequence[Frozen], store: Store) -> Frozen:
-    """Return what the name of `configs`, newest first, means: the newest whose `part` is made, else the newest of all.
+    """Return what the name of `configs` means: the newest with `part` made, else the newest.
+
+    `configs` has the newest first.
 
     Raises Unreadable.
     """
-    is_made = (one for one in configs if part in one.parts and store.is_sealed(Ref(part, one.parts[part])))
+    is_made = (
+        one for one in configs if part in one.parts and store.is_sealed(Ref(part, one.parts[part]))
+    )
     return next(is_made, configs[0])
 
 
 def said_of_newer(meant: Frozen, newest: Frozen) -> str:
     """Return a line about `newest`, a newer config of the name of `meant` that is not finished."""
     return (
-        f"{meant.name}: its newest config ({newest.path.stem}) is not finished, so this is the newest finished one "
-        f"({meant.path.stem}); `python -m pipeline_lib status {shlex.quote(meant.name)}` shows how far the other is"
+        f"{meant.name}: its newest config ({newest.path.stem}) is not finished, so this is the "
+        "newest finished one "
+        f"({meant.path.stem}); `python -m pipeline_lib status {shlex.quote(meant.name)}` shows how "
+        "far the other is"
     )
 
 
@@ -160,9 +186,18 @@ def _frozen(path: Path, frozen_at: float) -> Frozen:
     value = json_object(path)
     config, parts = value.get("config"), value.get("parts")
     name = config.get("experiment") if isinstance(config, dict) else None
-    if not isinstance(name, str) or not isinstance(parts, dict) or not isinstance(parts.get(LAST_PART), str):
+    if (
+        not isinstance(name, str)
+        or not isinstance(parts, dict)
+        or not isinstance(parts.get(LAST_PART), str)
+    ):
         return Frozen(path.name, path, frozen_at, {})
-    return Frozen(name, path, frozen_at, {part: digest for part, digest in parts.items() if isinstance(digest, str)})
+    return Frozen(
+        name,
+        path,
+        frozen_at,
+        {part: digest for part, digest in parts.items() if isinstance(digest, str)},
+    )
 
 
 def missing_products(experiment: Frozen, store: Store) -> list[Ref]:
@@ -176,20 +211,24 @@ def unreadable(experiment: Frozen) -> IntegrityError | Unreadable:
     if experiment.unreadable:
         return Unreadable(experiment.unreadable)
     return IntegrityError(
-        f"{experiment.path}: not a valid experiment file; run snakemake again with its config, or delete it"
+        f"{experiment.path}: not a valid experiment file; run snakemake again with its config, or "
+        "delete it"
     )
 
 
-# Halving in a store: which trainings it stopped, and which are on their way to a rung. A stop counts as long as its
-# sweep is the latest request of the experiment: snakemake touches the files that it froze, and decides anew when
-# another experiment is added.
+# Halving in a store: which trainings it stopped, and which are on their way to a rung. A stop
+# counts as long as its sweep is the latest request of the experiment: snakemake touches the files
+# that it froze, and decides anew when another experiment is added.
 
 _JOB_TO_RUNG = re.compile(r"rule_rung_stage_wildcards_([0-9a-f]+)")
 
 
 @dataclass
 class Sweeps:
-    """The state of the store's sweeps, read once. `logs` is the folder of logs, `jobs` are SLURM's."""
+    """The state of the store's sweeps, read once.
+
+    `logs` is the folder of logs, `jobs` are SLURM's.
+    """
 
     catalog: Catalog
     logs: Path
@@ -209,13 +248,16 @@ class Sweeps:
         return self._stopped[path].get(experiment.parts.get("train", ""))
 
     def latest_of(self, experiment: Frozen) -> Path | None:
-        """Return the file of the latest sweep of `experiment`; None if there is none, or it was frozen again later."""
+        """Return the file of the latest sweep of `experiment`; None if it was frozen again.
+
+        It is also None if there is no sweep.
+        """
         requests = (request for request in self._newest_first if experiment.path.name in request[2])
         asked_at, path, _ = next(requests, (0.0, None, {}))
         return path if asked_at >= experiment.frozen_at else None
 
     def _stopped_by(self, path: Path, names: dict[str, None]) -> dict[str, str]:
-        """Return why the sweep at `path` stopped trainings, by whole training, as far as decisions can be read."""
+        """Return why the sweep at `path` stopped trainings, by whole training, if readable."""
         halving, _ = read_halving(json_object(path).get("halving"))
         if halving is None:
             return {}
@@ -227,24 +269,28 @@ class Sweeps:
                 decision = read_decision(decision_path(self.catalog.store, digest))
                 for one in decision.competitors:
                     if not one.goes_on:
-                        found[str(one.training)] = f"at step {decision.step} of its sweep: {one.why}"
+                        found[str(one.training)] = (
+                            f"at step {decision.step} of its sweep: {one.why}"
+                        )
                 if decision.next_step is None:
                     break
         return found
 
     @cached_property
     def _newest_first(self) -> list[tuple[float, Path, dict[str, None]]]:
-        """The time of each sweep's latest request, its file, and its experiments' files in order."""
+        """The time of each sweep's latest request, its file, and its experiments' files."""
         found = []
         for path in (self.catalog.store.root / "sweeps").glob("*.json"):
             names = json_object(path).get("experiments")
             if isinstance(names, list) and (asked_at := changed_at(path)) is not None:
-                found.append((asked_at, path, dict.fromkeys(name for name in names if isinstance(name, str))))
+                found.append(
+                    (asked_at, path, dict.fromkeys(name for name in names if isinstance(name, str)))
+                )
         return sorted(found, key=lambda one: one[0], reverse=True)
 
     @cached_property
     def to_rungs(self) -> dict[str, list[str]]:
-        """Digests of trainings to a rung that have a log or a SLURM job, by the digest of the whole training."""
+        """Digests of trainings to a rung with a log or a SLURM job, by the whole one's digest."""
         digests = {path.stem for path in (self.logs / RUNG_LOGS).glob("*.log")}
         digests |= {digest for job in self.jobs for digest in _JOB_TO_RUNG.findall(job.comment)}
         found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The last words of a snakemake whose jobs failed: which, why, where their logs are, and what to type."""
+"""The last words of a snakemake with failed jobs: which, why, their logs, and what to type."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _KILLED = "it ended without an error message: it was killed, for example because
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that failed: its title, its logs, the stage's own first, and what the executor says of its end.
+    """A failed job: its title, its logs, the stage's own first, and the executor's word on its end.
 
     `is_stopped` if a signal stopped snakemake while it ran.
     """
@@ -44,7 +44,10 @@ class Failure:
         """Return the title, the reason and the logs, one below the other."""
         reason = self._reason()
         logs = [f"log: {log}" for log in self.logs if log.exists() and str(log) not in reason]
-        return [f"- {self.title}", indent("\n".join([cut(redact(reason), MOST_CHARS), *logs]), "    ")]
+        return [
+            f"- {self.title}",
+            indent("\n".join([cut(redact(reason), MOST_CHARS), *logs]), "    "),
+        ]
 
     def _reason(self) -> str:
         if self.end is not None:
@@ -55,24 +58,32 @@ class Failure:
             said.append(_STOPPED)
         if not last:
             return "\n".join(said or ["it ended, and its log is empty"])
-        return "\n".join([*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)])
+        return "\n".join(
+            [*(said or [_KILLED]), "the last lines of its log:", *(f"  {line}" for line in last)]
+        )
 
 
 def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str) -> str:
     """Return what to show last when `command` did not finish.
 
-    Without `failures`, the first of the `errors` that Snakemake itself reported is the reason. If there is none either,
-    the user stopped it.
+    Without `failures`, the first of the `errors` that Snakemake itself reported is the reason. If
+    there is none either, the user stopped it.
     """
     again = f"the same command continues: {command}"
     failed = [one for one in failures if not one.is_interruption]
     if not failures:
         reason = cut(redact(errors[0]), MOST_CHARS) if errors else ""
-        return f"error: {reason}\nonce the cause is fixed, {again}" if errors else f"stopped before the end; {again}"
+        return (
+            f"error: {reason}\nonce the cause is fixed, {again}"
+            if errors
+            else f"stopped before the end; {again}"
+        )
     if not failed:
         shown, head = failures, f"stopped: {count(len(failures), 'jobs')} interrupted"
     else:
-        shown, head, again = failed, f"error: {count(len(failed), 'jobs')} failed", f"once the cause is fixed, {again}"
+        shown = failed
+        head = f"error: {count(len(failed), 'jobs')} failed"
+        again = f"once the cause is fixed, {again}"
     more = len(shown) - MOST_FAILURES
     lines = [line for one in shown[:MOST_FAILURES] for line in one.lines()]
     return "\n".join([head, *lines, *([f"and {more} more"] if more > 0 else []), again])

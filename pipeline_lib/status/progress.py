@@ -12,7 +12,13 @@ from pathlib import Path
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.rank_use import RankUse
-from pipeline_lib.core.run_folder import CHECKPOINTS, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
+from pipeline_lib.core.run_folder import (
+    CHECKPOINTS,
+    METRICS_NAME,
+    PLAN_NAME,
+    SUMMARY_NAME,
+    sealed_steps,
+)
 from pipeline_lib.core.run_record import Event, RunRecord, number, objects, whole
 from pipeline_lib.core.store import MANIFEST_NAME
 from pipeline_lib.records.plan import read_plan
@@ -27,10 +33,10 @@ STALLED_S, STALLED_STEPS = 60.0, 10  # without a step for longer than both: no E
 class Numbers:
     """The progress of a training; a number that is not known is None.
 
-    `elapsed_s` is the time since the attempt's first step, for a finished training the time of all attempts.
-    `since_step_s` is the time since the last step. `is_stalled` is true if that is far longer than a step takes.
-    `peak_memory_bytes` is of the rank with the largest. `gpu_utilization` is by rank, as a fraction of time; `warnings`
-    are about both.
+    `elapsed_s` is the time since the attempt's first step, for a finished training the time of all
+    attempts. `since_step_s` is the time since the last step. `is_stalled` is true if that is far
+    longer than a step takes. `peak_memory_bytes` is of the rank with the largest. `gpu_utilization`
+    is by rank, as a fraction of time; `warnings` are about both.
     """
 
     step: int | None = None
@@ -51,7 +57,10 @@ class Numbers:
 
 
 def numbers_of(run: RunRecord, is_alive: bool) -> Numbers:
-    """Return the numbers of `run`, read by `read_ends`. Those about speed are known only of a run that is alive."""
+    """Return the numbers of `run`, read by `read_ends`.
+
+    Those about speed are known only of a run that is alive.
+    """
     counted = _counted_rows(run)
     rows = [row for row in counted if whole(row.get("attempt")) == run.attempt]
     recent = rows[-(RECENT_STEPS + 1) :] if is_alive else []
@@ -94,8 +103,10 @@ def _counted_rows(run: RunRecord) -> list[Event]:
     return [row for row in run.rows if row["step"] <= rewound]
 
 
-def _step_of(run: RunRecord, counted: Sequence[Event], rows: Sequence[Event], is_alive: bool) -> int | None:
-    """Return the newest step, from the `counted` rows of all attempts and the `rows` of the last one."""
+def _step_of(
+    run: RunRecord, counted: Sequence[Event], rows: Sequence[Event], is_alive: bool
+) -> int | None:
+    """Return the newest step, from all attempts' `counted` rows and the last one's `rows`."""
     rewound = _rewound_to(run)
     if rewound is not None:
         return rewound
@@ -109,7 +120,7 @@ def _step_of(run: RunRecord, counted: Sequence[Event], rows: Sequence[Event], is
 
 
 def _last_step_of(run: RunRecord, is_alive: bool) -> int | None:
-    """Return the step at which `run` will end; None if it has ended, maybe short of what is asked for now."""
+    """Return the step where `run` will end; None if it has ended, maybe short of the target."""
     if not is_alive and run.last_event.get("event") in (EventName.RUN_END, EventName.RUN_REWOUND):
         return None
     return whole(run.newest(EventName.RUN_START).get("last_step"))
@@ -123,7 +134,9 @@ def _newest_loss(rows: Sequence[Event]) -> float | None:
 
 def _is_late(since_step_s: float | None, each_s: float | None) -> bool:
     """Return whether the last step is so long ago that the run seems to hang."""
-    return since_step_s is not None and since_step_s > max(STALLED_S, STALLED_STEPS * (each_s or 0.0))
+    return since_step_s is not None and since_step_s > max(
+        STALLED_S, STALLED_STEPS * (each_s or 0.0)
+    )
 
 
 def _eta_s(step: int | None, last_step: int | None, each_s: float | None) -> float | None:
@@ -142,7 +155,7 @@ def _requeues_of(run: RunRecord) -> int | None:
 
 
 def _peak_memory_bytes(rows: Sequence[Event], use: RankUse) -> int | None:
-    """Return the most that a rank has used, from the rows of the first rank and the `use` of all."""
+    """Return the most that a rank has used, from the first rank's rows and the `use` of all."""
     peaks = [whole(row.get("peak_memory_bytes")) or 0 for row in rows]
     return round(max([*peaks, *use.peak_memory_bytes], default=0)) or None
 
@@ -168,14 +181,16 @@ def finished_numbers(sealed: Path) -> Numbers:
 
 @lru_cache(maxsize=1024)
 def _speed_and_time(metrics: Path) -> dict[str, float | None]:
-    """Return both from all steps of a sealed training, which never change; None if there are no steps."""
+    """Return both from all steps of a sealed training, which stay; None if there are none."""
     try:
         rows = objects(metrics.read_bytes())
     except OSError:
         rows = []
     return {
         "tokens_per_s": speed(number(row.get("tokens_per_s")) for row in rows),
-        "training_time_s": training_time_s((whole(row.get("attempt")), number(row.get("elapsed_s"))) for row in rows),
+        "training_time_s": training_time_s(
+            (whole(row.get("attempt")), number(row.get("elapsed_s"))) for row in rows
+        ),
     }
 
 
@@ -188,7 +203,7 @@ def planned_steps(plan_dir: Path) -> int | None:
 
 
 def newest_checkpoint(folder: Path) -> tuple[int | None, float | None]:
-    """Return the step of the newest sealed checkpoint and its age in seconds; None for both without one."""
+    """Return the newest sealed checkpoint's step and its age in seconds; None without one."""
     for step, path in reversed(sealed_steps(folder)):
         sealed_s = age_s(path / MANIFEST_NAME)
         if sealed_s is not None:
@@ -203,15 +218,13 @@ def age_s(path: Path) -> float | None:
 
 
 def _each_s(rows: Sequence[Event]) -> float | None:
-    """Return the seconds per step of one attempt, including all work between steps, as train.metrics counts them."""
+    """Return one attempt's seconds per step, with work between steps, as in train.metrics."""
     if not rows:
         return None
     first, last = rows[0], rows[-1]
-    begun_s, ended_s, steps = (
-        number(first.get("elapsed_s")),
-        number(last.get("elapsed_s")),
-        last["step"] - first["step"],
-    )
+    begun_s = number(first.get("elapsed_s"))
+    ended_s = number(last.get("elapsed_s"))
+    steps = last["step"] - first["step"]
     if begun_s is None or ended_s is None:
         return None
     each_s = (ended_s - begun_s) / steps if steps > 0 else ended_s

@@ -1,8 +1,9 @@
 """The experiments that a user means by what was typed, for every command that takes several.
 
-A name means its newest config, or where a result is wanted its newest finished one; `*` and `?` match parts of names.
-A prefix of a report's digest, or of the name of the file that froze the experiment, tells two configs of one name
-apart. A config file means its experiment, or all experiments of its sweep. `STORE:NAME` looks in another store.
+A name means its newest config, or where a result is wanted its newest finished one; `*` and `?`
+match parts of names. A prefix of a report's digest, or of the name of the file that froze the
+experiment, tells two configs of one name apart. A config file means its experiment, or all
+experiments of its sweep. `STORE:NAME` looks in another store.
 """
 
 import string
@@ -35,10 +36,11 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class SelectedExperiment:
-    """An experiment that was named, in the store of `catalog`; `dag` is that of its config file, if that was named.
+    """An experiment that was named, in the store of `catalog`; `dag` is its named config file's.
 
-    Unless it `has_begun`, snakemake has not frozen it, and there is no file at the path of `frozen`. `newer` is a newer
-    config of the name that was typed, if that is passed over for not being finished.
+    Unless it `has_begun`, snakemake has not frozen it, and there is no file at the path of
+    `frozen`. `newer` is a newer config of the name that was typed, if that is passed over for not
+    being finished.
     """
 
     catalog: Catalog
@@ -60,7 +62,9 @@ class SelectedExperiment:
 
 @dataclass
 class Selector:
-    """A selector of experiments in `store`, unless a text names another one. A config file is compiled once.
+    """A selector of experiments in `store`, unless a text names another one.
+
+    A config file is compiled once.
 
     With `wants_finished`, a name means its newest config that is finished, if there is one.
     """
@@ -76,13 +80,15 @@ class Selector:
         return self._catalogs.setdefault(store.root, Catalog(store))
 
     def chosen(self, texts: Sequence[str], all_of_them: bool = False) -> list[SelectedExperiment]:
-        """Return the experiments that `texts` name, in their order, each once; with `all_of_them` older configs too.
+        """Return the experiments that `texts` name, in order, once; `all_of_them` adds older.
 
         Without `texts`, return all of the store. Raise ConfigError for a text that names none.
         """
         catalog = self.catalog(self.store)
         if not texts:
-            return [SelectedExperiment(catalog, frozen) for frozen in catalog.experiments(all_of_them)]
+            return [
+                SelectedExperiment(catalog, frozen) for frozen in catalog.experiments(all_of_them)
+            ]
         found: dict[tuple[Path, str], SelectedExperiment] = {}
         for one in (one for text in texts for one in self._meant_by(text, all_of_them)):
             found.setdefault((one.catalog.folder.resolve(), one.frozen.path.name), one)
@@ -119,13 +125,20 @@ class Selector:
         catalog = self.catalog(Store(Path(folder)) if colon else self.store)
         return self._in_catalog(name, catalog, all_of_them)
 
-    def _in_catalog(self, text: str, catalog: Catalog, all_of_them: bool) -> list[SelectedExperiment]:
-        """Return what `text` means in `catalog`. Raise ConfigError if it means nothing, or several by digest."""
+    def _in_catalog(
+        self, text: str, catalog: Catalog, all_of_them: bool
+    ) -> list[SelectedExperiment]:
+        """Return what `text` means in `catalog`.
+
+        Raise ConfigError if it means nothing, or several by digest.
+        """
         every = catalog.experiments(all_of_them=True)
         known = by_name(every)
         names = [text] if text in known else []
         if not names and ("*" in text or "?" in text):
-            names = [name for name in sorted(known) if known[name][0].parts and fnmatchcase(name, text)]
+            names = [
+                name for name in sorted(known) if known[name][0].parts and fnmatchcase(name, text)
+            ]
         if all_of_them:
             found = [SelectedExperiment(catalog, one) for name in names for one in known[name]]
         else:
@@ -145,12 +158,17 @@ class Selector:
         if text not in self._dags:
             self._dags[text] = Dag.open(Path(text), self.store)
         dag, catalog, found = self._dags[text], self.catalog(self.store), []
-        known = {(one.name, one.parts.get(LAST_PART)): one for one in reversed(catalog.experiments(all_of_them=True))}
+        known = {
+            (one.name, one.parts.get(LAST_PART)): one
+            for one in reversed(catalog.experiments(all_of_them=True))
+        }
         for experiment in dag.experiments:
             parts = {part: spec.digest for part, spec in experiment.specs.items()}
             frozen = known.get((experiment.name, parts[LAST_PART]))
             as_it_would_be = Frozen(experiment.name, catalog.folder / experiment.name, 0.0, parts)
-            found.append(SelectedExperiment(catalog, frozen or as_it_would_be, dag, frozen is not None))
+            found.append(
+                SelectedExperiment(catalog, frozen or as_it_would_be, dag, frozen is not None)
+            )
         return found
 
 
@@ -163,21 +181,31 @@ def _unknown(text: str, known: Sequence[str], catalog: Catalog) -> ConfigError:
     problem = f"{shown(text)}: no experiment of that name"
     if close := did_you_mean(text, known):
         return ConfigError(str(catalog.folder), [problem + shown(close)])
-    some = ", ".join(map(shown, known[:SHOWN_NAMES])) + (", ..." if len(known) > SHOWN_NAMES else "")
-    return ConfigError(str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"])
+    some = ", ".join(map(shown, known[:SHOWN_NAMES])) + (
+        ", ..." if len(known) > SHOWN_NAMES else ""
+    )
+    return ConfigError(
+        str(catalog.folder), [f"{problem}, and no config file; known: {some or 'none'}"]
+    )
 
 
 def _by_digest(text: str, every: Iterable[Frozen]) -> list[Frozen]:
-    """Return the experiment whose report or frozen file begins with the digest `text`, or [] if there is none.
+    """Return the experiment whose report or frozen file begins with the digest `text`, or [].
 
     Raise ConfigError if there are several.
     """
     if len(text) < MIN_DIGEST_CHARS or set(text) - set(string.hexdigits.lower()):
         return []
     named = (frozen for frozen in every if frozen.parts)
-    found = [one for one in named if one.path.stem.startswith(text) or one.parts[LAST_PART].startswith(text)]
+    found = [
+        one
+        for one in named
+        if one.path.stem.startswith(text) or one.parts[LAST_PART].startswith(text)
+    ]
     reports = {one.parts[LAST_PART]: one for one in reversed(found)}  # the newest per report
     if len(reports) > 1:
-        meant = ", ".join(f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES])
+        meant = ", ".join(
+            f"{shown(one.name)} ({digest})" for digest, one in sorted(reports.items())[:SHOWN_NAMES]
+        )
         raise ConfigError(text, [f"several digests begin with this: {meant}"])
     return list(reports.values())

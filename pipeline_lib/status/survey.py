@@ -47,7 +47,7 @@ STATES = (RUNNING, REQUEUED, WAITING, FAILED, INTERRUPTED, UNREADABLE, NOT_BEGUN
 
 @dataclass(frozen=True)
 class Status:
-    """The state of an experiment: its first stage that is not done, and the progress of its training.
+    """The state of an experiment: its first unfinished stage, and its training's progress.
 
     `finished` names the newest finished config of the same name, if this one is not finished.
     """
@@ -69,16 +69,20 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as one flat object, whose keys are stable."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "numbers"}
+        own = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "numbers"
+        }
         return own | {each.name: getattr(self.numbers, each.name) for each in fields(self.numbers)}
 
 
 @dataclass
 class Survey:
-    """A request to look at the experiments that `texts` name, all of `store` without any, as `Selector.chosen` does.
+    """A request to see experiments that `texts` name, else all, as `Selector.chosen` does.
 
-    `folder` is where snakemake runs and keeps its logs. `is_slurm_silent` is true if squeue exists but did not answer
-    at the last reading.
+    All are those of `store`.
+
+    `folder` is where snakemake runs and keeps its logs. `is_slurm_silent` is true if squeue exists
+    but did not answer at the last reading.
     """
 
     store: Store
@@ -97,7 +101,10 @@ class Survey:
         return self.selector.chosen(self.texts, self.all_of_them)
 
     def statuses(self) -> list[Status]:
-        """Return the present state of the experiments. Raises ConfigError for a text that names none."""
+        """Return the present state of the experiments.
+
+        Raises ConfigError for a text that names none.
+        """
         chosen = self.chosen()
         jobs = queued_jobs() if chosen else []
         self.is_slurm_silent = jobs is None and shutil.which("squeue") is not None
@@ -124,7 +131,7 @@ def _not_begun(name: str) -> Status:
 
 @dataclass
 class _Reader:
-    """What was read of a store so far, since experiments share stages: `stages` are fields of `Status` by digest."""
+    """What was read of a store so far, as stages are shared: `stages` has `Status` by digest."""
 
     store: Store
     folder: Path
@@ -135,11 +142,15 @@ class _Reader:
 
     def status(self, experiment: Frozen) -> Status:
         """Return the state of `experiment`."""
-        common: dict[str, Any] = {"experiment": shown(experiment.name), "frozen": experiment.path.stem}
+        common: dict[str, Any] = {
+            "experiment": shown(experiment.name),
+            "frozen": experiment.path.stem,
+        }
         try:
             if not experiment.parts:
                 raise unreadable(experiment)
-            ready = sorted(self.catalog.ready(experiment), key=is_of_base)  # last: what comes next is the training
+            # last: what comes next is the training
+            ready = sorted(self.catalog.ready(experiment), key=is_of_base)
             for spec in ready:
                 if spec.digest not in self.stages:
                     self.stages[spec.digest] = self._stage(spec)
@@ -148,14 +159,30 @@ class _Reader:
             trained = finished_numbers(self.store.sealed(train)) if is_trained else Numbers()
         except (IntegrityError, Unreadable, OSError, ValueError, RecursionError) as error:
             # An unreadable experiment must not hide the others.
-            return Status(**common, stage=None, digest=None, state=UNREADABLE, reason=shown(str(error)))
+            return Status(
+                **common, stage=None, digest=None, state=UNREADABLE, reason=shown(str(error))
+            )
         if not ready:
             return Status(**common, stage=None, digest=None, state=DONE, numbers=trained)
-        found = dict(min((self.stages[spec.digest] for spec in ready), key=lambda each: STATES.index(each["state"])))
-        if found["stage"] == "train" and found["state"] == NOT_BEGUN and (why := self.sweeps.why_stopped(experiment)):
+        found = dict(
+            min(
+                (self.stages[spec.digest] for spec in ready),
+                key=lambda each: STATES.index(each["state"]),
+            )
+        )
+        if (
+            found["stage"] == "train"
+            and found["state"] == NOT_BEGUN
+            and (why := self.sweeps.why_stopped(experiment))
+        ):
             found |= {"state": STOPPED, "reason": shown(why)}
-        if found["state"] == NOT_BEGUN and self.store.is_sealed(Ref(LAST_PART, experiment.parts[LAST_PART])):
-            found |= {"reason": "its report exists, and its model is missing", "advice": "run snakemake again"}
+        if found["state"] == NOT_BEGUN and self.store.is_sealed(
+            Ref(LAST_PART, experiment.parts[LAST_PART])
+        ):
+            found |= {
+                "reason": "its report exists, and its model is missing",
+                "advice": "run snakemake again",
+            }
         if found["stage"] != "train":
             found["numbers"] = trained
         elif found["numbers"].last_step is None:
@@ -164,10 +191,12 @@ class _Reader:
         return Status(**common, **found)
 
     def finished_of(self, name: str) -> str | None:
-        """Return the digest of the newest finished config of that name; None if there is none, or it cannot be seen."""
+        """Return the newest finished config's digest by name; None if there is none to see."""
         configs = (one for one in self._configs.get(name, []) if one.parts)
         with suppress(Unreadable, OSError, ValueError):
-            return next((one.path.stem for one in configs if not missing_products(one, self.store)), None)
+            return next(
+                (one.path.stem for one in configs if not missing_products(one, self.store)), None
+            )
         return None
 
     @cached_property
@@ -194,18 +223,29 @@ class _Reader:
             job = run.job
         worker = None
         if owner is not None:
-            named = f"process {owner.get('pid')} on {owner.get('host')}" if "pid" in owner else "an owner not named"
+            named = (
+                f"process {owner.get('pid')} on {owner.get('host')}"
+                if "pid" in owner
+                else "an owner not named"
+            )
             worker = shown(named)
-        slurm_log = traces.slurm_log(job) if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING) else None
+        slurm_log = (
+            traces.slurm_log(job)
+            if rest.state in (FAILED, INTERRUPTED, REQUEUED, RUNNING)
+            else None
+        )
         return {
-            "stage": BASELINE if is_of_base(spec) else spec.stage,  # it may be made while the training is
+            "stage": BASELINE
+            if is_of_base(spec)
+            else spec.stage,  # it may be made while the training is
             "digest": spec.digest,
             "state": rest.state,
             "numbers": numbers,
             "owner": worker,
             "job": job,
             "job_state": next((queued.shown for queued in jobs or [] if queued.id == job), None),
-            "reason": rest.reason or (f"no step since {numbers.since_step_s:,.0f} s" if numbers.is_stalled else None),
+            "reason": rest.reason
+            or (f"no step since {numbers.since_step_s:,.0f} s" if numbers.is_stalled else None),
             "advice": _advice(rest.state, numbers, is_train),
             "log": str(traces.log) if traces.log else None,
             "slurm_log": str(slurm_log) if slurm_log else None,

@@ -1,4 +1,4 @@
-"""Rendering of the statuses: a table of at most WIDTH columns unless told otherwise, lines below it, or JSON."""
+"""Rendering of the statuses: a table of usually at most WIDTH columns, lines below it, or JSON."""
 
 import json
 from collections import Counter
@@ -11,7 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline_lib.core.units import brief, count, gib
-from pipeline_lib.status.at_rest import DONE, FAILED, INTERRUPTED, REQUEUED, RUNNING, UNREADABLE, WAITING
+from pipeline_lib.status.at_rest import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    REQUEUED,
+    RUNNING,
+    UNREADABLE,
+    WAITING,
+)
 from pipeline_lib.status.survey import Status
 from pipeline_lib.train.metrics import clock
 
@@ -22,7 +30,9 @@ STYLES = {
     **{FAILED: "bold red", INTERRUPTED: "red", UNREADABLE: "red"},
 }
 _LEFT = ("stage", "state")  # columns that are always shown
-_NAMES_SHOWN = 5  # of experiments with the same stage, in a line below the table; others are counted
+_NAMES_SHOWN = (
+    5  # of experiments with the same stage, in a line below the table; others are counted
+)
 _NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
 
 
@@ -41,8 +51,10 @@ def to_json(found: Sequence[Status]) -> str:
     return json.dumps([status.to_json() for status in found], indent=2, ensure_ascii=False)
 
 
-def plain_table(first: str, columns: Iterable[str], left: Collection[str] = (), gap: int = 2) -> Table:
-    """Return a table without lines: the `first` column wraps, the others align right except those in `left`."""
+def plain_table(
+    first: str, columns: Iterable[str], left: Collection[str] = (), gap: int = 2
+) -> Table:
+    """Return a table without lines: the `first` column wraps, only those in `left` align left."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
     table.add_column(first, overflow="fold")
     for name in columns:
@@ -51,14 +63,29 @@ def plain_table(first: str, columns: Iterable[str], left: Collection[str] = (), 
 
 
 def _table(found: Sequence[Status], width: int) -> Table:
-    """Return a table with one row per experiment, without empty columns and without those that do not fit."""
+    """Return a table with a row per experiment, without empty columns and those that do not fit."""
     rows = [_cells(status) for status in found]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     short_saved = columns.pop("saved, short")
-    columns = {name: cells for name, cells in columns.items() if name in _LEFT or set(cells) != {UNKNOWN}}
+    columns = {
+        name: cells for name, cells in columns.items() if name in _LEFT or set(cells) != {UNKNOWN}
+    }
     gap = 2
-    width -= min(_NAME_CHARS, max(map(len, ("experiment", *(status.experiment for status in found)))))
-    for left_out in ("GPU", "memory", "attempt", "elapsed", "age", "gap", "tokens/s", "job", "loss", "saved"):
+    width -= min(
+        _NAME_CHARS, max(map(len, ("experiment", *(status.experiment for status in found))))
+    )
+    for left_out in (
+        "GPU",
+        "memory",
+        "attempt",
+        "elapsed",
+        "age",
+        "gap",
+        "tokens/s",
+        "job",
+        "loss",
+        "saved",
+    ):
         if sum(max(map(len, (name, *cells))) + gap for name, cells in columns.items()) <= width:
             break
         if left_out == "age" and "saved" in columns:
@@ -76,16 +103,25 @@ def _table(found: Sequence[Status], width: int) -> Table:
 
 
 def _cells(status: Status) -> dict[str, str]:
-    """Return the cells of a row by column. A first attempt has no number; `saved, short` is without the age."""
+    """Return the cells of a row by column.
+
+    A first attempt has no number; `saved, short` is without the age.
+    """
 
     def known(value: Any, show: Callable[[Any], str] = str) -> str:
         return UNKNOWN if value is None else show(value)
 
     numbers = status.numbers
-    step, last_step = ("?" if value is None else str(value) for value in (numbers.step, numbers.last_step))
+    step, last_step = (
+        "?" if value is None else str(value) for value in (numbers.step, numbers.last_step)
+    )
     attempt = UNKNOWN
     if numbers.attempt is not None and numbers.attempt > 1:
-        attempt = f"{numbers.attempt}, {numbers.requeues} by SLURM" if numbers.requeues else str(numbers.attempt)
+        attempt = (
+            f"{numbers.attempt}, {numbers.requeues} by SLURM"
+            if numbers.requeues
+            else str(numbers.attempt)
+        )
     short_saved = known(numbers.checkpoint_step)
     age_s = numbers.checkpoint_age_s
     return {
@@ -100,7 +136,9 @@ def _cells(status: Status) -> dict[str, str]:
         "memory": known(numbers.peak_memory_bytes, gib),
         "GPU": known(numbers.gpu_utilization, _range),
         "job": status.job or UNKNOWN,
-        "saved": short_saved if short_saved == UNKNOWN or age_s is None else f"{short_saved}, {_ago(age_s)}",
+        "saved": short_saved
+        if short_saved == UNKNOWN or age_s is None
+        else f"{short_saved}, {_ago(age_s)}",
         "saved, short": short_saved,
     }
 
@@ -120,11 +158,17 @@ def _ago(age_s: float) -> str:
 
 
 def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
-    """Yield lines about each stage with a reason or an error, once for all experiments that wait for it."""
+    """Yield lines on each stage with a reason or error, once for all waiting experiments."""
     groups: dict[tuple[str | None, str, str | None], list[Status]] = {}
     for status in found:
-        if status.reason or status.numbers.warnings or status.state in (FAILED, INTERRUPTED, UNREADABLE):
-            groups.setdefault((status.digest or status.frozen, status.state, status.reason), []).append(status)
+        if (
+            status.reason
+            or status.numbers.warnings
+            or status.state in (FAILED, INTERRUPTED, UNREADABLE)
+        ):
+            groups.setdefault(
+                (status.digest or status.frozen, status.state, status.reason), []
+            ).append(status)
     for group in groups.values():
         first, numbers = group[0], group[0].numbers
         names = list(dict.fromkeys(status.experiment for status in group))
@@ -135,7 +179,11 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
         lines = [first.reason] if first.reason else []
         lines += [f"warning: {text}" for text in numbers.warnings]
         if numbers.attempt is not None and numbers.attempt > 1:
-            requeues = f", queued again by SLURM {count(numbers.requeues, 'times')}" if numbers.requeues else ""
+            requeues = (
+                f", queued again by SLURM {count(numbers.requeues, 'times')}"
+                if numbers.requeues
+                else ""
+            )
             lines.append(f"attempt {numbers.attempt}{requeues}")
         logs = [path for path in (first.log, first.slurm_log) if path]
         if logs and first.state != WAITING:
@@ -146,11 +194,16 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
     for status in found:
         if status.finished is not None:
             done = f"an earlier config is done ({status.finished})"
-            yield Text(f"{status.experiment}: {done}; to chat, summary and compare, the name means that one")
+            yield Text(
+                f"{status.experiment}: {done}; to chat, summary and compare, the name means that "
+                "one"
+            )
 
 
 def footer(found: Sequence[Status], every_s: float, took_s: float) -> Text:
     """Return the last line while watching: counts by state, and when the next look is."""
     counts = Counter(status.state for status in found)
     text = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return Text(f"\n{text}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim")
+    return Text(
+        f"\n{text}; read in {brief(took_s)}, again every {brief(every_s)}, until Ctrl-C", "dim"
+    )

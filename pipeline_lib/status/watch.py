@@ -40,16 +40,26 @@ def watch(survey: Survey, stream: TextIO, every_s: float) -> None:
 def console_on(stream: TextIO) -> Console:
     """Return a console for `stream`: plain text of WIDTH columns unless it is a terminal."""
     is_terminal = stream.isatty()
-    return Console(file=stream, highlight=False, markup=False, emoji=False, width=None if is_terminal else WIDTH)
+    return Console(
+        file=stream,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if is_terminal else WIDTH,
+    )
 
 
 def _page(survey: Survey, width: int, every_s: float | None = None) -> Group:
     """Read the state, and return what to show; `every_s` is the interval while watching."""
     start_s = time.monotonic()
     found = survey.statuses()
-    parts: list[Group | Text] = [render(found, str(survey.selector.catalog(survey.store).folder), width)]
+    parts: list[Group | Text] = [
+        render(found, str(survey.selector.catalog(survey.store).folder), width)
+    ]
     if survey.is_slurm_silent:
-        parts.append(Text("\nsqueue does not answer, so it is unknown which jobs are in the queue", "yellow"))
+        parts.append(
+            Text("\nsqueue does not answer, so it is unknown which jobs are in the queue", "yellow")
+        )
     if every_s is not None:
         parts.append(footer(found, every_s, time.monotonic() - start_s))
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""The launcher's side of tracking: start the trackers of a run as processes, and hand over the final report.
+"""The launcher's side of tracking: start a run's trackers as processes; hand over the final report.
 
 A tracker that fails does not disturb training.
 """
@@ -35,12 +35,16 @@ LOG_BYTES = 2000
 
 @contextmanager
 def trackers(
-    tracking: Mapping[str, Any], run_dir: Path, plan_dir: Path, say: Say, finish_s: float | None = None
+    tracking: Mapping[str, Any],
+    run_dir: Path,
+    plan_dir: Path,
+    say: Say,
+    finish_s: float | None = None,
 ) -> Iterator[None]:
-    """Feed the trackers that `tracking` names while the block runs; skip one that cannot be started.
+    """Feed the trackers that `tracking` names while the block runs; skip any that cannot start.
 
-    At the end of the block all trackers together have `finish_s` (default FINISH_S) seconds to finish, or HURRY_S if
-    the block raised.
+    At the end of the block all trackers together have `finish_s` (default FINISH_S) seconds to
+    finish, or HURRY_S if the block raised.
     """
     children: list[Child] = []
     patience_s = HURRY_S
@@ -75,7 +79,11 @@ class Child:
         command += ["--run-dir", str(run_dir), "--plan", str(plan_dir)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -84,10 +92,14 @@ class Child:
         """Wait for the process; report once if it fails."""
         code = self._process.wait()
         if code and not self._is_stopped:
-            lines = self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
+            lines = (
+                self._log.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
+            )
             errors = [line for line in lines if line.strip() and not line.startswith(BUG)]
             reason = redact(errors[-1]) if errors else f"code {code}"
-            self._say(f"tracking: {self._name} failed and is left out ({reason}; more in {self._log})")
+            self._say(
+                f"tracking: {self._name} failed and is left out ({reason}; more in {self._log})"
+            )
 
     def ask_to_finish(self) -> None:
         """Close the process's standard input, which signals the end of the run."""
@@ -107,7 +119,8 @@ class Child:
             self._watcher.join()
 
 
-# Handover: the report of a finished experiment goes to the trackers of its training, into the same run.
+# Handover: the report of a finished experiment goes to the trackers of its training, into the same
+# run.
 
 PAGE_NAME, FACTS_NAME = "report.html", "report.json"
 PATIENCE_S = 120.0  # some trackers write the whole run again
@@ -125,27 +138,38 @@ def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: 
         if not wanted:
             return
         if plan.experiment != spec.settings["experiment"]:
-            say(f"tracking: the training is shown as that of {plan.experiment}, and its report stays that one's")
+            say(
+                f"tracking: the training is shown as that of {plan.experiment}, and its report "
+                "stays that one's"
+            )
             return
         train = store.read_spec(store.spec_path(spec.inputs["train"].digest))
         run_dir = store.run_dir(run_digest(train))
         known = [name for name in wanted if (run_dir / FOLDER / name).is_dir()]
         if missing := [name for name in wanted if name not in known]:
-            say(f"tracking: {run_dir} has no run of {', '.join(missing)}, so the report goes to none")
+            say(
+                f"tracking: {run_dir} has no run of {', '.join(missing)}, so the report goes to "
+                "none"
+            )
         if not known:
             return
         keep_report(run_dir, spec.digest, sealed / page_name, read_json(sealed / summary_name))
         with trackers({"to": known}, run_dir, training, say, PATIENCE_S):
             pass
     except (PipelineError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        say(f"tracking: the report goes to no tracker ({type(error).__name__}: {redact(str(error))})")
+        say(
+            f"tracking: the report goes to no tracker ({type(error).__name__}: "
+            f"{redact(str(error))})"
+        )
 
 
 def keep_report(run_dir: Path, digest: str, page: Path, summary: dict[str, Any]) -> None:
-    """Copy the report into the trackers' folder, for all trackers that show this run from now on."""
+    """Copy the report to the trackers' folder, for all trackers that show this run from now."""
     folder = run_dir / FOLDER
     shutil.copyfile(page, folder / PAGE_NAME)
-    write_json(folder / FACTS_NAME, {"digest": digest, "numbers": numbers_in(summary["eval"], "eval")})
+    write_json(
+        folder / FACTS_NAME, {"digest": digest, "numbers": numbers_in(summary["eval"], "eval")}
+    )
 
 
 def kept_report(run_dir: Path) -> FinishedReport | None:

@@ -1,4 +1,4 @@
-"""The process of one tracker: it feeds every number of metrics.jsonl once, even if the run or this process restarts."""
+"""One tracker's process: it feeds each number of metrics.jsonl once, even after restarts."""
 
 import fcntl
 import os
@@ -30,10 +30,10 @@ POLL_S = 0.5
 
 
 def follow(path: Path, is_over: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of the objects in `path` as they are appended, until `is_over` returns True and all is read.
+    """Yield batches of the objects appended to `path`, until `is_over` is True and all is read.
 
-    A line counts once its newline is written; lines that are no JSON object are skipped. A file that has become shorter
-    is read again from the start.
+    A line counts once its newline is written; lines that are no JSON object are skipped. A file
+    that has become shorter is read again from the start.
     """
     position = 0
     while True:
@@ -55,8 +55,8 @@ def follow(path: Path, is_over: Callable[[], bool]) -> Iterator[list[dict[str, A
             time.sleep(POLL_S)
 
 
-# Feeding: a tracker that cannot continue the run of an earlier process receives the whole run again, and its earlier
-# files are removed. metrics.jsonl holds the whole run.
+# Feeding: a tracker that cannot continue the run of an earlier process receives the whole run
+# again, and its earlier files are removed. metrics.jsonl holds the whole run.
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
@@ -69,7 +69,7 @@ MOST_RANKS = 64  # with a curve of their own; MLflow takes a thousand numbers of
 
 
 class Fed:
-    """The record of what the tracker has received: all steps before `step`, some names at `step`, and the report."""
+    """The record of what the tracker has: all before `step`, some names at `step`, the report."""
 
     def __init__(self, path: Path) -> None:
         """Load the state from the file at `path`, if it exists."""
@@ -81,21 +81,28 @@ class Fed:
     def new(self, step: int, values: dict[str, float]) -> dict[str, float]:
         """Return those of `values` that were not fed before, and mark them as fed.
 
-        Steps that are trained again after a kill or a rollback give the same values, and are left out.
+        Steps that are trained again after a kill or a rollback give the same values, and are left
+        out.
         """
         if step > self.step:
             self.step, self._names = step, set()
-        unseen = {name: value for name, value in values.items() if step == self.step and name not in self._names}
+        unseen = {
+            name: value
+            for name, value in values.items()
+            if step == self.step and name not in self._names
+        }
         self._names |= unseen.keys()
         return unseen
 
     def save(self) -> None:
         """Write the state for the next attempt."""
-        write_json(self._path, {"step": self.step, "names": sorted(self._names), "report": self.report})
+        write_json(
+            self._path, {"step": self.step, "names": sorted(self._names), "report": self.report}
+        )
 
 
 def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str, str]) -> None:
-    """Follow the metrics in `run_dir` until standard input ends, then add the report if there is one.
+    """Follow the metrics in `run_dir` until standard input ends, then add any report there is.
 
     An exception from the tracker ends only this process.
     """
@@ -104,7 +111,8 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder.with_suffix(".lock")):
         state = folder / STATE_NAME
-        if not (TRACKERS[name].joins(environ) and state.exists()):  # without state, a database may be incomplete
+        # without state, a database may be incomplete
+        if not (TRACKERS[name].joins(environ) and state.exists()):
             remove_dir(folder)
             folder.mkdir()
         fed, plan = Fed(state), read_plan(plan_dir / PLAN_NAME)
@@ -135,7 +143,7 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Wait until the process of an earlier attempt has ended; the system releases the locks of dead processes."""
+    """Wait for the end of an earlier attempt's process; the system frees dead ones' locks."""
     with lock.open("wb") as file:
         with suppress(OSError):  # a file system without flock
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -143,15 +151,21 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics row, except its step, under the names that trackers show: `train/loss`.
+    """Return a metrics row's numbers, except its step, by names that trackers show: `train/loss`.
 
-    Those of ranks are `train/gpu_utilization_of_ranks/0` and so on; of more than MOST_RANKS only the `lowest` and the
-    `highest`.
+    Those of ranks are `train/gpu_utilization_of_ranks/0` and so on; of more than MOST_RANKS only
+    the `lowest` and the `highest`.
     """
-    own = {name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)}
+    own = {
+        name: value for name, value in row.items() if name != "step" and not isinstance(value, dict)
+    }
     for name in (UTILIZATION, PEAK_MEMORY):
         if isinstance(values := own.get(name), list) and values:
-            each = {str(rank): value for rank, value in enumerate(values)} if len(values) <= MOST_RANKS else {}
+            each = (
+                {str(rank): value for rank, value in enumerate(values)}
+                if len(values) <= MOST_RANKS
+                else {}
+            )
             own[name] = {**each, "lowest": min(values), "highest": max(values)}
     return numbers_in(own, "train")
 
@@ -177,6 +191,6 @@ class Warner:
 
 
 def _input_has_ended() -> bool:
-    """Return whether the launcher has closed our standard input, to which nothing is ever written."""
+    """Return whether the launcher closed our standard input, which never carries anything."""
     readable, _, _ = select.select([sys.stdin], [], [], 0)
     return bool(readable) and not os.read(sys.stdin.fileno(), 1)

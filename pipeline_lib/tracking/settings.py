@@ -1,4 +1,4 @@
-"""The run's config in the trackers: the resolved config of its experiment, under the keys of the YAML."""
+"""The run's config in trackers: its experiment's resolved config, under the keys of the YAML."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +12,18 @@ from pipeline_lib.records.plan import PlanDocument
 
 
 def settings_of_run(plan: PlanDocument, plan_dir: Path) -> dict[str, Any]:
-    """Return the resolved config and, under `plan`, the plan's results; credentials in URLs are masked.
+    """Return the resolved config and, as `plan`, the plan's results; URLs' credentials are masked.
 
-    The config is that of the newest frozen experiment with the sealed directory `plan_dir`. Without one it has only the
-    experiment's name and the `train` section, both from the plan.
+    The config is that of the newest frozen experiment with the sealed directory `plan_dir`. Without
+    one it has only the experiment's name and the `train` section, both from the plan.
     """
     config = _frozen_config(plan_dir.absolute(), plan.experiment)
     if config is None:
-        train = read_settings(Train, plan.train).model_dump(mode="json") if plan.train is not None else {}
+        train = (
+            read_settings(Train, plan.train).model_dump(mode="json")
+            if plan.train is not None
+            else {}
+        )
         config = {"experiment": plan.experiment, "train": train}
     made = plan.model_dump(include={"cluster", "batch", "chosen"}, exclude_unset=True)
     settings: dict[str, Any] = _redacted({**config, "plan": made})
@@ -27,7 +31,7 @@ def settings_of_run(plan: PlanDocument, plan_dir: Path) -> dict[str, Any]:
 
 
 def numbers_in(values: Mapping[str, Any], above: str) -> dict[str, float]:
-    """Return the numbers of `values` under the names that trackers show: `train/loss`, `eval/tuned/loss`."""
+    """Return the numbers of `values` by the trackers' names: `train/loss`, `eval/tuned/loss`."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -38,13 +42,17 @@ def numbers_in(values: Mapping[str, Any], above: str) -> dict[str, float]:
 
 
 def _frozen_config(sealed: Path, experiment: str) -> dict[str, Any] | None:
-    """Return the config of the newest `experiment` with `sealed` (STORE/STAGE/DIGEST) among its parts, or None."""
+    """Return the newest config of `experiment` that has `sealed` (STORE/STAGE/DIGEST), or None."""
     newest: tuple[float, dict[str, Any] | None] = (0.0, None)
     for path in (sealed.parents[1] / "experiments").glob("*.json"):
         try:
             frozen, frozen_at = read_json(path), path.stat().st_mtime
             config, parts = frozen["config"], frozen["parts"].values()
-            if sealed.name in parts and config["experiment"] == experiment and frozen_at > newest[0]:
+            if (
+                sealed.name in parts
+                and config["experiment"] == experiment
+                and frozen_at > newest[0]
+            ):
                 newest = frozen_at, config
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # another format, damaged or just removed

@@ -37,7 +37,7 @@ class _LoggedRun:
 
 
 class SwanLab(_LoggedRun):
-    """A SwanLab run with the identity of our run, so that later attempts join it in SwanLab's cloud."""
+    """A SwanLab run with our run's identity, so later attempts join it in SwanLab's cloud."""
 
     def __init__(self, run: TrackedRun, environ: Mapping[str, str]) -> None:
         """Open the run; in the cloud, resume it if it exists."""
@@ -69,7 +69,7 @@ class SwanLab(_LoggedRun):
 
 
 class WeightsAndBiases(_LoggedRun):
-    """A wandb run with the identity of our run, so that later attempts join it on wandb's server."""
+    """A wandb run with our run's identity, so later attempts join it on wandb's server."""
 
     def __init__(self, run: TrackedRun, environ: Mapping[str, str]) -> None:
         """Open the run; resume it if it exists."""
@@ -95,6 +95,6 @@ class WeightsAndBiases(_LoggedRun):
         self._run.alert(title=kind, text=f"step {step}: {text}", level="WARN")
 
     def report(self, _step: int, report: FinishedReport) -> None:
-        """Set the numbers as the run's summary, which a later report replaces; save the page as a file."""
+        """Set the numbers as the run's summary, replaceable later; save the page as a file."""
         self._run.summary.update(report.numbers)
         self._save_page(report, policy="now")

@@ -35,7 +35,10 @@ class TensorBoard:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log `values` at `step`."""
-        shown = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        shown = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+        ]
         self._add(step, summary=self._summaries.Summary(value=shown))
 
     def warn(self, step: int, kind: str, text: str) -> None:
@@ -43,7 +46,7 @@ class TensorBoard:
         self._show_text(f"warning/{kind}", step, text)
 
     def report(self, step: int, report: FinishedReport) -> None:
-        """Log the numbers at `step`; copy the page beside the event files and log its path as text."""
+        """Log the numbers at `step`; copy the page beside the event files and log its path."""
         page = self._folder / "report.html"
         shutil.copyfile(report.page, page)
         self.log(step, report.numbers)
@@ -56,7 +59,9 @@ class TensorBoard:
         value = self._summaries.Summary.Value(
             tag=name,
             metadata=self._summaries.SummaryMetadata(plugin_data=plugin),
-            tensor=self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[indented.encode()]),
+            tensor=self._tensors.TensorProto(
+                dtype=self._types.DT_STRING, string_val=[indented.encode()]
+            ),
         )
         self._add(step, summary=self._summaries.Summary(value=[value]))
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 class TrackedRun:
     """A run as a tracker sees it. `folder` is where the tracker keeps its files.
 
-    `first_step` is the first step that the tracker has not received; it is over 1 if the run continues.
+    `first_step` is the first step that the tracker has not received; it is over 1 if the run
+    continues.
     """
 
     folder: Path
@@ -23,7 +24,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class FinishedReport:
-    """The page of a finished experiment, the digest that names it, and the numbers of its evaluation."""
+    """A finished experiment's page, the digest that names it, and its evaluation's numbers."""
 
     digest: str
     page: Path
@@ -38,7 +39,7 @@ class Tracker(Protocol):
 
     @staticmethod
     def joins(environ: Mapping[str, str]) -> bool:
-        """Return whether a process can continue an earlier one's run; if not, each writes the whole run."""
+        """Return whether a process can continue an earlier run; if not, each writes it all."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log `values` at `step`."""
@@ -50,7 +51,7 @@ class Tracker(Protocol):
         """Write out what was logged, if the tracker can, so that a kill does not lose it."""
 
     def report(self, step: int, report: FinishedReport) -> None:
-        """Log the numbers of `report` as results of the last step, `step`, and attach its page to the run."""
+        """Log the numbers of `report` as results of the last step, `step`; attach its page."""
 
     def finish(self) -> None:
         """Close the run."""

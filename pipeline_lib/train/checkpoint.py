@@ -1,9 +1,10 @@
-"""A sealed checkpoint that does not depend on the strategy: how it is published, and read beside its tensors.
+"""A sealed checkpoint, independent of the strategy: how it is published, and read with its tensors.
 
-`checkpoints/step-N/` holds `weights/` and `tensors/` (sharded safetensors, the latter of the moments),
-`rank-R.safetensors` (what rank R alone has: its random state and its strategy's own state), `state.json`, `metrics/`
-(train/metrics.py) and the manifest. Copies in memory are written to a staging folder, hashed, sealed and renamed once:
-a kill at any moment leaves the previous checkpoint intact.
+`checkpoints/step-N/` holds `weights/` and `tensors/` (sharded safetensors, the latter of the
+moments), `rank-R.safetensors` (what rank R alone has: its random state and its strategy's own
+state), `state.json`, `metrics/` (train/metrics.py) and the manifest. Copies in memory are written
+to a staging folder, hashed, sealed and renamed once: a kill at any moment leaves the previous
+checkpoint intact.
 """
 
 import shutil
@@ -20,10 +21,24 @@ from torch import Tensor
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.train import DEALING
 from pipeline_lib.core.errors import DiskFull, IntegrityError
-from pipeline_lib.core.files import publish_dir, read_json, remove_dir, require_space, stage_dir, write_json
+from pipeline_lib.core.files import (
+    publish_dir,
+    read_json,
+    remove_dir,
+    require_space,
+    stage_dir,
+    write_json,
+)
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import STATE_NAME, step_name
-from pipeline_lib.core.store import FileEntry, Manifest, Spec, describe_file, read_manifest, write_manifest
+from pipeline_lib.core.store import (
+    FileEntry,
+    Manifest,
+    Spec,
+    describe_file,
+    read_manifest,
+    write_manifest,
+)
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.saved_tensors import save_parts
@@ -36,11 +51,11 @@ _SPARE_BYTES = 1_000_000  # for headers and JSON
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of the state after `step`, in host memory: it does not change until it is written.
+    """One rank's part of the state after `step`, in host memory: unchanged until it is written.
 
-    `parts` are tensors divided over the ranks: all at once, or as many as are copied at a time; `tensor_bytes` is the
-    size of all of them on all ranks. `own` is this rank's alone; `scalars` are the same on all ranks, and only the
-    first has `rows`.
+    `parts` are tensors divided over the ranks: all at once, or as many as are copied at a time;
+    `tensor_bytes` is the size of all of them on all ranks. `own` is this rank's alone; `scalars`
+    are the same on all ranks, and only the first has `rows`.
     """
 
     step: int
@@ -57,16 +72,23 @@ def rank_name(rank: int) -> str:
 
 
 def publish_checkpoint(
-    folder: Path, world: World, spec: Spec, snapshot: Snapshot, lock: Lock, group: dist.ProcessGroup | None = None
+    folder: Path,
+    world: World,
+    spec: Spec,
+    snapshot: Snapshot,
+    lock: Lock,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """Publish `folder/step-N`, and return its size in bytes. All ranks of `group` call it.
 
-    On failure nothing of it stays, the previous checkpoint is untouched, and all ranks raise alike: DiskFull,
-    SaveFailed, or LockLost if another process has taken over `folder`.
+    On failure nothing of it stays, the previous checkpoint is untouched, and all ranks raise alike:
+    DiskFull, SaveFailed, or LockLost if another process has taken over `folder`.
     """
     final = folder / step_name(snapshot.step)
     own_bytes = sum(tensor.nbytes for tensor in snapshot.own.values())
-    need_bytes = snapshot.tensor_bytes + sum(together(group, folder, lambda: own_bytes)) + _SPARE_BYTES
+    need_bytes = (
+        snapshot.tensor_bytes + sum(together(group, folder, lambda: own_bytes)) + _SPARE_BYTES
+    )
 
     def stage() -> tuple[str, int]:
         if not world.is_first:
@@ -85,10 +107,18 @@ def publish_checkpoint(
     def seal() -> None:
         if not world.is_first:
             return
-        write_json(staged / STATE_NAME, {"step": snapshot.step, "world_size": world.size, **snapshot.scalars})
-        entries.update({STATE_NAME: describe_file(staged / STATE_NAME), **snapshot.rows.write(staged)})
+        write_json(
+            staged / STATE_NAME,
+            {"step": snapshot.step, "world_size": world.size, **snapshot.scalars},
+        )
+        entries.update(
+            {STATE_NAME: describe_file(staged / STATE_NAME), **snapshot.rows.write(staged)}
+        )
         write_manifest(
-            staged, Manifest(stage="checkpoint", digest=folder.parent.name, spec=spec.to_json(), files=entries)
+            staged,
+            Manifest(
+                stage="checkpoint", digest=folder.parent.name, spec=spec.to_json(), files=entries
+            ),
         )
         lock.require()
         remove_dir(final)
@@ -99,10 +129,15 @@ def publish_checkpoint(
     try:
         state_files = save_parts(staged, snapshot.parts, world, group)
         of_ranks = together(group, staged, write_own)
-        entries = {name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()}
+        entries = {
+            name: FileEntry(**entry) for of_rank in of_ranks for name, entry in of_rank.items()
+        }
         together(group, staged, seal)
     except DiskFull as error:
-        sizes = f"a checkpoint needs {need_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB were free when it was begun"
+        sizes = (
+            f"a checkpoint needs {need_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB were "
+            "free when it was begun"
+        )
         raise DiskFull(f"{error} ({sizes})") from error
     finally:
         if world.is_first:
@@ -119,7 +154,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
-    """Raise IntegrityError naming the settings and inputs in which the run that left `checkpoint` differs from `spec`.
+    """Raise IntegrityError naming settings and inputs where `checkpoint`'s run differs from `spec`.
 
     The placement of a run is in neither, and may change.
     """
@@ -127,18 +162,29 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
     def decisive(of: Spec) -> dict[str, Any]:
         """Return what determines the resulting weights, by a name that says where it is set."""
         named = {ROPE: f"model.{ROPE}", DEALING: "what the ranks are dealt"}
-        settings = {named.get(key, f"train.{key}"): value for key, value in of.settings.items() if key != "until_step"}
+        settings = {
+            named.get(key, f"train.{key}"): value
+            for key, value in of.settings.items()
+            if key != "until_step"
+        }
         inputs = {f"the {name}": ref.digest for name, ref in of.inputs.items()}
         return {**settings, **inputs, "the version of the training code": of.version}
 
     def value_in(values: Mapping[str, Any], key: str) -> str:
         return repr(values[key]) if key in values else "the default"
 
-    theirs, ours = decisive(Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint))), decisive(spec)
-    if differing := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-        named = "; ".join(f"{key} is {value_in(theirs, key)} there and {value_in(ours, key)} here" for key in differing)
+    theirs = decisive(Spec.from_json(read_manifest(checkpoint).spec, str(checkpoint)))
+    ours = decisive(spec)
+    if differing := sorted(
+        key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)
+    ):
+        named = "; ".join(
+            f"{key} is {value_in(theirs, key)} there and {value_in(ours, key)} here"
+            for key in differing
+        )
         raise IntegrityError(
-            f"{checkpoint}: left by a run that computes something else ({named}); take it away from {checkpoint.parent}"
+            f"{checkpoint}: left by a run that computes something else ({named}); take it away "
+            f"from {checkpoint.parent}"
             " to begin anew, or give the config back what differs"
         )
 
@@ -155,7 +201,7 @@ def own_tensors(world: World, strategy_state: Mapping[str, Tensor]) -> dict[str,
 
 
 def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
-    """Return what `own_tensors` returned on this rank; nothing if the checkpoint has another number of ranks."""
+    """Return what `own_tensors` returned on this rank; nothing for another number of ranks."""
     path = checkpoint / rank_name(world.rank)
     if read_state(checkpoint)["world_size"] != world.size or not path.exists():
         return {}
@@ -163,12 +209,18 @@ def read_own(checkpoint: Path, world: World) -> dict[str, Tensor]:
 
 
 def strategy_state(checkpoint: Path, world: World, strategy: str) -> dict[str, Tensor]:
-    """Return the own state of this rank's strategy; from another strategy or world, the loss scale alone."""
+    """Return this rank's own strategy state; from another strategy or world, the loss scale."""
     own = read_own(checkpoint, world) if read_state(checkpoint)["strategy"] == strategy else {}
     if own:
-        return {name.removeprefix(STRATEGY): tensor for name, tensor in own.items() if name.startswith(STRATEGY)}
+        return {
+            name.removeprefix(STRATEGY): tensor
+            for name, tensor in own.items()
+            if name.startswith(STRATEGY)
+        }
     first = load_file(str(checkpoint / rank_name(0)))
-    return {LOSS_SCALE: first[f"{STRATEGY}{LOSS_SCALE}"]} if f"{STRATEGY}{LOSS_SCALE}" in first else {}
+    return (
+        {LOSS_SCALE: first[f"{STRATEGY}{LOSS_SCALE}"]} if f"{STRATEGY}{LOSS_SCALE}" in first else {}
+    )
 
 
 def restore_random_state(checkpoint: Path, world: World) -> None:

@@ -1,10 +1,11 @@
 """Gradient compression for DDP on slow networks. Both methods are approximations.
 
-bf16 halves the bytes and rounds the sum. PowerSGD (Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2)
-exchanges two thin factors of each matrix; the error of the approximation stays on the rank and is added to its next
-gradient, so that it is delayed rather than lost. torch has hooks for both, which continue in callbacks: in gloo's
-threads these can wait for each other, and deadlock when the process ends. Here PowerSGD's exchanges follow one
-another in the thread that computes, and so do those of bf16 on CPUs.
+bf16 halves the bytes and rounds the sum. PowerSGD (Vogels et al. 2019, arXiv 1905.13727, algorithms
+1 and 2) exchanges two thin factors of each matrix; the error of the approximation stays on the rank
+and is added to its next gradient, so that it is delayed rather than lost. torch has hooks for both,
+which continue in callbacks: in gloo's threads these can wait for each other, and deadlock when the
+process ends. Here PowerSGD's exchanges follow one another in the thread that computes, and so do
+those of bf16 on CPUs.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,9 @@ def round_to_bf16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def _done(flat: Tensor) -> torch.futures.Future[Tensor]:
-    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    done: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[flat.device] if flat.is_cuda else None
+    )
     done.set_result(flat)
     return done
 
@@ -42,7 +45,9 @@ def _average(tensors: list[Tensor]) -> None:
     whole = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(whole)
     whole /= dist.get_world_size()
-    for tensor, part in zip(tensors, torch.split(whole, [tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(
+        tensors, torch.split(whole, [tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(part.view_as(tensor))
 
 
@@ -82,7 +87,8 @@ class PowerSgd:
         for place, gradient in enumerate(gradients):
             rows = gradient.shape[0] if gradient.ndim else 1
             columns = gradient.numel() // max(1, rows)
-            if gradient.ndim >= 2 and (rows + columns) * self.rank < rows * columns:  # two factors are smaller
+            # two factors are smaller
+            if gradient.ndim >= 2 and (rows + columns) * self.rank < rows * columns:
                 matrices[f"{bucket}.{place}"] = gradient.view(rows, -1)
             else:
                 whole.append(gradient)
@@ -92,7 +98,8 @@ class PowerSgd:
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.t() @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
         for matrix, left, right in zip(matrices.values(), lefts, rights, strict=True):
-            torch.mm(left, right.t(), out=matrix)  # this rank's contribution: the residual is the rest
+            # this rank's contribution: the residual is the rest
+            torch.mm(left, right.t(), out=matrix)
         self.residuals[str(bucket)] = wanted.sub_(flat)
         for gradient in whole:  # exchanged whole: no residual
             offset = (gradient.data_ptr() - flat.data_ptr()) // flat.element_size()
@@ -104,7 +111,7 @@ class PowerSgd:
             self.factors[name] = right
 
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
-        """Return an orthogonal [columns, rank] factor: from the last step, else random, the same on all ranks."""
+        """Return an orthogonal [columns, rank] factor: the last, or random, equal on all ranks."""
         factor = self.factors.get(name)
         if factor is None:
             generator = torch.Generator().manual_seed(0)

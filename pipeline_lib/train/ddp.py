@@ -1,6 +1,7 @@
-"""Data parallel (DDP): every rank holds the whole model, and gradients are averaged in buckets during backward.
+"""Data parallel (DDP): each rank holds the whole model; backward averages gradients in buckets.
 
-`gradient_compression` exchanges fewer bytes, and `local_sgd_steps` exchanges less often; both change the result.
+`gradient_compression` exchanges fewer bytes, and `local_sgd_steps` exchanges less often; both
+change the result.
 """
 
 import inspect
@@ -21,7 +22,8 @@ from pipeline_lib.train.dist import LET_GO_S, World, mean_over_ranks
 from pipeline_lib.train.native import Native
 from pipeline_lib.train.staging import Copy, new_copies
 
-# Buffers are constants and need no sync. torch 2.11 has only `broadcast_buffers`, and 2.13 warns about it.
+# Buffers are constants and need no sync. torch 2.11 has only `broadcast_buffers`, and 2.13 warns
+# about it.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFERS: dict[str, Any] = {
     ("forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"): False
@@ -29,24 +31,27 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 class Ddp(Native):
-    """Data parallel, with weights, gradients and moments whole on every rank: fastest where they fit."""
+    """Data parallel: weights, gradients and moments whole on all ranks; fastest if they fit."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
         """Set up for `world`, with local SGD or gradient compression if `train` asks for it."""
         super().__init__(world, train, accumulation)
         self.is_local = train.local_sgd_steps > 1
-        self.power = PowerSgd(train.powersgd_rank) if train.gradient_compression == "powersgd" else None
+        self.power = (
+            PowerSgd(train.powersgd_rank) if train.gradient_compression == "powersgd" else None
+        )
         self._is_laid = False  # whether DDP's buckets have their final order
         self._own_norm: Tensor  # this rank's gradient norm, with local SGD
         self._averaged_at = 0  # number of updates at the last averaging
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Load the whole model to the device and wrap it in DDP; with local SGD, return it unwrapped."""
+        """Load the whole model to the device and wrap it in DDP; not wrapped with local SGD."""
         super().spread(model, load)
         if self.is_local:
             return model
         device = self.world.device
-        # All ranks have read the same weights and drawn the same adapters, so nothing needs to be broadcast at first.
+        # All ranks have read the same weights and drawn the same adapters, so nothing needs to be
+        # broadcast at first.
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -68,10 +73,12 @@ class Ddp(Native):
     def autocast(self) -> AbstractContextManager[Any]:
         """Return autocast for mixed precision: fp32 weights are rounded for each product."""
         precision = self.train.precision
-        return torch.autocast(self.world.device.type, DTYPES[precision], enabled=precision != "fp32")
+        return torch.autocast(
+            self.world.device.type, DTYPES[precision], enabled=precision != "fp32"
+        )
 
     def grad_norm(self) -> Tensor:
-        """Return the gradient norm; with local SGD the mean over ranks, while each rank clips by its own."""
+        """Return the gradient norm; with local SGD the ranks' mean, while each clips by its own."""
         norm = super().grad_norm()
         if not self.is_local:
             return norm
@@ -86,16 +93,18 @@ class Ddp(Native):
 
     def discard(self, grad_norm: float | None = None) -> None:
         """Drop the gradients and PowerSGD's state, whose residuals may contain a bad gradient."""
-        super().discard(float(self._own_norm) if self.is_local and grad_norm is not None else grad_norm)
+        super().discard(
+            float(self._own_norm) if self.is_local and grad_norm is not None else grad_norm
+        )
         if self.power is not None:
             self.power.reset()
 
     def drop_gradients(self) -> None:
-        """Zero the gradients in place, in DDP's buckets: otherwise micro-batches would allocate memory beside them.
+        """Zero the gradients in place, in DDP's buckets: else micro-batches would allocate more.
 
-        The first time, free the gradients and rebuild the buckets in the order in which gradients arrived. DDP would
-        rebuild them itself in the next forward pass, when the old buckets are still there while activations fill the
-        memory.
+        The first time, free the gradients and rebuild the buckets in the order in which gradients
+        arrived. DDP would rebuild them itself in the next forward pass, when the old buckets are
+        still there while activations fill the memory.
         """
         self.optimizer.zero_grad(set_to_none=self.is_local or not self._is_laid)
         if not self.is_local and not self._is_laid:
@@ -104,7 +113,9 @@ class Ddp(Native):
             self._wrapped.reducer._rebuild_buckets()
             self._is_laid = True
 
-    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
+    def snapshot(
+        self, names: Collection[str] | None = None, copied: Copy = new_copies
+    ) -> dict[str, Tensor]:
         """Average the models if they differ, then copy this rank's share to host memory."""
         self._average()
         return super().snapshot(names, copied)

@@ -1,6 +1,7 @@
-"""The DeepSpeed ZeRO strategy: its config, the access to DeepSpeed's internals, and the strategy itself.
+"""The DeepSpeed ZeRO strategy: its config, access to DeepSpeed's internals, the strategy itself.
 
-Stage 1 shards the optimizer state over all ranks, stage 2 also the gradients, stage 3 also the weights.
+Stage 1 shards the optimizer state over all ranks, stage 2 also the gradients, stage 3 also the
+weights.
 """
 
 import importlib
@@ -35,11 +36,14 @@ from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped, k
 # DeepSpeed's config, derived from `Train`.
 
 
-def zero_config(train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config: the keys derived from `train`, overridden by `chosen`, the user's JSON.
+def zero_config(
+    train: Train, world_size: int, accumulation: int, chosen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return DeepSpeed's config: keys derived from `train`, overridden by the user's `chosen`.
 
-    Gradients are accumulated in fp32, and reduced in fp32 or, with `gradient_compression: bf16`, in bf16. The optimizer
-    is ours even where it is offloaded, so that nothing is compiled when training starts.
+    Gradients are accumulated in fp32, and reduced in fp32 or, with `gradient_compression: bf16`, in
+    bf16. The optimizer is ours even where it is offloaded, so that nothing is compiled when
+    training starts.
     """
     stage = stage_of(train)
     zero: dict[str, Any] = {
@@ -80,23 +84,27 @@ def merged(ours: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]
     result = dict(ours)
     for key, value in chosen.items():
         before = result.get(key)
-        result[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+        result[key] = (
+            merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+        )
     return result
 
 
-# Access to private attributes of DeepSpeed 0.19: where it keeps this rank's part of weights and moments.
+# Access to private attributes of DeepSpeed 0.19: where it keeps this rank's part of weights and
+# moments.
 #
-# All code that depends on DeepSpeed's internal names is here. There are three layouts: one optimizer for stages 1 and
-# 2, another for stage 1 in bf16, and that of stage 3.
+# All code that depends on DeepSpeed's internal names is here. There are three layouts: one
+# optimizer for stages 1 and 2, another for stage 1 in bf16, and that of stage 3.
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed, limit its log to errors, and set it up for `device` and the existing process group.
+    """Import DeepSpeed, log only its errors, and set it up for `device` and the process group.
 
     Raises TrainingError if it is not installed.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # DeepSpeed logs some during its import, before its log level can be set
+    # DeepSpeed logs some during its import, before its log level can be set
+    logging.disable(logging.WARNING)
     try:
         deepspeed = importlib.import_module("deepspeed")
         accelerators = importlib.import_module("deepspeed.accelerator")
@@ -105,21 +113,26 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             accelerators.set_accelerator(cpu.CPU_Accelerator())
     except ImportError as error:
         raise TrainingError(
-            f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra `deepspeed`, "
+            f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra "
+            "`deepspeed`, "
             f"{how_to_install('deepspeed')}, or set strategy: fsdp"
         ) from error
     finally:
         logging.disable(before)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls some
-    # DeepSpeed would compile this exchange through shared memory at once, and use it in inference only.
+    # DeepSpeed calls some
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # DeepSpeed would compile this exchange through shared memory at once, and use it in inference
+    # only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)  # uses the existing process group
     return deepspeed
 
 
-def _partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
-    """Allocate memory for this rank's part of each parameter of `model`, which is on the meta device; set no values.
+def _partition(
+    deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], device: torch.device
+) -> None:
+    """Allocate this rank's part of each parameter of the meta `model`; set no values.
 
     Parameters keep their identity, so one that two modules share stays shared.
     """
@@ -128,7 +141,9 @@ def _partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], 
     if init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
     for parameter in list(model.parameters()):
-        whole = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        whole = nn.Parameter(
+            torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+        )
         torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
         held: Any = parameter
         init._convert_to_deepspeed_param(held)
@@ -136,17 +151,17 @@ def _partition(deepspeed: ModuleType, model: nn.Module, config: dict[str, Any], 
 
 
 def _own_part(values: Tensor, partitioned: Any) -> FlatPart:
-    """Return `values` as this rank's part of the parameter `partitioned`, without the padding at its end."""
+    """Return `values` as this rank's part of the parameter `partitioned`, without its padding."""
     shape = tuple(partitioned.ds_shape)
     start = min(partitioned.ds_zero_partition_rank * values.numel(), math.prod(shape))
     return FlatPart(values.view(-1)[: math.prod(shape) - start], start, shape)
 
 
 class Sharded:
-    """A uniform view of DeepSpeed's optimizer of any stage: this rank's parts, and the norm of the gradients."""
+    """A uniform view of DeepSpeed's optimizer of any stage: own parts and the gradient norm."""
 
     def __init__(self, engine: Any, client: torch.optim.Optimizer) -> None:
-        """Create zero moments for this rank's parts of the parameters of `client`, the wrapped optimizer."""
+        """Create zero moments for this rank's parts of what `client`, the wrapped one, updates."""
         self._optimizer = engine.optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self._client = client
@@ -159,17 +174,19 @@ class Sharded:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _flats(self) -> list[Tensor]:
-        """Return the tensors that the client's optimizer updates: flat fp32 masters of a few parameters each."""
+        """Return what the client's optimizer updates: flat fp32 masters of a few parameters."""
         if self._is_partitioned:
             return list(self._optimizer.fp32_partitioned_groups_flat)
         return [flat for group in self._client.param_groups for flat in group["params"]]
 
     def part(self, parameter: nn.Parameter, kind: str) -> FlatPart:
-        """Return this rank's part of the master weight or of a moment, in fp32 and sharing its memory."""
+        """Return this rank's part of the master weight or a moment, in fp32, sharing its memory."""
         key = None if kind == WEIGHTS else kind
         held: Any = parameter
         if self._is_partitioned:
-            values, _ = self._optimizer._get_fp32_opt_state_partition(held, False, optim_state_key=key)
+            values, _ = self._optimizer._get_fp32_opt_state_partition(
+                held, False, optim_state_key=key
+            )
             return _own_part(values.detach(), held)
         mapping = held._hp_mapping
         if mapping is None:
@@ -179,7 +196,7 @@ class Sharded:
 
     @torch.no_grad()
     def take_masters(self, updates: int) -> None:
-        """Set the step count to `updates`, and refresh the weights of the forward pass from the masters."""
+        """Set the step count to `updates`, and refresh the forward weights from the masters."""
         for flat in self._flats():
             self._client.state[flat]["step"].fill_(float(updates))
         if not self._is_partitioned:
@@ -192,7 +209,7 @@ class Sharded:
             kept_whole[0].all_gather(kept_whole)
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of the averaged gradients, without the loss scale; infinity if one is not finite."""
+        """Return the averaged gradients' L2 norm, unscaled; infinity if one is not finite."""
         utils = importlib.import_module("deepspeed.runtime.utils")
         optimizer = self._optimizer
         if self._is_partitioned:
@@ -208,7 +225,8 @@ class Sharded:
     def forget_gradients(self) -> None:
         """Drop what is left of the step's gradients.
 
-        Where the optimizer is offloaded and they were not finite, DeepSpeed keeps them and would add to them.
+        Where the optimizer is offloaded and they were not finite, DeepSpeed keeps them and would
+        add to them.
         """
         if not self._is_partitioned and hasattr(self._optimizer, "averaged_gradients"):
             for number in self._optimizer.averaged_gradients:
@@ -223,9 +241,10 @@ class Sharded:
 
 # The strategy.
 #
-# Forward and backward use weights in the precision of the computation; each rank has its part of the fp32 masters, on
-# which the update is made. Gradients are accumulated in fp32, and reduced in that or in bf16 (`zero_config`). Stage 2
-# first divides them by the number of ranks in the precision of the computation, which is exact for a power of two.
+# Forward and backward use weights in the precision of the computation; each rank has its part of
+# the fp32 masters, on which the update is made. Gradients are accumulated in fp32, and reduced in
+# that or in bf16 (`zero_config`). Stage 2 first divides them by the number of ranks in the
+# precision of the computation, which is exact for a power of two.
 
 READ_AT_ONCE_BYTES = 2 * 10**9  # read from a checkpoint at a time, on each rank's host
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -235,7 +254,10 @@ class Zero(Strategy):
     """The ZeRO strategy, at the stage that `train.strategy` names."""
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
-        """Read the user's DeepSpeed config, if any. Raises ConfigError if it cannot be merged over ours."""
+        """Read the user's DeepSpeed config, if any.
+
+        Raises ConfigError if it cannot be merged over ours.
+        """
         self.world = world
         self.train = train
         given, chosen = train.deepspeed_json, dict[str, Any]()
@@ -246,11 +268,13 @@ class Zero(Strategy):
         self.optimizer: torch.optim.Optimizer
         self._engine: Any
         self._sharded: Sharded
-        self._is_discarding = False  # then hooks hide the gradients from the optimizer, whose step updates nothing
+        self._is_discarding = (
+            False  # then hooks hide the gradients from the optimizer, whose step updates nothing
+        )
         self._hidden_gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Load `model` in the precision of the computation, whole or in parts, and the masters from the same files.
+        """Load `model` in compute precision, whole or in parts, and masters from the same files.
 
         Returns DeepSpeed's engine.
         """
@@ -259,19 +283,26 @@ class Zero(Strategy):
         for parameter in model.parameters():
             parameter.data = parameter.data.to(DTYPES[self.train.precision])
         if stage_of(self.train) == 3:
-            self.optimizer = make_optimizer(trainable(model), self.train)  # while parameters have their shapes
+            # while parameters have their shapes
+            self.optimizer = make_optimizer(trainable(model), self.train)
             _partition(deepspeed, model, self.config, self.world.device)
             partitioned: list[Any] = list(model.parameters())
-            with held_flat({parameter: _own_part(parameter.ds_tensor, parameter) for parameter in partitioned}):
+            with held_flat(
+                {parameter: _own_part(parameter.ds_tensor, parameter) for parameter in partitioned}
+            ):
                 load(model)
         else:
             load(model)
             self.optimizer = make_optimizer(trainable(model), self.train)
         self.parameters = trainable(model)
-        self.optimizer.register_step_pre_hook(lambda *_: self._hide_gradients() if self._is_discarding else None)
+        self.optimizer.register_step_pre_hook(
+            lambda *_: self._hide_gradients() if self._is_discarding else None
+        )
         self.optimizer.register_step_post_hook(lambda *_: self._give_gradients_back())
         with redirect_stdout(StringIO()):  # DeepSpeed prints its memory use
-            self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=deepcopy(self.config))
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=deepcopy(self.config)
+            )
         self._sharded = Sharded(self._engine, self.optimizer)
         self._load_masters = partial(self._fill_masters, model, load)
         if self.train.precision != "fp32" and self.train.method != "lora":
@@ -286,14 +317,16 @@ class Zero(Strategy):
         self._load_masters()
 
     def _fill_masters(self, model: nn.Module, load: Callable[[nn.Module], None]) -> None:
-        """Load the masters; adapters are rounded to the precision of the computation, as DeepSpeed rounds new ones."""
+        """Load the masters; adapters are rounded to compute precision, as DeepSpeed does."""
         trained = {id(parameter) for parameter in self.parameters.values()}
         parts = {}
         for parameter in model.parameters():
             if id(parameter) in trained:
                 parts[parameter] = self._sharded.part(parameter, WEIGHTS)
             else:
-                parts[parameter] = FlatPart(torch.empty(0), 0, tuple(getattr(parameter, "ds_shape", parameter.shape)))
+                parts[parameter] = FlatPart(
+                    torch.empty(0), 0, tuple(getattr(parameter, "ds_shape", parameter.shape))
+                )
         with held_flat(parts):
             load(model)
         if self.train.method == "lora":
@@ -307,24 +340,29 @@ class Zero(Strategy):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Run DeepSpeed's backward pass; the loss already accounts for the number of micro-batches."""
+        """Run DeepSpeed's backward pass; the loss already accounts for all micro-batches."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def grad_norm(self) -> Tensor:
         """Return the L2 norm over all trained parameters; infinity if a gradient is not finite."""
-        return torch.tensor(self._sharded.grad_norm(), dtype=torch.float64, device=self.world.device)
+        return torch.tensor(
+            self._sharded.grad_norm(), dtype=torch.float64, device=self.world.device
+        )
 
     def update(self, lr: float, grad_norm: float) -> None:
         """Clip and update. Raises TrainingError if DeepSpeed skips the update."""
         set_learning_rate(self.optimizer, lr)
         self._engine.step()
         if not self._engine.was_step_applied():
-            raise TrainingError("DeepSpeed skipped an update whose gradient norm is finite; run the command again")
+            raise TrainingError(
+                "DeepSpeed skipped an update whose gradient norm is finite; run the command again"
+            )
 
     def discard(self, grad_norm: float | None = None) -> None:
         """Run DeepSpeed's step with an optimizer that updates nothing.
 
-        In fp16 the loss scale follows; raises Diverged if the gradients overflowed at the least loss scale.
+        In fp16 the loss scale follows; raises Diverged if the gradients overflowed at the least
+        loss scale.
         """
         scaler = self._sharded.loss_scaler
         if scaler is not None and scaler.cur_scale <= scaler.min_scale and grad_norm == math.inf:
@@ -360,8 +398,10 @@ class Zero(Strategy):
         """Return the elements of each whole tensor of a checkpoint."""
         return _sizes_of(self._parts(kinds))
 
-    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
-        """Gather whole tensors one at a time, and copy those that this rank keeps; all ranks keep about as much."""
+    def snapshot(
+        self, names: Collection[str] | None = None, copied: Copy = new_copies
+    ) -> dict[str, Tensor]:
+        """Gather whole tensors one by one; copy those this rank keeps, about as many as others."""
         parts = self._parts()
         chosen = list(parts) if names is None else list(names)
         owners = keepers_of(_sizes_of({name: parts[name] for name in chosen}), self.world.size)
@@ -375,12 +415,16 @@ class Zero(Strategy):
         return copied(gathered())
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Read each tensor on one rank, a few at a time, and scatter it to the ranks that keep a part of it."""
+        """Read each tensor on one rank, a few at a time, and scatter it to the parts' ranks."""
         parts = self._parts()
         sizes = _sizes_of(parts)
         for names in grouped(sizes, READ_AT_ONCE_BYTES * self.world.size // 4):  # bytes in fp32
             owners = balanced({name: sizes[name] for name in names}, self.world.size)
-            mine = {name: torch.empty(parts[name].shape) for name in names if owners[name] == self.world.rank}
+            mine = {
+                name: torch.empty(parts[name].shape)
+                for name in names
+                if owners[name] == self.world.rank
+            }
             read(mine)
             for name in names:
                 scatter(parts[name], mine.pop(name, None), self.world.device, owners[name])
@@ -391,7 +435,9 @@ class Zero(Strategy):
         scaler = self._sharded.loss_scaler
         if scaler is None:
             return {}
-        return {LOSS_SCALE: torch.tensor([float(getattr(scaler, field)) for field in _SCALER_FIELDS])}
+        return {
+            LOSS_SCALE: torch.tensor([float(getattr(scaler, field)) for field in _SCALER_FIELDS])
+        }
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the fp16 loss scaler from `state`, if it holds one."""

@@ -1,4 +1,4 @@
-"""The time of a GPU by activity, computing, exchanging, copying or idle: from its kernels in profiles of single steps.
+"""A GPU's time by activity, computing, exchanging, copying or idle, from profiles of single steps.
 
 Profiles are made by torch's profiler. No trace is written.
 """
@@ -21,11 +21,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Shares:
-    """Seconds of a span by activity; the first four add up to it. Each moment counts for the first that went on in it.
+    """Seconds of a span by activity; the first four add up to it.
+
+    Each moment counts for the first that went on in it.
 
     `exposed_communication_s` and `exposed_copy_s` are the parts without concurrent computation;
-    `hidden_communication_s` is the rest of the communication, which took place within `compute_s`. `context_s` is the
-    communication of ranks that share a block, exposed or not.
+    `hidden_communication_s` is the rest of the communication, which took place within `compute_s`.
+    `context_s` is the communication of ranks that share a block, exposed or not.
     """
 
     compute_s: float
@@ -37,7 +39,7 @@ class Shares:
 
 
 def kind_of(kernel: str) -> str:
-    """Return `communication`, `copy` or `compute`: what the kernel or memory operation of that name does."""
+    """Return `communication`, `copy` or `compute`: what the operation of that name does."""
     lowered = kernel.lower()
     if "nccl" in lowered:
         return "communication"
@@ -45,12 +47,12 @@ def kind_of(kernel: str) -> str:
 
 
 def is_of_context(kernel: str) -> bool:
-    """Return whether the kernel exchanges between ranks that share a block: NCCL's all-to-all sends and receives."""
+    """Return whether the kernel exchanges between ranks that share a block: NCCL's all-to-all."""
     return "sendrecv" in kernel.lower()
 
 
 def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares:
-    """Return how `span` was used by the named intervals, all in seconds; what lies outside of it does not count."""
+    """Return how the named intervals, in seconds, used `span`; nothing outside it counts."""
     by_kind: dict[str, list[Interval]] = {"compute": [], "communication": [], "copy": []}
     of_context: list[Interval] = []
     for name, (begin, end) in kernels:
@@ -85,10 +87,10 @@ ROW_FIELDS = ("compute_s", "exposed_communication_s", "exposed_copy_s", "idle_s"
 
 
 class StepProfiler:
-    """A profiler of every `every_steps`-th step on the first rank's GPU; other ranks and CPUs are not profiled.
+    """A profiler of every `every_steps`-th step on the first rank's GPU; the rest is not profiled.
 
-    The event `step.profiled` holds seconds and fractions of the step by the fields of `Shares`; the step's row has the
-    seconds (`take`).
+    The event `step.profiled` holds seconds and fractions of the step by the fields of `Shares`; the
+    step's row has the seconds (`take`).
     """
 
     def __init__(self, world: World, every_steps: int | None, events: EventLog) -> None:
@@ -101,7 +103,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Profile the enclosed step number `step`, from 1, if it is due; what it computes is not changed."""
+        """Profile the enclosed step number `step`, from 1, if it is due, and do not change it."""
         if self._every_steps is None or step % self._every_steps:
             yield
             return
@@ -121,24 +123,40 @@ class StepProfiler:
         self._events.emit(EventName.STEP_PROFILED, step=step, **description)
 
     def take(self) -> dict[str, float]:
-        """Return the profile's fields for the row of the last step, once; nothing if that was not profiled."""
+        """Return the profile's fields for the last step's row, once; nothing without one."""
         last, self._last = self._last, {}
         return last
 
 
 def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str, Any]:
-    """Return the fields of the event for a step of `duration_s` seconds. `kernels`, in seconds, lie within it.
+    """Return the fields of the event for a step of `duration_s` seconds.
 
-    Host and GPU have different clocks, so the span is placed to end with the last kernel: the host waited for it.
+    `kernels`, in seconds, lie within it.
+
+    Host and GPU have different clocks, so the span is placed to end with the last kernel: the host
+    waited for it.
     """
     if not kernels:
-        return {"step_s": round(duration_s, 6), "problem": "the profiler saw no kernels; may this user profile GPUs?"}
+        return {
+            "step_s": round(duration_s, 6),
+            "problem": "the profiler saw no kernels; may this user profile GPUs?",
+        }
     end = max(interval[1] for _, interval in kernels)
     shares = asdict(shares_of(kernels, (end - duration_s, end)))
-    fractions = {f"{name.removesuffix('_s')}_fraction": round(value / duration_s, 4) for name, value in shares.items()}
-    return {"step_s": round(duration_s, 6), **{name: round(value, 6) for name, value in shares.items()}, **fractions}
+    fractions = {
+        f"{name.removesuffix('_s')}_fraction": round(value / duration_s, 4)
+        for name, value in shares.items()
+    }
+    return {
+        "step_s": round(duration_s, 6),
+        **{name: round(value, 6) for name, value in shares.items()},
+        **fractions,
+    }
 
 
 def row_fields(described: dict[str, Any]) -> dict[str, float]:
-    """Return the row's fields from those of `describe`: seconds that add up to the step; nothing if it failed."""
+    """Return the row's fields from those of `describe`, which add up to the step, in seconds.
+
+    There are none if it failed.
+    """
     return {f"profile_{name}": described[name] for name in ROW_FIELDS if name in described}

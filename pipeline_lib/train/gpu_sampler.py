@@ -19,7 +19,7 @@ class GpuSampler:
     """
 
     def __init__(self, sample: Callable[[], Sample] | None, every_s: float = EVERY_S) -> None:
-        """Take samples with `sample`, which raises OSError when no more can be taken; None takes none."""
+        """Take samples with `sample`, which raises OSError once none are left; None takes none."""
         self._sample, self._every_s = sample, every_s
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._taken: list[Sample] = []
@@ -33,7 +33,10 @@ class GpuSampler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Stop sampling."""
         self._stopped.set()
@@ -41,11 +44,13 @@ class GpuSampler:
             self._thread.join(self._every_s + 1.0)
 
     def take(self) -> Sample:
-        """Return the mean of each value since the last call, or the last means if there were no samples in between."""
+        """Return each value's mean since the last call, or the last means without new samples."""
         with self._lock:
             taken, self._taken = self._taken, []
         if taken:
-            self._latest = {key: round(sum(sample[key] for sample in taken) / len(taken), 3) for key in taken[0]}
+            self._latest = {
+                key: round(sum(sample[key] for sample in taken) / len(taken), 3) for key in taken[0]
+            }
         return dict(self._latest)
 
     def _run(self) -> None:
@@ -78,15 +83,23 @@ def gpu_sampler(device: torch.device | None) -> GpuSampler:
                 "gpu_utilization": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
                 "gpu_memory_used_bytes": float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
                 "gpu_power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-                "gpu_temperature_c": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+                "gpu_temperature_c": float(
+                    nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+                ),
             }
         except nvml.NVMLError as error:
             raise OSError(str(error)) from error
 
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = nvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
         sample()
-    except (nvml.NVMLError, OSError, AttributeError):  # no driver, or a MIG slice of a GPU, which has no such values
+    except (
+        nvml.NVMLError,
+        OSError,
+        AttributeError,
+    ):  # no driver, or a MIG slice of a GPU, which has no such values
         return GpuSampler(None)
     return GpuSampler(sample)

@@ -1,7 +1,7 @@
-"""Decides whether a step can be trusted: a pure function of its loss, its gradient norm and the rows before it.
+"""Decides whether a step can be trusted, purely from its loss, gradient norm and earlier rows.
 
-Loss and norm are reduced over the ranks, so all ranks decide alike. A refused step changes nothing: not the weights,
-not the moments, and not the statistics that later steps are compared with.
+Loss and norm are reduced over the ranks, so all ranks decide alike. A refused step changes nothing:
+not the weights, not the moments, and not the statistics that later steps are compared with.
 """
 
 import math
@@ -15,12 +15,17 @@ from typing import Any
 from pipeline_lib.config.train import Guards
 
 MIN_ACCEPTED = 10  # steps before any loss counts as a spike
-MIN_DEVIATION = 0.01  # nats per token: if losses hardly vary, the next one is not a spike for a small change
+MIN_DEVIATION = (
+    0.01  # nats per token: if losses hardly vary, the next one is not a spike for a small change
+)
 MAX_OVERFLOWS = 20  # in a row; fp16's loss scale has settled by then
 
 
 class Verdict(StrEnum):
-    """The decision about a step. The names are stable: metrics rows hold all but the first as `verdict`."""
+    """The decision about a step.
+
+    The names are stable: metrics rows hold all but the first as `verdict`.
+    """
 
     APPLY = "apply"
     SKIP = "skip"
@@ -46,9 +51,11 @@ class Window:
     def __init__(self, guards: Guards) -> None:
         """Begin before the first step."""
         self.guards = guards
-        self.accepted: deque[float] = deque(maxlen=guards.window_steps)  # losses of the last accepted steps
+        # losses of the last accepted steps
+        self.accepted: deque[float] = deque(maxlen=guards.window_steps)
         self.sizes: deque[int] = deque(maxlen=guards.window_steps)  # their supervised tokens
-        self.skipped: deque[int] = deque(maxlen=guards.max_skips + 1)  # counted as skipped, since the last rollback
+        # counted as skipped, since the last rollback
+        self.skipped: deque[int] = deque(maxlen=guards.max_skips + 1)
         self.refused_in_a_row = 0
         self.has_rolled_back = False
 
@@ -83,7 +90,9 @@ class Window:
         if verdict == Verdict.ROLL_BACK:
             self.skipped.clear()
             self.has_rolled_back = True
-        self.refused_in_a_row = self.refused_in_a_row + 1 if verdict in (Verdict.SKIP, Verdict.OVERFLOW) else 0
+        self.refused_in_a_row = (
+            self.refused_in_a_row + 1 if verdict in (Verdict.SKIP, Verdict.OVERFLOW) else 0
+        )
 
     def recently_skipped(self, step: int) -> list[int]:
         """Return the steps that count as skipped among the `window_steps` up to `step`."""
@@ -94,10 +103,22 @@ class Window:
         return self.guards.step_before(min(self.recently_skipped(step), default=step + 1))
 
 
-def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: float, supervised_tokens: int) -> Judgement:
-    """Decide what to do with `step`. `loss` is the mean over `supervised_tokens`, in nats per token."""
-    if is_fp16 and math.isfinite(loss) and not math.isfinite(grad_norm) and window.refused_in_a_row < MAX_OVERFLOWS:
-        return Judgement(Verdict.OVERFLOW, "a gradient is too large for fp16; the loss scale is lowered")
+def judge(
+    window: Window, is_fp16: bool, step: int, loss: float, grad_norm: float, supervised_tokens: int
+) -> Judgement:
+    """Decide what to do with `step`.
+
+    `loss` is the mean over `supervised_tokens`, in nats per token.
+    """
+    if (
+        is_fp16
+        and math.isfinite(loss)
+        and not math.isfinite(grad_norm)
+        and window.refused_in_a_row < MAX_OVERFLOWS
+    ):
+        return Judgement(
+            Verdict.OVERFLOW, "a gradient is too large for fp16; the loss scale is lowered"
+        )
     allowed = spike_threshold(window, supervised_tokens)
     if not math.isfinite(loss):
         reason = "the loss is not finite"
@@ -113,10 +134,13 @@ def judge(window: Window, is_fp16: bool, step: int, loss: float, grad_norm: floa
 
 
 def spike_threshold(window: Window, supervised_tokens: int) -> float:
-    """Return the loss above which a step is a spike: the median plus a multiple of the median absolute deviation.
+    """Return the loss above which a step is a spike.
 
-    Both are over the last accepted losses; infinite if there are too few, or if spikes are not guarded against. The
-    mean over fewer tokens deviates more, as in the last step of an epoch: by the square root of the ratio.
+    It is the median plus a multiple of the median absolute deviation.
+
+    Both are over the last accepted losses; infinite if there are too few, or if spikes are not
+    guarded against. The mean over fewer tokens deviates more, as in the last step of an epoch: by
+    the square root of the ratio.
     """
     deviations = window.guards.spike_deviations
     if deviations is None or len(window.accepted) < MIN_ACCEPTED:

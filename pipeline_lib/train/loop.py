@@ -49,12 +49,17 @@ from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
 def learning_rate(train: Train, step: int, steps: int) -> float:
     """Return the learning rate of the update that makes `step` (from 1) of `steps`.
 
-    It rises linearly over the warm-up to the peak, and falls so that an update after the last one would have
-    `min_lr_fraction` of the peak: every update learns. `wsd` falls only over the last `decay_fraction` of the steps,
-    and `constant` not at all. Cosine and linear are transformers' rates: without a warm-up those of as many steps;
-    with one those of a step more, whose first update has a rate of 0 there.
+    It rises linearly over the warm-up to the peak, and falls so that an update after the last one
+    would have `min_lr_fraction` of the peak: every update learns. `wsd` falls only over the last
+    `decay_fraction` of the steps, and `constant` not at all. Cosine and linear are transformers'
+    rates: without a warm-up those of as many steps; with one those of a step more, whose first
+    update has a rate of 0 there.
     """
-    warmup_steps = math.ceil(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
+    warmup_steps = (
+        math.ceil(train.warmup_fraction * steps)
+        if train.warmup_steps is None
+        else train.warmup_steps
+    )
     if step <= warmup_steps:
         return train.lr * step / warmup_steps
     if train.lr_schedule == "constant":
@@ -62,7 +67,9 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     decay_steps = math.ceil(train.decay_fraction * steps) if train.lr_schedule == "wsd" else steps
     peak = max(1, warmup_steps, steps - decay_steps)  # the last step before the rate falls
     progress = max(0, step - peak) / (steps - peak + 1)
-    remaining = (1 + math.cos(math.pi * progress)) / 2 if train.lr_schedule == "cosine" else 1 - progress
+    remaining = (
+        (1 + math.cos(math.pi * progress)) / 2 if train.lr_schedule == "cosine" else 1 - progress
+    )
     return train.lr * (train.min_lr_fraction + (1 - train.min_lr_fraction) * remaining)
 
 
@@ -74,7 +81,7 @@ LISTED_TENSORS = 3
 
 @dataclass(frozen=True)
 class Batches:
-    """This rank's micro-batches of every step, computed from (seed, step), so that resuming needs one integer."""
+    """This rank's micro-batches of every step, from (seed, step): resuming needs one integer."""
 
     reader: BlockReader
     seed: int
@@ -111,10 +118,12 @@ class Batches:
 
 @dataclass
 class Loop:
-    """Everything one rank needs to train. `last_step` is where to stop, `total_steps` what the schedule spans.
+    """Everything one rank needs to train.
 
-    `step` is the last global batch that was used; `updates` of those up to it changed the weights. `processor` is this
-    rank's kind of CPU or GPU, `processors` the kinds of all ranks.
+    `last_step` is where to stop, `total_steps` what the schedule spans.
+
+    `step` is the last global batch that was used; `updates` of those up to it changed the weights.
+    `processor` is this rank's kind of CPU or GPU, `processors` the kinds of all ranks.
     """
 
     train: Train
@@ -144,9 +153,12 @@ class Loop:
         self.window = Window(self.train.guards)
 
     def run(self, resume_from: Path | None) -> None:
-        """Train up to `last_step`, saving on the way. Raises Interrupted after a save if asked to stop.
+        """Train up to `last_step`, saving on the way.
 
-        Raises Diverged if the guards give up, and DiskFull or SaveFailed at the step after a save that failed.
+        Raises Interrupted after a save if asked to stop.
+
+        Raises Diverged if the guards give up, and DiskFull or SaveFailed at the step after a save
+        that failed.
         """
         self.stepper.warm_up(self.batches.of_step(self.step)[0])
         self.processors = " and ".join(self.agree_on([self.processor]))
@@ -163,12 +175,19 @@ class Loop:
                 judge_step = partial(judge, self.window, self.train.precision == "fp16", step)
                 readings = self.instruments.ranks.take(step)
                 result = self.stepper.step(
-                    batches, self.lr_of(step), judge_step, self.saver.has_failed, self.asks_to_save, readings
+                    batches,
+                    self.lr_of(step),
+                    judge_step,
+                    self.saver.has_failed,
+                    self.asks_to_save,
+                    readings,
                 )
             measured = self.instruments.fields(result, data_wait_s)
             self.step = step
             self.follow(result)
-            self.record(step, result, time.monotonic() - start_s, **measured, **self.validate_if_due())
+            self.record(
+                step, result, time.monotonic() - start_s, **measured, **self.validate_if_due()
+            )
             every = self.train.sample_every_steps
             if self.sampler is not None and every is not None and step % every == 0:
                 self.events.notify(EventName.RANK_DOING, what="sampling")
@@ -180,7 +199,9 @@ class Loop:
                 self.save()
             if result.stop_agreed and self.saved_step == step and not self.is_done:
                 self.saver.wait()
-                raise Interrupted(f"stopped by a signal after step {step}, which is saved; {CONTINUES}")
+                raise Interrupted(
+                    f"stopped by a signal after step {step}, which is saved; {CONTINUES}"
+                )
         self.saver.wait()
 
     def lr_of(self, step: int) -> float:
@@ -200,7 +221,7 @@ class Loop:
 
     @property
     def ranks_agree(self) -> bool:
-        """Return whether all ranks hold the same model: with local SGD only right after an averaging."""
+        """Return whether all ranks hold the same model: with local SGD only after averaging."""
         return self.updates % self.train.local_sgd_steps == 0
 
     def follow(self, result: StepResult) -> None:
@@ -226,7 +247,8 @@ class Loop:
     def roll_back(self, result: StepResult) -> None:
         """Undo the updates since the last step that is saved for this; its later batches stay used.
 
-        Only the number of the first refused step decides which step that is. Raises Interrupted if it is not there.
+        Only the number of the first refused step decides which step that is. Raises Interrupted if
+        it is not there.
         """
         first = min(self.window.recently_skipped(self.step), default=self.step)
         to_step = self.train.guards.step_before(first)
@@ -240,17 +262,20 @@ class Loop:
             if path is None or path.name != step_name(to_step):
                 raise self.rewound(to_step, path)
             scalars = self.load(path)
-            self.updates, before = int(scalars["updates"]), Window.from_json(self.train.guards, scalars["window"])
+            self.updates = int(scalars["updates"])
+            before = Window.from_json(self.train.guards, scalars["window"])
         self.rows.undo_after(to_step)
-        self.window.accepted, self.window.sizes = before.accepted, before.sizes  # refused steps stay refused
+        # refused steps stay refused
+        self.window.accepted = before.accepted
+        self.window.sizes = before.sizes
         self.events.emit(EventName.RUN_ROLLED_BACK, step=self.step, to_step=to_step)
 
     def rewound(self, to_step: int, before: Path | None) -> Interrupted:
-        """Set the checkpoints after `before`, or all of them, aside; return the error that ends this attempt.
+        """Set aside the checkpoints after `before`, or all; return the error that ends the attempt.
 
-        The checkpoint of `to_step` is missing. The next attempt computes the steps from `before` on again and saves
-        `to_step` on the way, so its result is that of a run that had it. To go on from `before` at once would make the
-        result depend on what happened to be saved.
+        The checkpoint of `to_step` is missing. The next attempt computes the steps from `before` on
+        again and saves `to_step` on the way, so its result is that of a run that had it. To go on
+        from `before` at once would make the result depend on what happened to be saved.
         """
         folder, is_first = self.saver.folder, self.stepper.world.is_first
         from_step = 0 if before is None else int(checkpoint.read_state(before)["step"])
@@ -264,9 +289,12 @@ class Loop:
         together(self.saver.group, folder, set_newer_aside)
         start = "the start" if before is None else before.name
         return Interrupted(
-            f"the guards go back from step {self.step} to step {to_step}, and {folder / step_name(to_step)} is missing"
-            " or damaged (earlier versions saved multiples of train.save_every_steps alone). The run has to continue"
-            f" from {start}, and saves step {to_step} on the way; later checkpoints are in {folder.parent / SET_ASIDE}"
+            f"the guards go back from step {self.step} to step {to_step}, and "
+            f"{folder / step_name(to_step)} is missing"
+            " or damaged (earlier versions saved multiples of train.save_every_steps alone). The "
+            "run has to continue"
+            f" from {start}, and saves step {to_step} on the way; later checkpoints are in "
+            f"{folder.parent / SET_ASIDE}"
             f" now; {CONTINUES}"
         )
 
@@ -279,14 +307,16 @@ class Loop:
             more = f" and {len(blocks) - LISTED_BLOCKS} more" if len(blocks) > LISTED_BLOCKS else ""
             texts.append(f"step {step}: {', '.join(map(str, blocks[:LISTED_BLOCKS]))}{more}")
         return Diverged(
-            f"gave up at step {self.step}: {result.judgement.reason} (loss {result.loss:.4g}, gradient norm "
+            f"gave up at step {self.step}: {result.judgement.reason} (loss {result.loss:.4g}, "
+            "gradient norm "
             f"{result.grad_norm:.4g}). It is the last of {len(steps)} such steps within "
-            f"{self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer warm-up, and look at the rows "
+            f"{self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer warm-up, "
+            "and look at the rows "
             f"in these blocks of {self.batches.reader.folder}: {'; '.join(texts)}"
         )
 
     def validate_if_due(self) -> dict[str, Any]:
-        """Return the held-out loss for the row of this step if a validation is due or training ends; else no fields."""
+        """Return the held-out loss for this step's row if due or at the end; else no fields."""
         every = self.train.validate_every_steps
         if every is None:
             return {}
@@ -298,12 +328,17 @@ class Loop:
         self.let_ranks_agree()
         micro_batch_blocks = self.train.micro_batch_blocks
         loss = held_out_loss(
-            wrapped, strategy, self.held_out, micro_batch_blocks, self.batches.portion, self.stepper.world.device
+            wrapped,
+            strategy,
+            self.held_out,
+            micro_batch_blocks,
+            self.batches.portion,
+            self.stepper.world.device,
         )
         return {"validation_loss": finite(loss)}
 
     def is_due(self, every: int | str, last: int) -> bool:
-        """Return whether a turn lies after step `last` and up to this step, so that a missed one is made up for.
+        """Return whether a turn lies after step `last` up to this one, to make up for misses.
 
         Turns are the multiples of `every` or, if that is EPOCH, the last step of each epoch.
         """
@@ -319,7 +354,9 @@ class Loop:
     def must_save(self, result: StepResult) -> bool:
         """Return whether a checkpoint is saved after this step."""
         guards = self.train.guards
-        if self.is_done or (self.step % guards.rollback_every_steps == 0 and not self.window.has_rolled_back):
+        if self.is_done or (
+            self.step % guards.rollback_every_steps == 0 and not self.window.has_rolled_back
+        ):
             return True
         is_best = self.train.keep_best and self.validations.best_step == self.step
         is_wanted = is_best or result.stop_agreed or result.judgement.verdict == Verdict.ROLL_BACK
@@ -329,8 +366,12 @@ class Loop:
 
     @property
     def asks_to_save(self) -> bool:
-        """Return whether a checkpoint is due by the clock of the first rank, which asks the others in the next step."""
-        return self.stepper.world.is_first and self.train.save_every_steps == AUTO and self.saver.is_due
+        """Return whether a checkpoint is due by the first rank's clock, told in the next step."""
+        return (
+            self.stepper.world.is_first
+            and self.train.save_every_steps == AUTO
+            and self.saver.is_due
+        )
 
     def save(self) -> None:
         """Copy the state, and let it be written while the training goes on."""
@@ -355,16 +396,23 @@ class Loop:
             },
             rows=self.rows.saved(),
         )
-        # No step writes to what is frozen: once is enough to see that all ranks have loaded the same.
-        refuse_differing_replicas(self.stepper.wrapped, world, self.saver.group, with_frozen=not self.has_saved)
+        # No step writes to what is frozen: once is enough to see that all ranks have loaded the
+        # same.
+        refuse_differing_replicas(
+            self.stepper.wrapped, world, self.saver.group, with_frozen=not self.has_saved
+        )
         best_step = self.validations.best_step if self.train.keep_best else 0
-        self.saver.save(snapshot, best_step, time.monotonic() - start_s, self.window.step_before(self.step))
+        self.saver.save(
+            snapshot, best_step, time.monotonic() - start_s, self.window.step_before(self.step)
+        )
         self.saved_step, self.has_saved = self.step, True
         self.checkpoint_wait_s += time.monotonic() - start_s
 
     @property
     def kinds_to_save(self) -> tuple[str, ...]:
-        """The kinds of tensors that a checkpoint of this step needs: after the last step no moments, two thirds of it.
+        """The tensors that this step's checkpoint needs: after the last step no moments.
+
+        Those are two thirds of it.
 
         So a killed run still continues from it without computing a step again, to its result.
         """
@@ -383,7 +431,9 @@ class Loop:
         self.events.emit(EventName.RUN_RESUMED, step=self.step, checkpoint=path.name)
         before = scalars.get("processors", self.processors)  # older checkpoints do not say it
         if before != self.processors:
-            self.events.emit(EventName.RUN_PROCESSOR_CHANGED, step=self.step, before=before, now=self.processors)
+            self.events.emit(
+                EventName.RUN_PROCESSOR_CHANGED, step=self.step, before=before, now=self.processors
+            )
 
     def load(self, path: Path) -> dict[str, Any]:
         """Load weights, moments and the strategy's own state from `path`; return its scalars."""
@@ -395,7 +445,11 @@ class Loop:
         damaged: list[str] = []
 
         def read(tensors: Mapping[str, Tensor]) -> None:
-            kept = {name: it for name, it in tensors.items() if has_moments or name.startswith(f"{WEIGHTS}.")}
+            kept = {
+                name: it
+                for name, it in tensors.items()
+                if has_moments or name.startswith(f"{WEIGHTS}.")
+            }
             for name in tensors.keys() - kept.keys():  # no step will use them
                 tensors[name].zero_()
             saved_tensors.fill_saved(path, saved, kept)
@@ -404,10 +458,14 @@ class Loop:
         strategy.restore(read, int(scalars["updates"]))
         if names := self.agree_on(damaged):
             raise IntegrityError(
-                f"{path}: {listed(names)} hold NaN or infinity, so no step from there can be applied; remove {path},"
-                " and run the same command again: it continues from the checkpoint before, or begins anew"
+                f"{path}: {listed(names)} hold NaN or infinity, so no step from there can be "
+                f"applied; remove {path},"
+                " and run the same command again: it continues from the checkpoint before, or "
+                "begins anew"
             )
-        strategy.load_own_state(checkpoint.strategy_state(path, self.stepper.world, self.train.strategy))
+        strategy.load_own_state(
+            checkpoint.strategy_state(path, self.stepper.world, self.train.strategy)
+        )
         return scalars
 
     def agree_on(self, names: list[str]) -> list[str]:
@@ -416,7 +474,7 @@ class Loop:
         return sorted({name for of_rank in of_ranks for name in of_rank})
 
     def take_best(self) -> int:
-        """Load the validated step of the lowest loss if the config asks for it; return the step now loaded.
+        """Load the validated step of the lowest loss if the config asks; return the step loaded.
 
         If its checkpoint is damaged, the next best is taken.
         """
@@ -427,7 +485,9 @@ class Loop:
             validated = [row for row in self.rows.all() if row.get("validation_loss") is not None]
             validated.sort(key=lambda row: row["validation_loss"])
             saved = dict(sealed_steps(self.saver.folder))
-            return first_valid([saved[row["step"]] for row in validated if row["step"] in saved], self.reject)
+            return first_valid(
+                [saved[row["step"]] for row in validated if row["step"] in saved], self.reject
+            )
 
         path = self.choose(best)
         return self.step if path is None else int(self.load(path)["step"])
@@ -435,7 +495,9 @@ class Loop:
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
         """Return on all ranks what `choice` returns on the first."""
         is_first, folder = self.stepper.world.is_first, self.saver.folder
-        name = together(self.saver.group, folder, lambda: str((choice() if is_first else None) or ""))[0]
+        name = together(
+            self.saver.group, folder, lambda: str((choice() if is_first else None) or "")
+        )[0]
         return Path(name) if name else None
 
     def reject(self, path: Path, reason: str) -> None:
@@ -443,7 +505,7 @@ class Loop:
         self.events.emit(EventName.CHECKPOINT_REJECTED, path=str(path), reason=reason)
 
     def record(self, step: int, result: StepResult, elapsed_s: float, **measured: Any) -> None:
-        """Add the step's row to the metrics and notify the observers; a value that is not finite becomes null."""
+        """Add the step's row to the metrics, notify the observers; non-finite values are null."""
         verdict = result.judgement.verdict
         row: dict[str, Any] = {
             "step": step,

@@ -1,4 +1,4 @@
-"""Measurements of every step beside its loss: throughput, MFU, waits, the GPU's state, network, memory."""
+"""Measurements of each step beside its loss: throughput, MFU, waits, GPU, network, memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,10 @@ from pipeline_lib.train.step import StepResult
 
 @dataclass(frozen=True)
 class Meter:
-    """A converter of a step's work to its measurements. Without a GPU of known peak there is no MFU."""
+    """A converter of a step's work to its measurements.
+
+    Without a GPU of known peak there is no MFU.
+    """
 
     world: World
     geometry: Geometry
@@ -37,9 +40,12 @@ class Meter:
         return Meter(world, geometry, train, peak_flops(name, train.precision))
 
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
-        """Return fields of the step's row. Rates include the wait for the step's data, but not saving.
+        """Return fields of the step's row.
 
-        `mfu` counts attention causally, `mfu_full_attention` as if each token saw its whole document.
+        Rates include the wait for the step's data, but not saving.
+
+        `mfu` counts attention causally, `mfu_full_attention` as if each token saw its whole
+        document.
         """
         seconds = result.duration_s + data_wait_s
         row: dict[str, Any] = {
@@ -50,7 +56,11 @@ class Meter:
         }
         if self.peak is not None:
             flops = step_flops(
-                self.geometry, self.train, result.tokens, result.squared_lengths, result.supervised_tokens
+                self.geometry,
+                self.train,
+                result.tokens,
+                result.squared_lengths,
+                result.supervised_tokens,
             )
             possible = self.peak * self.world.size * seconds
             row["mfu"] = round(flops.causal / possible, 4)
@@ -73,15 +83,27 @@ class Instruments:
         """Return all measurements of a step, for its row."""
         sample = self.gpu.take()
         self.ranks.add(sample)
-        of_this_rank = self.meter.fields(result, data_wait_s) | self.sent.take() | sample | self.profiler.take()
+        of_this_rank = (
+            self.meter.fields(result, data_wait_s)
+            | self.sent.take()
+            | sample
+            | self.profiler.take()
+        )
         return of_this_rank | rank_fields(result.readings)
 
 
 @contextmanager
-def instruments(read: Read, last_step: int, meter: Meter, events: EventLog) -> Iterator[Instruments]:
-    """Provide instruments for steps up to `last_step`, with batches from `read`; their threads end with the block."""
+def instruments(
+    read: Read, last_step: int, meter: Meter, events: EventLog
+) -> Iterator[Instruments]:
+    """Provide instruments for steps up to `last_step`, with batches from `read`.
+
+    Their threads end with the block.
+    """
     world, every_steps = meter.world, meter.train.profile_every_steps
     sent = SentMeter(has_others=world.is_first and world.size > world.local_size)
     ranks = RankMeter(world, last_step)
     with Prefetcher(read, last_step, world.device) as prefetcher, gpu_sampler(world.device) as gpu:
-        yield Instruments(prefetcher, StepProfiler(world, every_steps, events), meter, gpu, ranks, sent)
+        yield Instruments(
+            prefetcher, StepProfiler(world, every_steps, events), meter, gpu, ranks, sent
+        )

@@ -1,8 +1,8 @@
 """The axes along which ranks share the work of a run, and their process groups.
 
-`replicate` are the copies of the trained state, `shard` the ranks that share a copy, and `context` the ranks that share
-a block. Consecutive ranks share a block, and consecutive groups of them a copy. Each rank of a block has its own shard,
-so `shard` counts them too.
+`replicate` are the copies of the trained state, `shard` the ranks that share a copy, and `context`
+the ranks that share a block. Consecutive ranks share a block, and consecutive groups of them a
+copy. Each rank of a block has its own shard, so `shard` counts them too.
 """
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +14,10 @@ from pipeline_lib.train.dist import World
 
 
 def state_mesh(world: World, train: Train) -> DeviceMesh:
-    """Return the ranks over which FSDP2 shards the state: all, or with `hsdp` those of each copy, by default a node."""
+    """Return the ranks over which FSDP2 shards the state: all, or with `hsdp` each copy's.
+
+    A copy is a node by default.
+    """
     if train.strategy == "fsdp":
         return _mesh(world, shard=world.size)
     shard = train.shard_ranks or world.local_size
@@ -29,7 +32,9 @@ def portion_of(world: World, train: Train) -> Portion:
         return Portion(world.rank, groups)
     mesh = _mesh(world, block=groups, context=parts)
     number, process_group = mesh.get_local_rank("context"), mesh.get_group("context")
-    return Portion(mesh.get_local_rank("block"), groups, Part(number, parts, process_group.group_name))
+    return Portion(
+        mesh.get_local_rank("block"), groups, Part(number, parts, process_group.group_name)
+    )
 
 
 def _mesh(world: World, **axes: int) -> DeviceMesh:

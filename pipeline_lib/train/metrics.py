@@ -1,4 +1,4 @@
-"""The metrics of a run, one row per step: printed, appended to metrics.jsonl, and kept in checkpoints."""
+"""A run's metrics, a row per step: printed, appended to metrics.jsonl, kept in checkpoints."""
 
 import json
 import shutil
@@ -13,14 +13,20 @@ from typing import Any
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.events import EventName, Observer, end_cut_line
-from pipeline_lib.core.files import disk_full_named, link_or_copy, read_jsonl, sha256_file, write_jsonl
+from pipeline_lib.core.files import (
+    disk_full_named,
+    link_or_copy,
+    read_jsonl,
+    sha256_file,
+    write_jsonl,
+)
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import FileEntry, describe_file, read_manifest
 from pipeline_lib.core.units import gib
 from pipeline_lib.train.guards import UNDONE
 
-# Live progress: a line every few seconds, and rows appended to metrics.jsonl. Here are also the definitions of a run's
-# speed and training time, for everything that reports them.
+# Live progress: a line every few seconds, and rows appended to metrics.jsonl. Here are also the
+# definitions of a run's speed and training time, for everything that reports them.
 
 EVERY_S = 5.0
 _NOTABLE_WAIT = 0.02  # of the step's time
@@ -28,9 +34,13 @@ _RECENT_STEPS = 20
 
 
 def print_progress(say: Say, last_step: int) -> Observer:
-    """Return an observer that prints a line every EVERY_S seconds and at the last step, and special events at once."""
+    """Return an observer that prints every EVERY_S seconds and at the last step.
+
+    It prints special events at once.
+    """
     printed_s = -EVERY_S
-    ends_s: deque[float] = deque(maxlen=_RECENT_STEPS + 1)  # of the last steps, including the time between them
+    # of the last steps, including the time between them
+    ends_s: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
 
     def observe(name: str, fields: dict[str, Any]) -> None:
         nonlocal printed_s
@@ -42,7 +52,9 @@ def print_progress(say: Say, last_step: int) -> Observer:
         if time.monotonic() - printed_s < EVERY_S and fields["step"] != last_step:
             return
         printed_s = time.monotonic()
-        each_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else fields["elapsed_s"]
+        each_s = (
+            (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else fields["elapsed_s"]
+        )
         left_s = (last_step - fields["step"]) * each_s
         say(f"step {fields['step']}/{last_step}  {'  '.join(_values(fields))}  ETA {clock(left_s)}")
 
@@ -69,7 +81,7 @@ def _values(fields: dict[str, Any]) -> list[str]:
 
 
 def _special_line(name: str, fields: dict[str, Any]) -> str | None:
-    """Return the line of an event that is printed at once: a validation, a refused step, a rollback, a profile."""
+    """Return the line of an event printed at once: validation, refused step, rollback, profile."""
     if name == EventName.STEP_END and "validation_loss" in fields:
         return f"step {fields['step']}: held-out loss {number(fields['validation_loss'], '.4f')}"
     if name == EventName.STEP_SKIPPED:
@@ -78,7 +90,8 @@ def _special_line(name: str, fields: dict[str, Any]) -> str | None:
         return f"step {fields['step']}: back to what was learned by step {fields['to_step']}"
     if name == EventName.RUN_PROCESSOR_CHANGED:
         return (
-            f"warning: continuing on {fields['now']}; the checkpoint was saved on {fields['before']}: the result can "
+            f"warning: continuing on {fields['now']}; the checkpoint was saved on "
+            f"{fields['before']}: the result can "
             "differ in the last bits from that of a run on one kind of processor"
         )
     if name == EventName.PROFILE_LEFT_OUT:
@@ -88,8 +101,10 @@ def _special_line(name: str, fields: dict[str, Any]) -> str | None:
     if "problem" in fields:
         return f"step {fields['step']}: {fields['problem']}"
     return (
-        f"step {fields['step']}: {fields['step_s']:.3f} s profiled: {fields['compute_fraction']:.1%} computing, "
-        f"{fields['exposed_communication_fraction']:.1%} exchanging, {fields['exposed_copy_fraction']:.1%} copying, "
+        f"step {fields['step']}: {fields['step_s']:.3f} s profiled: "
+        f"{fields['compute_fraction']:.1%} computing, "
+        f"{fields['exposed_communication_fraction']:.1%} exchanging, "
+        f"{fields['exposed_copy_fraction']:.1%} copying, "
         f"{fields['idle_fraction']:.1%} idle"
     )
 
@@ -110,14 +125,17 @@ def append_metrics(path: Path) -> Observer:
 def speed(steps_tokens_per_s: Iterable[float | None]) -> float | None:
     """Return the tokens per second of a run: the median over its steps. None if none is known.
 
-    The rate of a step counts all ranks, without padding, and includes the wait for its data but not saving.
+    The rate of a step counts all ranks, without padding, and includes the wait for its data but not
+    saving.
     """
     known = [value for value in steps_tokens_per_s if value is not None]
     return float(statistics.median(known)) if known else None
 
 
 def training_time_s(steps: Iterable[tuple[int | None, float | None]]) -> float | None:
-    """Return the seconds from a run's first step to its last, with saving and validating, summed over its attempts.
+    """Return the seconds from a run's first step to its last, over its attempts, saving included.
+
+    Validating is included too.
 
     `steps` are the attempt and `elapsed_s` of each step, in order. None if no time is known.
     """
@@ -139,12 +157,13 @@ def clock(seconds: float) -> str:
 
 # The rows of a run, one per step: the latest in memory, the others in files that never change.
 #
-# A checkpoint holds all of them, in `metrics/`: hard links to the full files, and the latest in a file of its own. So
-# saving takes as long after a million steps as after a thousand. Only the first rank has rows.
+# A checkpoint holds all of them, in `metrics/`: hard links to the full files, and the latest in a
+# file of its own. So saving takes as long after a million steps as after a thousand. Only the first
+# rank has rows.
 #
-# Each full file is written twice, and checkpoints link the two copies in turn: a damaged block spoils every other
-# checkpoint, and resuming falls back to the one between. Rows that are read back are compared with their hash first,
-# and taken from the second copy if the first one is damaged.
+# Each full file is written twice, and checkpoints link the two copies in turn: a damaged block
+# spoils every other checkpoint, and resuming falls back to the one between. Rows that are read back
+# are compared with their hash first, and taken from the second copy if the first one is damaged.
 
 ROWS_FOLDER = "metrics"  # of a checkpoint, and of the run's folder
 ROWS_OF_A_FILE = 1024
@@ -155,7 +174,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RowFile:
-    """A full file: the rows of `ROWS_OF_A_FILE` steps from `first_step` on, the same in all `copies`."""
+    """A full file: rows of `ROWS_OF_A_FILE` steps from `first_step` on, equal in all `copies`."""
 
     copies: tuple[Path, ...]
     first_step: int
@@ -168,8 +187,10 @@ class RowFile:
                 if sha256_file(path) == self.entry.sha256:
                     return read_jsonl(path)
         raise IntegrityError(
-            f"{self.copies[0]}: this file of metrics and its copy {self.copies[1]} are missing or damaged; "
-            "check the disk, then run the same command again to continue from the last whole checkpoint"
+            f"{self.copies[0]}: this file of metrics and its copy {self.copies[1]} are missing or "
+            "damaged; "
+            "check the disk, then run the same command again to continue from the last whole "
+            "checkpoint"
         )
 
 
@@ -182,7 +203,7 @@ class SavedRows:
     copy: int = 0  # index of the copy of each file that is linked
 
     def write(self, checkpoint: Path) -> dict[str, FileEntry]:
-        """Write the rows to the folder of a checkpoint; return the entries of the new files by relative path."""
+        """Write the rows to a checkpoint's folder; return new files' entries by relative path."""
         entries = {}
         for file in self.files:
             name = f"{ROWS_FOLDER}/{_file_name(file.first_step)}"
@@ -234,7 +255,9 @@ class MetricsRows:
         rows = [row for file in changed for row in file.rows()] + self._latest
         self._files, self._latest = self._files[: len(self._files) - len(changed)], []
         for row in rows:
-            self.add({**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row)
+            self.add(
+                {**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row
+            )
 
     def restore(self, checkpoint: Path) -> None:
         """Replace the rows by those of a verified checkpoint."""

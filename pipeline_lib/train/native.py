@@ -1,4 +1,4 @@
-"""What the strategies built on torch alone share: AdamW over the distributed parameters, its state by name."""
+"""What strategies on torch alone share: AdamW over distributed parameters, its state by name."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -49,7 +49,7 @@ class Native(Strategy):
         return model
 
     def own(self, model: nn.Module) -> None:
-        """Make the optimizer of `model`, which is already distributed and loaded; moments are zero."""
+        """Make the optimizer of `model`, already distributed and loaded, with zero moments."""
         self.parameters = trainable(model)
         self.optimizer = make_optimizer(self.parameters, self.train)
         zero_moments(self.optimizer)
@@ -66,11 +66,14 @@ class Native(Strategy):
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the parameters that have one."""
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return [
+            parameter.grad for parameter in self.parameters.values() if parameter.grad is not None
+        ]
 
     def update(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, make one update, and drop them."""
-        # One factor for clipping and the loss scale, so that gradients are rounded once; as in torch's clip_grad_norm_.
+        # One factor for clipping and the loss scale, so that gradients are rounded once; as in
+        # torch's clip_grad_norm_.
         factor = min(1.0, self.train.max_grad_norm / (grad_norm + 1e-6)) / self._scale
         set_learning_rate(self.optimizer, lr)
         update(self.optimizer, factor)
@@ -95,17 +98,20 @@ class Native(Strategy):
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let `change` modify the fp32 state, by checkpoint name: all at once, or a few at a time with 8-bit moments.
+        """Let `change` modify the fp32 state, by checkpoint name, at once or in groups.
 
-        All dequantized values together would take as much memory as moments in fp32. Every rank makes the same calls of
-        `change`.
+        It is a few at a time with 8-bit moments.
+
+        All dequantized values together would take as much memory as moments in fp32. Every rank
+        makes the same calls of `change`.
         """
         stored = self._stored(STATE_KINDS)
         if self.train.optimizer != "adamw_8bit":
             change(stored)
             return
-        # Groups are the same on all ranks, though parts of a tensor may differ in size and only some have 8 bits:
-        # reading is collective. A group's values are freed before the next group's are made.
+        # Groups are the same on all ranks, though parts of a tensor may differ in size and only
+        # some have 8 bits: reading is collective. A group's values are freed before the next
+        # group's are made.
         of_rank = {
             name: 4 * tensor.numel() * holders_of(tensor, self.world)[0] // self.world.size
             for name, tensor in stored.items()
@@ -124,11 +130,18 @@ class Native(Strategy):
         """Return the elements of each whole tensor of a checkpoint."""
         return {name: tensor.numel() for name, tensor in self._stored(kinds).items()}
 
-    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
+    def snapshot(
+        self, names: Collection[str] | None = None, copied: Copy = new_copies
+    ) -> dict[str, Tensor]:
         """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
         stored = self._stored(STATE_KINDS)
-        mine = share_of(stored if names is None else {name: stored[name] for name in names}, self.world)
-        return copied((name, values_of(tensor) if is_8bit(tensor) else tensor) for name, tensor in mine.items())
+        mine = share_of(
+            stored if names is None else {name: stored[name] for name in names}, self.world
+        )
+        return copied(
+            (name, values_of(tensor) if is_8bit(tensor) else tensor)
+            for name, tensor in mine.items()
+        )
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
         """Let `read` fill the state; set the step count of Adam's bias correction to `updates`."""
@@ -159,7 +172,9 @@ class Native(Strategy):
 
 
 def _rewrite(stored: Mapping[str, Tensor], change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()}
+    tensors = {
+        name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()
+    }
     change(tensors)
     for name, tensor in stored.items():
         if is_8bit(tensor):

@@ -1,4 +1,4 @@
-"""Turns an out-of-memory error into one message: what was requested, what was predicted, and what would fit."""
+"""Turns an out-of-memory error into one message: what was requested, predicted, and would fit."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _NOTABLE_BYTES = 2**29
 
 @dataclass(frozen=True)
 class Shortage:
-    """A failed allocation as torch's error describes it, in bytes; None for what the error does not state."""
+    """A failed allocation as torch's error describes it, in bytes; None for what it omits."""
 
     wanted_bytes: int | None
     capacity_bytes: int | None
@@ -36,11 +36,17 @@ class Shortage:
 
     @staticmethod
     def read(text: str) -> "Shortage":
-        """Parse the text of an OutOfMemoryError. A memory limit set for the process counts as the device's capacity."""
+        """Parse the text of an OutOfMemoryError.
+
+        A memory limit set for the process counts as the device's capacity.
+        """
 
         def sizes(pattern: str) -> list[int]:
             size = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
-            return [round(float(number) * _UNITS[unit]) for number, unit in re.findall(pattern % size, text)]
+            return [
+                round(float(number) * _UNITS[unit])
+                for number, unit in re.findall(pattern % size, text)
+            ]
 
         def first(*patterns: str) -> int | None:
             return next((size for pattern in patterns for size in sizes(pattern) if size), None)
@@ -54,13 +60,13 @@ class Shortage:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether the device's memory was full; libraries below torch report that in plain RuntimeErrors."""
+    """Return whether the device's memory was full; some libraries raise RuntimeErrors for it."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 @dataclass
 class MemoryWatch:
-    """An observer of the run's events that explains an out-of-memory by the current phase and the predicted memory."""
+    """An observer that explains an out-of-memory by the current phase and predicted memory."""
 
     world: World
     geometry: Geometry
@@ -86,7 +92,10 @@ class MemoryWatch:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Convert an out-of-memory error inside the block into a TrainingError; re-raise any other RuntimeError."""
+        """Convert an out-of-memory error inside the block to TrainingError; re-raise others.
+
+        These are RuntimeErrors.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -94,11 +103,13 @@ class MemoryWatch:
                 raise
             shortage = Shortage.read(str(error))
             if shortage.capacity_bytes is None:
-                raise TrainingError(f"memory is full {self.doing} ({str(error).strip().splitlines()[0]})") from error
+                raise TrainingError(
+                    f"memory is full {self.doing} ({str(error).strip().splitlines()[0]})"
+                ) from error
             raise TrainingError(self.explain(shortage, shortage.capacity_bytes)) from error
 
     def announce(self, say: Say) -> None:
-        """Warn, before anything is loaded, if the predicted memory exceeds what is free on this rank's GPU."""
+        """Warn, before loading anything, if this rank's GPU has less free than is predicted."""
         if self.world.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.world.device)
@@ -106,7 +117,8 @@ class MemoryWatch:
         if needed.total_bytes > free:
             advice = "; ".join(self._advice(free, 1.0))
             say(
-                f"warning: {gib(needed.total_bytes)} of GPU memory are predicted ({parts_of(needed)}), "
+                f"warning: {gib(needed.total_bytes)} of GPU memory are predicted "
+                f"({parts_of(needed)}), "
                 f"and {gib(free)} of this GPU's {gib(total)} are free; {advice}"
             )
 
@@ -120,7 +132,8 @@ class MemoryWatch:
             use += f" here and {gib(shortage.others_bytes)} by other processes on this GPU"
         lines = [
             f"GPU memory is full {self.doing}: {gib(wanted)} more were wanted with {use}",
-            f"predicted were {gib(predicted.total_bytes)}, at most {predicted.moment}: {parts_of(predicted)}",
+            f"predicted were {gib(predicted.total_bytes)}, at most {predicted.moment}: "
+            f"{parts_of(predicted)}",
             *self._advice(capacity_bytes - shortage.others_bytes, ratio),
         ]
         return "\n  ".join(lines)
@@ -131,12 +144,20 @@ class MemoryWatch:
             return ["what would fit, the cheapest first:", *(f"- {remedy}" for remedy in fitting)]
         best = least(self._load, ratio, has_deepspeed)
         if best is None:
-            return ["there is nothing left to change: it takes GPUs with more memory, or a smaller model"]
-        return [f"no change is predicted to fit; the least memory is needed by {best}: it takes more or larger GPUs"]
+            return [
+                "there is nothing left to change: it takes GPUs with more memory, or a smaller "
+                "model"
+            ]
+        return [
+            f"no change is predicted to fit; the least memory is needed by {best}: it takes more "
+            "or larger GPUs"
+        ]
 
 
 def parts_of(memory: Memory) -> str:
     """List the parts from the largest to the smallest, without those below 1% of the total."""
     sizes = {part: int(getattr(memory, f"{part}_bytes")) for part in PARTS}
     ordered = sorted(sizes.items(), key=lambda each: -each[1])
-    return ", ".join(f"{part} {gib(size)}" for part, size in ordered if size >= memory.total_bytes / 100)
+    return ", ".join(
+        f"{part} {gib(size)}" for part, size in ordered if size >= memory.total_bytes / 100
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils.logging import set_verbosity_error
 
 from pipeline_lib.arch.families import read_geometry
@@ -20,7 +20,14 @@ from pipeline_lib.core.events import EventLog, EventName, Observer
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.processes import die_with_parent
-from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, SUMMARY_NAME, WEIGHTS, step_name
+from pipeline_lib.core.run_folder import (
+    CHECKPOINTS,
+    EVENTS_NAME,
+    METRICS_NAME,
+    SUMMARY_NAME,
+    WEIGHTS,
+    step_name,
+)
 from pipeline_lib.core.stage import Say, processor
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.units import count, size
@@ -37,7 +44,14 @@ from pipeline_lib.train.dist import LEAVING, Timeouts, World, process_group, sum
 from pipeline_lib.train.loop import Batches, Loop, listed
 from pipeline_lib.train.measure import Meter, instruments
 from pipeline_lib.train.mesh import portion_of
-from pipeline_lib.train.metrics import ROWS_FOLDER, MetricsRows, append_metrics, print_progress, speed, training_time_s
+from pipeline_lib.train.metrics import (
+    ROWS_FOLDER,
+    MetricsRows,
+    append_metrics,
+    print_progress,
+    speed,
+    training_time_s,
+)
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.out_of_memory import MemoryWatch
 from pipeline_lib.train.saver import Saver
@@ -53,7 +67,7 @@ DEEPSPEED_NAME = "deepspeed.json"
 
 @dataclass(frozen=True)
 class RankJob:
-    """The launcher's order to a rank: spec, plan, output directory, and a verified checkpoint if there is one.
+    """The launcher's order to a rank: spec, plan, output directory, and any verified checkpoint.
 
     `lock` is the launcher's lock on the run.
     """
@@ -68,7 +82,7 @@ class RankJob:
 
     @property
     def train(self) -> Train:
-        """The settings of the run: those of the computation from the spec, those of the placement from the plan."""
+        """The settings of the run: computation from the spec, placement from the plan."""
         chosen = self.plan.chosen.model_dump()
         placement = {key: chosen[key] for key in PLACEMENT_KEYS}
         return read_train({**self.spec.settings, **placement})
@@ -84,13 +98,18 @@ class RankJob:
 
 
 def let_first_rank_warn(world: World) -> None:
-    """Silence the warnings of transformers on all ranks but the first: they are the same on each."""
+    """Silence transformers' warnings on all ranks but the first: they are the same there."""
     if not world.is_first:
         set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
-def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tuple[Observer, ...] = ()) -> None:
-    """Run the training as the rank in `environ`. Raises PipelineError. `observers` receive all events of this rank."""
+def train_rank(
+    job: RankJob, environ: Mapping[str, str], say: Say, observers: tuple[Observer, ...] = ()
+) -> None:
+    """Run the training as the rank in `environ`. Raises PipelineError.
+
+    `observers` receive all events of this rank.
+    """
     die_with_parent()
     cluster = job.plan.cluster
     torch.set_num_threads(known(cluster.cpus_per_rank))
@@ -114,33 +133,29 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         last_step = min(train.until_step or total_steps, total_steps)
         if world.is_first:
             watch.announce(say)
-            observers += (
-                print_progress(say, last_step),
-                tell_of_slow_saves(say, train, batches.epoch_steps),
-                append_metrics(job.run_dir / METRICS_NAME),
-            )
+            observers += _observers_of_first(job, train, batches, last_step, say)
         log_path = job.run_dir / EVENTS_NAME if world.is_first else None
-        events = EventLog(log_path, (watch, timeouts.observe, *observers), rank=world.rank, attempt=job.attempt)
+        observers = (watch, timeouts.observe, *observers)
+        events = EventLog(log_path, observers, rank=world.rank, attempt=job.attempt)
         strategy = make_strategy(world, train, train.accumulation(batch_blocks, world.size))
         model = build_trainable(folder, train, rope_in(job.spec.settings))
-        sizes = {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "trainable_parameters": sum(parameter.numel() for parameter in trainable(model).values()),
-        }
+        sizes = _sizes_of(model)
         if world.is_first:
             say(f"train: loading {size(weights_bytes(folder))} of weights")
-        wrapped = strategy.spread(
-            model, partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
-        )
+        load = partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
+        wrapped = strategy.spread(model, load)
         if world.is_first and isinstance(strategy, Zero):
             write_json(job.run_dir / DEEPSPEED_NAME, strategy.config)
-        torch.manual_seed(train.seed + world.rank)  # of a model's own dropout; that of adapters is drawn by block
+        # of a model's own dropout; that of adapters is drawn by block
+        torch.manual_seed(train.seed + world.rank)
         stepper = Stepper(wrapped, strategy, world, stop)
-        sampler = Sampler.of(held_out, folder, portion, world, job.run_dir) if train.sample_every_steps else None
-        placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
-        placed["processor"] = _processor_of(world, environ)
-        events.emit(EventName.RUN_START, world_size=world.size, last_step=last_step, **placed, **sizes)
-        sum_over_ranks([0.0], torch.device("cpu"))  # over gloo: NCCL's first exchange has no timeout
+        sampler = None
+        if train.sample_every_steps:
+            sampler = Sampler.of(held_out, folder, portion, world, job.run_dir)
+        placed = _placement(train, world, environ)
+        events.emit(EventName.RUN_START, **placed, last_step=last_step, **sizes)
+        # over gloo: NCCL's first exchange has no timeout
+        sum_over_ranks([0.0], torch.device("cpu"))
         wrapped.train()
         meter = Meter.of(world, geometry, train)
         with (
@@ -170,13 +185,41 @@ def train_rank(job: RankJob, environ: Mapping[str, str], say: Say, observers: tu
         events.emit(EventName.RUN_END, step=loop.step)
 
 
+def _observers_of_first(
+    job: RankJob, train: Train, batches: Batches, last_step: int, say: Say
+) -> tuple[Observer, ...]:
+    """Return what only the first rank does with events: it shows and keeps them."""
+    return (
+        print_progress(say, last_step),
+        tell_of_slow_saves(say, train, batches.epoch_steps),
+        append_metrics(job.run_dir / METRICS_NAME),
+    )
+
+
+def _sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return the numbers of all parameters, and of the trained ones."""
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trainable_parameters": sum(it.numel() for it in trainable(model).values()),
+    }
+
+
+def _placement(train: Train, world: World, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return where and how the run computes: what may change when it continues."""
+    placed = {key: getattr(train, key) for key in ("strategy", *CHOSEN_KEYS)}
+    return {**placed, "processor": _processor_of(world, environ), "world_size": world.size}
+
+
 def _compiled_where_possible(train: Train, world: World, say: Say) -> Train:
     """Return `train`, without compilation where this rank's GPU cannot have it."""
     reason = why_not_compiled(world.device) if world.device.type == "cuda" else ""
     if not reason:
         return train
     if world.is_first:
-        say(f"the loss takes up to 2.1 GB more, and layers are not compiled, which costs speed and memory: {reason}")
+        say(
+            "the loss takes up to 2.1 GB more, and layers are not compiled, which costs speed and "
+            f"memory: {reason}"
+        )
     return train.model_copy(update={"compile": False})
 
 
@@ -184,8 +227,13 @@ def _first_pass(train: Train, wrapped: Any) -> str:
     """Return what is done before the first step, which is a pass that is discarded."""
     if train.compile is not True:
         return "a first pass, which is discarded"
-    kinds = {getattr(layer.forward, "__func__", None) for layer in decoder_layers(wrapped)}  # layers of a kind share it
-    return f"compiling {count(len(kinds), 'kinds of layers')} in a first pass; what an earlier run compiled is kept"
+    # layers of a kind share it
+    kinds = {getattr(layer.forward, "__func__", None) for layer in decoder_layers(wrapped)}
+    return (
+        f"compiling {count(len(kinds), 'kinds of layers')} in a first pass; what an earlier "
+        "run "
+        "compiled is kept"
+    )
 
 
 def _processor_of(world: World, environ: Mapping[str, str]) -> str:
@@ -195,7 +243,9 @@ def _processor_of(world: World, environ: Mapping[str, str]) -> str:
     return processor(environ)
 
 
-def _saver(job: RankJob, world: World, train: Train, events: EventLog, trained_parameters: int) -> Saver:
+def _saver(
+    job: RankJob, world: World, train: Train, events: EventLog, trained_parameters: int
+) -> Saver:
     return Saver(
         job.run_dir / CHECKPOINTS,
         world=world,
@@ -209,14 +259,16 @@ def _saver(job: RankJob, world: World, train: Train, events: EventLog, trained_p
 
 
 def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
-    """Leave the trained weights, the probe and the records in the directory that the launcher seals.
+    """Leave the trained weights, the probe and the records in the directory that is sealed.
 
     The weights are those of the checkpoint of the same step, which is not written again.
     """
     wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
     result_step = loop.take_best()
     source, folder = job.run_dir / CHECKPOINTS / step_name(result_step), job.out / WEIGHTS
-    is_linked = together(None, folder, lambda: world.is_first and saved_tensors.link_weights(source, folder))[0]
+    is_linked = together(
+        None, folder, lambda: world.is_first and saved_tensors.link_weights(source, folder)
+    )[0]
     damaged: list[str] = []
 
     def checked_parts() -> Iterator[Mapping[str, Tensor]]:
@@ -231,8 +283,10 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
         saved_tensors.save_parts(job.out, checked_parts(), world)
     if names := loop.agree_on(damaged):
         raise TrainingError(
-            f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no result: try a lower"
-            f" train.lr; checkpoints in {job.run_dir / CHECKPOINTS} that hold such values are refused, too"
+            f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no "
+            "result: try a lower"
+            f" train.lr; checkpoints in {job.run_dir / CHECKPOINTS} that hold such values are "
+            "refused, too"
         )
     probed = loop.held_out if len(loop.held_out) else loop.batches.reader
     block = batch.probe_block(probed[0], loop.train.ranks_per_block)
@@ -248,7 +302,10 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
 
 
 def _summary(loop: Loop, rows: list[dict[str, Any]], result_step: int) -> dict[str, Any]:
-    """Return the summary of the run. `result_step` is the step whose weights are left, `best_step` the best one."""
+    """Return the summary of the run.
+
+    `result_step` is the step whose weights are left, `best_step` the best one.
+    """
     validations = loop.validations
     accepted = [row["loss"] for row in rows if "verdict" not in row]
     return {

@@ -17,7 +17,7 @@ _NOT_KNOWN = -1.0
 
 
 class RankMeter:
-    """This rank's readings for the rows of all ranks; they are due every EVERY_STEPS steps and at `last_step`."""
+    """This rank's readings for all ranks' rows, due every EVERY_STEPS steps and at `last_step`."""
 
     def __init__(self, world: World, last_step: int) -> None:
         """Begin with no samples."""
@@ -30,7 +30,7 @@ class RankMeter:
             self._utilizations.append(sample["gpu_utilization"])
 
     def take(self, step: int) -> list[float]:
-        """Return the mean utilization since the last readings and the peak memory in bytes; nothing unless due."""
+        """Return the mean utilization since the last readings and the peak bytes, if due."""
         if step % EVERY_STEPS and step != self._last_step:
             return []
         taken, self._utilizations = self._utilizations, []
@@ -39,7 +39,7 @@ class RankMeter:
 
 
 def rank_fields(readings: Sequence[float]) -> dict[str, Any]:
-    """Return the fields of a row by rank, from what `take` returned on each, rank by rank; nothing from nothing.
+    """Return a row's fields by rank, from what `take` returned on each; nothing from nothing.
 
     Without the utilization of every rank there is none.
     """
@@ -51,10 +51,10 @@ def rank_fields(readings: Sequence[float]) -> dict[str, Any]:
 
 
 def memory_fields(world: World) -> dict[str, int]:
-    """Return `peak_memory_bytes`, this rank's peak: memory allocated on the GPU, or of the process without one.
+    """Return `peak_memory_bytes`, this rank's peak: of the GPU, or of the process without one.
 
-    For a GPU also the peak that torch's allocator reserved, and the memory in use on the device now by all processes,
-    which includes the CUDA context, NCCL's buffers and fragmentation.
+    For a GPU also the peak that torch's allocator reserved, and the memory in use on the device now
+    by all processes, which includes the CUDA context, NCCL's buffers and fragmentation.
     """
     if world.device.type != "cuda":
         return {"peak_memory_bytes": peak_rss_bytes()}

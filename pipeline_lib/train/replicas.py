@@ -21,10 +21,10 @@ _SUM_BYTES = 8  # of each integer that is summed
 def refuse_differing_replicas(
     wrapped: nn.Module, world: World, group: dist.ProcessGroup, *, with_frozen: bool = True
 ) -> None:
-    """Raise TrainingError, naming tensor and ranks, if ranks differ in a parameter that they should hold alike.
+    """Raise TrainingError, naming tensor and ranks, if ranks differ in what they should share.
 
-    The sums of the bits as integers are compared: exact in any order, and changed by any one bit. Without
-    `with_frozen`, only what is trained is compared.
+    The sums of the bits as integers are compared: exact in any order, and changed by any one bit.
+    Without `with_frozen`, only what is trained is compared.
     """
     let_go(wrapped)  # what a validation left gathered is a bf16 copy of the shards
     if world.size == 1:
@@ -35,11 +35,15 @@ def refuse_differing_replicas(
         if with_frozen or parameter.requires_grad
     }
     replicas = [list(range(world.size))]  # groups of ranks that hold the same
-    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    meshes = [
+        parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)
+    ]
     if meshes:
         if meshes[0].ndim == 1:  # each rank has a part of its own
             return
-        parameters = {name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)}
+        parameters = {
+            name: each.to_local() for name, each in parameters.items() if isinstance(each, DTensor)
+        }
         replicas = meshes[0].mesh.T.tolist()
     mine = torch.stack([sum_of_bits(each) for each in parameters.values()]).cpu()
     of_ranks = [torch.empty_like(mine) for _ in range(world.size)]
@@ -49,13 +53,15 @@ def refuse_differing_replicas(
         for column in (table[ranks] != table[ranks[0]]).any(dim=0).nonzero().flatten().tolist()[:1]:
             name = list(parameters)[column].removeprefix("module.")
             raise TrainingError(
-                f"{name} is not the same on {_named(ranks)}{_who_differs(table[:, column], ranks)}. Nothing was "
-                "saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
+                f"{name} is not the same on "
+                f"{_named(ranks)}{_who_differs(table[:, column], ranks)}. Nothing was "
+                "saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last "
+                "checkpoint"
             )
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum, modulo 2**64, of the bytes of `tensor` taken as 64-bit integers, and of the bytes at its end."""
+    """Return the sum, modulo 2**64, of `tensor`'s bytes as 64-bit integers, and of its end's."""
     octets = tensor.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % _SUM_BYTES:
         octets = octets.clone()
@@ -64,7 +70,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _who_differs(sums: Tensor, ranks: Sequence[int]) -> str:
-    """Return which of `ranks` have another sum than most; nothing where half have another: either may be wrong."""
+    """Return which of `ranks` have a sum unlike most; nothing if half do: either may be wrong."""
     common, holders = Counter(sums[list(ranks)].tolist()).most_common(1)[0]
     odd = [rank for rank in ranks if sums[rank] != common]
     return f": it differs on {_named(odd)}" if holders > len(odd) else ""

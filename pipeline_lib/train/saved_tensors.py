@@ -1,6 +1,7 @@
 """Tensors in files, written and read by any number of ranks, without pickle.
 
-They are sharded safetensors in the layout of torch's distributed checkpoints, which any of its readers can read.
+They are sharded safetensors in the layout of torch's distributed checkpoints, which any of its
+readers can read.
 """
 
 import json
@@ -30,14 +31,20 @@ TENSORS = "tensors"
 
 
 def save_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, shards_before: int = 0
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None = None,
+    shards_before: int = 0,
 ) -> dict[str, FileEntry]:
-    """Write `tensors` (whole on one rank, or each rank's part of a DTensor) to `folder` as safetensors.
+    """Write `tensors` (whole on one rank, or each rank's part of a DTensor) as safetensors.
 
-    Its files are numbered after `shards_before` that `folder` holds already. No two ranks have the same part.
+    They go to `folder`.
 
-    Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it, and all raise alike:
-    DiskFull, or SaveFailed for another failure.
+    Its files are numbered after `shards_before` that `folder` holds already. No two ranks have the
+    same part.
+
+    Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it,
+    and all raise alike: DiskFull, or SaveFailed for another failure.
     """
     shard = shards_before + 1 + (dist.get_rank(group) if dist.is_initialized() else 0)
     chunks = {name: Chunk.of(tensor) for name, tensor in tensors.items() if holds_a_part(tensor)}
@@ -46,7 +53,8 @@ def save_tensors(
 
     def write_one(number: int, file: Mapping[str, Tensor]) -> None:
         name = f"shard-{shard:05d}-model-{number:05d}-of-{len(data):05d}.safetensors"
-        places = {name: {_OFFSETS: list(chunks[name].offsets)} for name in file}  # of parts in whole tensors
+        # of parts in whole tensors
+        places = {name: {_OFFSETS: list(chunks[name].offsets)} for name in file}
         metadata = {_SHARDING_INFO: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
         written[name] = write_file(folder / name, file, metadata)
 
@@ -61,19 +69,25 @@ def save_tensors(
 
 
 def save_parts(
-    folder: Path, parts: Iterable[Mapping[str, Tensor]], world: World, group: dist.ProcessGroup | None = None
+    folder: Path,
+    parts: Iterable[Mapping[str, Tensor]],
+    world: World,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, FileEntry]:
     """Write `parts` of a state to `folder`, each before the next is made; all ranks have as many.
 
-    Weights go to `weights/`, in the same files whether moments come with them or not: see `link_weights`. The others go
-    to `tensors/`. Returns the files that this rank wrote, by their names in `folder`.
+    Weights go to `weights/`, in the same files whether moments come with them or not: see
+    `link_weights`. The others go to `tensors/`. Returns the files that this rank wrote, by their
+    names in `folder`.
     """
     written: dict[str, FileEntry] = {}
     # A loop's variable, and `enumerate`, would keep each part in memory while the next is made.
     rest, shards_before = iter(parts), 0
     while (part := next(rest, None)) is not None:
         weights = of_kind(part, WEIGHTS)
-        others = {name: tensor for name, tensor in part.items() if not name.startswith(f"{WEIGHTS}.")}
+        others = {
+            name: tensor for name, tensor in part.items() if not name.startswith(f"{WEIGHTS}.")
+        }
         del part
         of_weights = save_tensors(folder / WEIGHTS, weights, group, shards_before)
         of_others = save_tensors(folder / TENSORS, others, group, shards_before)
@@ -85,13 +99,16 @@ def save_parts(
 
 
 def link_weights(checkpoint: Path, folder: Path) -> bool:
-    """Make `folder` the weights of the sealed `checkpoint`, by hard links; return whether that was possible.
+    """Make `folder` the weights of the sealed `checkpoint` by hard links; return whether it worked.
 
-    It is not where the file system has no links, nor for a checkpoint of earlier code, which has no such files.
+    It is not where the file system has no links, nor for a checkpoint of earlier code, which has no
+    such files.
     """
     sources = sorted((checkpoint / WEIGHTS).glob("*.safetensors"))
     folder.mkdir(parents=True, exist_ok=True)
-    is_linked = bool(sources) and all(files.try_link(source, folder / source.name) for source in sources)
+    is_linked = bool(sources) and all(
+        files.try_link(source, folder / source.name) for source in sources
+    )
     if not is_linked:
         shutil.rmtree(folder)
     return is_linked
@@ -99,7 +116,7 @@ def link_weights(checkpoint: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A whole tensor in the files that ranks wrote: the part of each, as a box of it and where its values are."""
+    """A whole tensor in the ranks' files: each one's part, as its box and where values are."""
 
     parts: tuple[tuple[Piece, Stored], ...]
 
@@ -116,7 +133,10 @@ class SavedTensor:
 
 
 def find_saved(folder: Path) -> dict[str, SavedTensor]:
-    """Return the tensors in `folder`, written by any world, by name. Raises IntegrityError if it cannot be read."""
+    """Return the tensors in `folder`, written by any world, by name.
+
+    Raises IntegrityError if it cannot be read.
+    """
     parts: dict[str, list[tuple[Piece, Stored]]] = {}
     try:
         with files.unreadable_named(folder):
@@ -125,34 +145,44 @@ def find_saved(folder: Path) -> dict[str, SavedTensor]:
                     info = (file.metadata() or {}).get(_SHARDING_INFO)
                 places = json.loads(info) if info else {}
                 for header in read_headers(path):
-                    offsets = tuple(places[header.name][_OFFSETS]) if info else (0,) * len(header.shape)
+                    offsets = (
+                        tuple(places[header.name][_OFFSETS]) if info else (0,) * len(header.shape)
+                    )
                     piece = Piece(header.name, offsets, header.shape)
                     parts.setdefault(header.name, []).append((piece, Stored(**vars(header))))
     except (OSError, ValueError, LookupError, DataError, SafetensorError) as error:
-        raise IntegrityError(f"{folder}: damaged ({error}); delete it and run snakemake again") from error
+        raise IntegrityError(
+            f"{folder}: damaged ({error}); delete it and run snakemake again"
+        ) from error
     return {name: SavedTensor(tuple(of_one)) for name, of_one in parts.items()}
 
 
 def find_state(checkpoint: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint, `weights.NAME`, `exp_avg.NAME`, ...; also of one that earlier code wrote.
+    """Return a checkpoint's tensors, `weights.NAME`, `exp_avg.NAME`, ..., or an earlier version's.
 
     That had the weights in `tensors/` too. Raises IntegrityError if it cannot be read.
     """
     found: dict[str, SavedTensor] = {}
     for place, prefix in ((TENSORS, ""), (WEIGHTS, f"{WEIGHTS}.")):
         if (checkpoint / place).exists():
-            found |= {f"{prefix}{name}": saved for name, saved in find_saved(checkpoint / place).items()}
+            found |= {
+                f"{prefix}{name}": saved for name, saved in find_saved(checkpoint / place).items()
+            }
     return found
 
 
-def fill_saved(folder: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` (of a DTensor this rank's part) in place from what was found as `saved` in `folder`.
+def fill_saved(
+    folder: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Fill `tensors` (a DTensor's part on this rank) in place from what `saved` finds in `folder`.
 
     Raises IntegrityError naming a missing tensor, or one of another shape.
     """
     for name, tensor in tensors.items():
         if name not in saved:
-            raise IntegrityError(f"{folder}: does not hold the tensors that this run needs: it lacks {name}")
+            raise IntegrityError(
+                f"{folder}: does not hold the tensors that this run needs: it lacks {name}"
+            )
         if saved[name].shape != tuple(tensor.shape):
             raise IntegrityError(
                 f"{folder}: does not hold the tensors that this run needs: it has {name} as "

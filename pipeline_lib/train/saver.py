@@ -1,8 +1,8 @@
 """Saves checkpoints in the background, one at a time.
 
-The loop waits for the copies in host memory, and for the previous checkpoint if it is still being written: with
-buffers, the copies of both use the same memory. A failure of the thread is raised by the next `wait`, on every rank
-alike; the ranks agree on when that is (`has_failed`).
+The loop waits for the copies in host memory, and for the previous checkpoint if it is still being
+written: with buffers, the copies of both use the same memory. A failure of the thread is raised by
+the next `wait`, on every rank alike; the ranks agree on when that is (`has_failed`).
 """
 
 import time
@@ -35,10 +35,12 @@ from pipeline_lib.train.together import together
 
 @dataclass
 class Saver:
-    """A publisher of snapshots of the run `spec` in `folder`, under `lock`. All ranks create and call it alike.
+    """A publisher of snapshots of the run `spec` in `folder`, under `lock`.
 
-    The copies go to `buffers`, or else to new memory each time; `trained_parameters`, counted over all ranks, gives the
-    approximate size of the buffers.
+    All ranks create and call it alike.
+
+    The copies go to `buffers`, or else to new memory each time; `trained_parameters`, counted over
+    all ranks, gives the approximate size of the buffers.
     """
 
     folder: Path
@@ -51,11 +53,12 @@ class Saver:
     buffers: HostBuffers | None = None
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
     _reported_trouble: str = field(default="", init=False)
-    _counted_from_s: float | None = field(default=None, init=False)  # when the last save, or the training, began
+    # when the last save, or the training, began
+    _counted_from_s: float | None = field(default=None, init=False)
     _took_s: float = field(default=0.0, init=False)  # the last save
 
     def __enter__(self) -> "Saver":
-        """Create the thread, and a process group for it, so that its exchanges never meet those of the training.
+        """Create the thread and its process group, which keeps its exchanges from the training's.
 
         Its ranks wait for each other's disks, so the group has the timeout of the start.
         """
@@ -65,11 +68,15 @@ class Saver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Let the checkpoint that is being written finish, also if the run fails; then its own failure is not raised.
+        """Let the checkpoint in progress finish, even if the run fails; then do not raise its own.
 
-        A failed run waits for it only as long as for a peer: the lost peer may be missing in the save too.
+        A failed run waits for it only as long as for a peer: the lost peer may be missing in the
+        save too.
         """
         if kind is not None and self.buffers is not None:
             self.buffers.stop_growing()
@@ -81,11 +88,13 @@ class Saver:
             if self.buffers is not None:
                 self.buffers.close()
 
-    def parts(self, strategy: Strategy, kinds: tuple[str, ...] = STATE_KINDS) -> Iterable[Mapping[str, Tensor]]:
+    def parts(
+        self, strategy: Strategy, kinds: tuple[str, ...] = STATE_KINDS
+    ) -> Iterable[Mapping[str, Tensor]]:
         """Return copies of what this rank writes of `strategy`'s state: of all of it, made now.
 
-        With `save_async: false` they are made part by part, each in the memory of the one before. Making one is a
-        collective, like writing it.
+        With `save_async: false` they are made part by part, each in the memory of the one before.
+        Making one is a collective, like writing it.
         """
         sizes = strategy.state_sizes(kinds)
         if self.train.save_async:
@@ -94,7 +103,9 @@ class Saver:
         return (strategy.snapshot(names, self.copies) for names in grouped(sizes, at_once))
 
     def copies(self, tensors: Named) -> dict[str, Tensor]:
-        """Return copies of `tensors` in host memory for the next `save`. They may overwrite the copies of the last one.
+        """Return copies of `tensors` in host memory for the next `save`.
+
+        They may overwrite the copies of the last one.
 
         Raises ValueError if the last one is still being written; call `wait` first.
         """
@@ -110,18 +121,28 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the save in progress has failed on this rank; another rank may learn of it a little later."""
-        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+        """Return whether the current save has failed on this rank; others may learn later."""
+        return (
+            self._flight is not None
+            and self._flight.done()
+            and self._flight.exception() is not None
+        )
 
-    def save(self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int = 0) -> None:
-        """Start to write `snapshot`; call `wait` first. `waited_s` is how long the loop has waited for it.
+    def save(
+        self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int = 0
+    ) -> None:
+        """Start to write `snapshot`; call `wait` first.
 
-        The checkpoints of `best_step` and `trusted_step` are kept unless these are 0. With `save_async: false`, this
-        one is complete on return.
+        `waited_s` is how long the loop has waited for it.
+
+        The checkpoints of `best_step` and `trusted_step` are kept unless these are 0. With
+        `save_async: false`, this one is complete on return.
         """
         self._counted_from_s = time.monotonic()
         if self.train.save_async:
-            self._flight = self._pool.submit(self._publish, snapshot, best_step, waited_s, trusted_step)
+            self._flight = self._pool.submit(
+                self._publish, snapshot, best_step, waited_s, trusted_step
+            )
         else:  # its parts are made by collectives of the training, whose thread is this one
             saved = self._publish(snapshot, best_step, waited_s, trusted_step)
             saved["wait_s"] += saved["duration_s"]
@@ -142,15 +163,16 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Return whether `save_every_steps: auto` asks for a checkpoint now, by the clock of this rank."""
+        """Return whether `save_every_steps: auto` asks for a checkpoint by this rank's clock."""
         if self._flight is not None or self._counted_from_s is None:
             return False
         return time.monotonic() - self._counted_from_s >= auto_apart_s(self.train, self._took_s)
 
     def tell(self) -> None:
-        """Emit the event of a checkpoint that has been completed meanwhile; the thread itself never emits events.
+        """Emit the event of a checkpoint completed meanwhile; the thread never emits events.
 
-        Call it between steps. The first call, when the training has its memory, also starts to allocate the buffers.
+        Call it between steps. The first call, when the training has its memory, also starts to
+        allocate the buffers.
         """
         if self._counted_from_s is None:  # the training begins
             self._counted_from_s = time.monotonic()
@@ -162,11 +184,15 @@ class Saver:
         if self.buffers is None or not self.trained_parameters:
             return
         size_bytes = FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size
-        self.buffers.expect(size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES))
+        self.buffers.expect(
+            size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES)
+        )
 
-    def _publish(self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int) -> dict[str, Any]:
+    def _publish(
+        self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int
+    ) -> dict[str, Any]:
         def kept_with(step: int) -> set[int]:
-            """Return the steps to which the guards may go back in a run that continues from `step`, or goes on now."""
+            """Return the steps to go back to if a run continues from `step` or goes on."""
             return {self.train.guards.step_before(step + 1), trusted_step}
 
         def delete_others() -> None:
@@ -175,7 +201,14 @@ class Saver:
                 retain(self.folder, self.train.keep_last, snapshot.step, best_step, kept_with)
 
         start_s = time.monotonic()
-        size_bytes = publish_checkpoint(self.folder, self.world, self.spec, snapshot, self.lock, self.group)
+        size_bytes = publish_checkpoint(
+            self.folder, self.world, self.spec, snapshot, self.lock, self.group
+        )
         together(self.group, self.folder, delete_others)
         duration_s = round(time.monotonic() - start_s, 3)
-        return {"step": snapshot.step, "bytes": size_bytes, "duration_s": duration_s, "wait_s": round(waited_s, 3)}
+        return {
+            "step": snapshot.step,
+            "bytes": size_bytes,
+            "duration_s": duration_s,
+            "wait_s": round(waited_s, 3),
+        }

@@ -1,4 +1,4 @@
-"""Whether the disk takes checkpoints as often as they are asked for; told once, at the first one that it does not."""
+"""Whether the disk takes checkpoints as often as asked for; told once, at the first failure."""
 
 import statistics
 from collections import deque
@@ -14,7 +14,7 @@ _LEAST_STEPS = 3  # the first ones take longer
 
 
 def tell_of_slow_saves(say: Say, train: Train, epoch_steps: int) -> Observer:
-    """Return an observer that tells once if `train` waits for its checkpoints, and at which interval it would not.
+    """Return an observer that tells once if `train` waits for checkpoints, and how not to.
 
     An epoch has `epoch_steps`.
     """

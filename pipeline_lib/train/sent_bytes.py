@@ -1,20 +1,26 @@
-"""Bytes that this machine sends to others, as the kernel counts them: a check of the plan's network traffic.
+"""Bytes that this machine sends, as the kernel counts them, to check the plan's network traffic.
 
-All traffic that leaves the machine is counted, whoever sends it; local traffic (loopback, NVLink, bridges) is not.
-Non-goal: networks for which Linux keeps no such counters.
+All traffic that leaves the machine is counted, whoever sends it; local traffic (loopback, NVLink,
+bridges) is not. Non-goal: networks for which Linux keeps no such counters.
 """
 
 from pathlib import Path
 
 SYS = Path("/sys/class")
-# Interface types (linux/if_arp.h): loopback, and IP over InfiniBand, whose bytes their port counts too.
+# Interface types (linux/if_arp.h): loopback, and IP over InfiniBand, whose bytes their port counts
+# too.
 _NOT_COUNTED = (772, 32)
 
 
 def sent_bytes(sys: Path = SYS) -> int | None:
     """Return the bytes that this machine has sent since boot; None if nothing counts them."""
-    folders = [path for path in sys.glob("net/*") if path.is_dir() and _number(path / "type") not in _NOT_COUNTED]
-    # Where there are hardware interfaces, the others (bonds, bridges, containers) only pass traffic on to them.
+    folders = [
+        path
+        for path in sys.glob("net/*")
+        if path.is_dir() and _number(path / "type") not in _NOT_COUNTED
+    ]
+    # Where there are hardware interfaces, the others (bonds, bridges, containers) only pass traffic
+    # on to them.
     real = [folder for folder in folders if (folder / "device").exists()] or folders
     counts = [_number(folder / "statistics" / "tx_bytes") for folder in real]
     for port in sys.glob("infiniband/*/ports/*"):
@@ -26,7 +32,7 @@ def sent_bytes(sys: Path = SYS) -> int | None:
 
 
 class SentMeter:
-    """A meter of the bytes that this machine sends between steps: nothing at the first, or without other machines."""
+    """A meter of the bytes sent between steps: nothing at the first, or without other machines."""
 
     def __init__(self, has_others: bool, sys: Path = SYS) -> None:
         """Count only if `has_others`: other machines take part in the run."""
@@ -38,7 +44,8 @@ class SentMeter:
         if not self._has_others:
             return {}
         before, self._before = self._before, sent_bytes(self._sys)
-        if before is None or self._before is None or self._before < before:  # an interface went away
+        # an interface went away
+        if before is None or self._before is None or self._before < before:
             return {}
         return {"node_sent_bytes": self._before - before}
 

@@ -1,7 +1,9 @@
-"""Copies of the training state in host memory. On GPUs they use page-locked buffers, which every save reuses.
+"""Copies of the training state in host memory.
 
-New memory for every save would be faulted in page by page while training waits: seconds for a few GB. The buffers are
-allocated once, in the background, and are filled at the speed of the bus.
+On GPUs they use page-locked buffers, which every save reuses.
+
+New memory for every save would be faulted in page by page while training waits: seconds for a few
+GB. The buffers are allocated once, in the background, and are filled at the speed of the bus.
 """
 
 import mmap
@@ -34,16 +36,17 @@ def new_copies(tensors: Named) -> dict[str, Tensor]:
 
 @dataclass
 class _Slab:
-    """A region of host memory whose first `used` bytes are taken, and those of its pieces that are page-locked."""
+    """A region of host memory with its first `used` bytes taken, and its page-locked pieces."""
 
     memory: Tensor  # [bytes]
     locked: list[Tensor]
     used: int = 0
 
     def copy(self, tensor: Tensor) -> Tensor | None:
-        """Start to copy `tensor`, piece by piece: one copy may not span two separately locked pieces.
+        """Start to copy `tensor` piece by piece: a copy may not span two separately locked pieces.
 
-        The copy is complete once the device's stream has reached this point. Return None if there is no room for it.
+        The copy is complete once the device's stream has reached this point. Return None if there
+        is no room for it.
         """
         start = -(-self.used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if start + tensor.nbytes > len(self.memory):
@@ -72,13 +75,17 @@ class HostBuffers:
         unlock: Callable[[Tensor], None] = page_unlock,
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """Set up for one of the `world.local_size` ranks that share the host. Nothing is allocated yet."""
+        """Set up for one of the `world.local_size` ranks that share the host.
+
+        Nothing is allocated yet.
+        """
         self.trouble = ""
         self._world = world
         self._lock, self._unlock = lock, unlock
         self._free_bytes = free_bytes or host_free_bytes
         self._slabs: list[_Slab] = []
-        # A driver error persists in the thread in which it happened; this thread launches no kernels.
+        # A driver error persists in the thread in which it happened; this thread launches no
+        # kernels.
         self._pool = ThreadPoolExecutor(1, "host-buffers")
         self._growth: Future[None] | None = None
         self._is_closing = False
@@ -88,7 +95,10 @@ class HostBuffers:
         self._growth = self._pool.submit(self._grow, max(PIECE_BYTES, round(UNEVEN * size_bytes)))
 
     def copies(self, tensors: Named) -> dict[str, Tensor]:
-        """Return copies of `tensors`, each made when it is yielded. The copies of the call before are overwritten."""
+        """Return copies of `tensors`, each made when it is yielded.
+
+        The copies of the call before are overwritten.
+        """
         self._await_growth()
         for slab in self._slabs:
             slab.used = 0
@@ -98,11 +108,14 @@ class HostBuffers:
         return found
 
     def stop_growing(self) -> None:
-        """Stop allocating: Python waits for every thread before a process ends, even after a failure."""
+        """Stop allocating: Python waits for all threads at a process's end, even on failure."""
         self._is_closing = True
 
     def close(self) -> None:
-        """Free the memory, once nothing reads the last copies. An allocation in progress ends at its next piece."""
+        """Free the memory, once nothing reads the last copies.
+
+        An allocation in progress ends at its next piece.
+        """
         self.stop_growing()
         self._await_growth()
         self._pool.shutdown()
@@ -136,25 +149,36 @@ class HostBuffers:
             growth.result()
 
     def _grow(self, size_bytes: int) -> None:
-        """Add a slab, unless those of all ranks of the host would take more than half of its free memory."""
+        """Add a slab, unless all the host's slabs would take more than half its free memory.
+
+        The slabs of all ranks of the host count.
+        """
         needed_bytes, free_bytes = size_bytes * self._world.local_size, self._free_bytes()
         if 2 * needed_bytes > free_bytes:
             self.trouble = self.trouble or (
-                f"buffers of {needed_bytes / 1e9:.1f} GB for the ranks of this host, which has {free_bytes / 1e9:.1f} "
+                f"buffers of {needed_bytes / 1e9:.1f} GB for the ranks of this host, which has "
+                f"{free_bytes / 1e9:.1f} "
                 "GB free, would leave too little: each save copies to new memory"
             )
             return
         if self._world.device.type == "cuda":
-            torch.cuda.set_device(self._world.device)  # otherwise the thread would initialize the first GPU
+            # otherwise the thread would initialize the first GPU
+            torch.cuda.set_device(self._world.device)
         try:
             self._slabs.append(self._locked_slab(size_bytes))
         except OSError as error:  # such as a limit on the address space
             self.trouble = f"no memory for buffers ({error}): each save copies to new memory"
 
     def _locked_slab(self, size_bytes: int) -> _Slab:
-        """Allocate a slab and touch its pages now, not while training waits. Unlockable pieces are used as they are."""
+        """Allocate a slab and touch its pages now, not while training waits.
+
+        Unlockable pieces are used as they are.
+        """
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a fork could separate our pages from the GPU's
+        for advice in (
+            "MADV_HUGEPAGE",
+            "MADV_DONTFORK",
+        ):  # a fork could separate our pages from the GPU's
             with suppress(AttributeError, OSError):  # a system or a kernel without it
                 pages.madvise(getattr(mmap, advice))
         slab = _Slab(torch.frombuffer(pages, dtype=torch.uint8), [])

@@ -1,4 +1,4 @@
-"""The state of a training: the names of its tensors, its part on this rank, and whether that is finite."""
+"""The state of a training: the names of its tensors, this rank's part, whether that is finite."""
 
 import math
 from collections.abc import Mapping
@@ -10,29 +10,38 @@ from torch.distributed.tensor import DTensor
 from pipeline_lib.core.run_folder import WEIGHTS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LOSS_SCALE = "loss_scale"  # of fp16, the same on all ranks: own state of a strategy that any other can use
+LOSS_SCALE = (
+    "loss_scale"  # of fp16, the same on all ranks: own state of a strategy that any other can use
+)
 STATE_KINDS = (WEIGHTS, *MOMENTS)  # the large tensors of a checkpoint are named `KIND.NAME`
 
 Value = TypeVar("Value")
 
 
 def of_kind(tensors: Mapping[str, Value], kind: str) -> dict[str, Value]:
-    """Return those of `tensors`, or of their sizes, that are of `kind`, by the names of their parameters."""
-    return {name.removeprefix(f"{kind}."): value for name, value in tensors.items() if name.startswith(f"{kind}.")}
+    """Return those of `tensors`, or of their sizes, that are of `kind`, by parameter name."""
+    return {
+        name.removeprefix(f"{kind}."): value
+        for name, value in tensors.items()
+        if name.startswith(f"{kind}.")
+    }
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, sharing its memory: all of a plain tensor, the local shard of a DTensor."""
+    """Return this rank's part of `tensor`, sharing its memory.
+
+    That is all of a plain tensor, and the local shard of a DTensor.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of those `tensors` whose part on this rank holds NaN or infinity, without copying them."""
+    """Return the names of `tensors` with NaN or infinity in this rank's part, without a copy."""
     return [name for name, tensor in tensors.items() if not is_finite(own_part(tensor))]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether no value of `tensor` is NaN or infinite, without another tensor of its size."""
+    """Return whether all values of `tensor` are finite, without another tensor of its size."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     low, high = tensor.aminmax()  # both are NaN if any value is

@@ -20,7 +20,10 @@ PHASES = ("forward", "backward", "update")
 
 
 class PhaseClock:
-    """A clock that adds up seconds by phase. On a GPU it uses events in the stream, so that nothing waits for it."""
+    """A clock that adds up seconds by phase.
+
+    On a GPU it uses events in the stream, so that nothing waits for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Start empty."""
@@ -45,7 +48,9 @@ class PhaseClock:
             if self._is_gpu and not end.query():
                 queued.append((name, start, end))
             else:
-                totals[f"{name}_s"] += start.elapsed_time(end) / 1000 if self._is_gpu else end - start
+                totals[f"{name}_s"] += (
+                    start.elapsed_time(end) / 1000 if self._is_gpu else end - start
+                )
         self._marks = queued
         return {name: round(seconds, 6) for name, seconds in totals.items()}
 
@@ -90,17 +95,21 @@ class Stepper:
     The loss is the mean over the tokens of the whole global batch, however that is split.
     """
 
-    def __init__(self, wrapped: nn.Module, strategy: Strategy, world: World, stop: StopRequest) -> None:
+    def __init__(
+        self, wrapped: nn.Module, strategy: Strategy, world: World, stop: StopRequest
+    ) -> None:
         """Start with an empty clock."""
         self.wrapped, self.strategy, self.world, self.stop = wrapped, strategy, world, stop
         self.clock = PhaseClock(world.device)
 
     def accumulate(self, batches: list[Batch], count: Callable[[], tuple[float, float]]) -> Tensor:
-        """Accumulate gradients of the mean token and router losses; return this rank's sum of token losses, detached.
+        """Accumulate gradients of mean token and router losses; return this rank's token losses.
 
-        `count` returns the step's supervised tokens and all its tokens. It is called once, when the first forward pass
-        is queued, so that the exchange between hosts costs a GPU no time. Ranks average their gradients, so each scales
-        its losses by the number of ranks.
+        The sum of token losses that it returns is detached.
+
+        `count` returns the step's supervised tokens and all its tokens. It is called once, when the
+        first forward pass is queued, so that the exchange between hosts costs a GPU no time. Ranks
+        average their gradients, so each scales its losses by the number of ranks.
         """
         total = torch.zeros((), device=self.world.device)
         supervised_tokens, tokens = 0.0, 0.0
@@ -126,12 +135,14 @@ class Stepper:
         save_due: bool = False,
         readings: Sequence[float] = (),
     ) -> StepResult:
-        """Run one step on this rank's micro-batches; update if `judge`, given loss and gradient norm, accepts it.
+        """Run one step on this rank's micro-batches; update if `judge` accepts it.
 
-        A refused step changes no bit of weights and moments. `save_failed` or `save_due` on one rank is reported on
-        all, and so are the `readings` of each: they are exchanged with the counts of the step. The host waits for the
-        GPU once, for the values to judge: the update runs while the next step is prepared, and its time counts with
-        that one.
+        `judge` is given loss and gradient norm.
+
+        A refused step changes no bit of weights and moments. `save_failed` or `save_due` on one
+        rank is reported on all, and so are the `readings` of each: they are exchanged with the
+        counts of the step. The host waits for the GPU once, for the values to judge: the update
+        runs while the next step is prepared, and its time counts with that one.
         """
         start_s = time.monotonic()
         totals: list[float] = []  # over all ranks
@@ -182,8 +193,9 @@ class Stepper:
     def warm_up(self, batch: Batch) -> None:
         """Run a forward and backward pass and discard it, before the first step of every attempt.
 
-        It compiles, and reveals most out-of-memories early. It gives DDP's buckets their final order: without it, a
-        resumed run of three ranks or more would differ from an uninterrupted one in the last bits.
+        It compiles, and reveals most out-of-memories early. It gives DDP's buckets their final
+        order: without it, a resumed run of three ranks or more would differ from an uninterrupted
+        one in the last bits.
         """
         self.accumulate([batch], lambda: (1.0, 1.0))
         self.strategy.discard()

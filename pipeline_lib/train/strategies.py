@@ -1,4 +1,4 @@
-"""The registry of distribution strategies by `train.strategy`; the training loop knows none by name."""
+"""The registry of distribution strategies by `train.strategy`; the training loop names none."""
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.train.ddp import Ddp

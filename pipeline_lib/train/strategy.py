@@ -1,4 +1,4 @@
-"""The interface between the training loop and a distribution strategy, and helpers that strategies share."""
+"""The interface between training loop and distribution strategy, and what strategies share."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +20,9 @@ from pipeline_lib.train.state import STATE_KINDS
 
 
 def balanced(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Assign each name to one of `holders` (from 0), so that all keep about as much; the same on every rank.
+    """Assign each name to one of `holders` (from 0), evenly by size, the same on every rank.
+
+    All keep about as much.
 
     The largest goes first, and each to the holder that has least so far.
     """
@@ -33,7 +35,9 @@ def balanced(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
 
 
 def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Assign each tensor of a state to one of `holders` as `balanced` does; one of a kind does not depend on others.
+    """Assign each tensor of a state to one of `holders` as `balanced` does, kind by kind.
+
+    The assignment of one of a kind does not depend on others.
 
     So a checkpoint has its weights in the same files as a result.
     """
@@ -45,7 +49,9 @@ def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
 
 
 def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes: its share of those that every rank holds whole, its shards of others.
+    """Return the tensors that this rank writes: its share of whole ones, its shards of others.
+
+    The whole ones are those that every rank holds whole.
 
     If replicas hold the same shard, one of them writes it.
     """
@@ -59,7 +65,7 @@ def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield the names of `sizes` in groups of up to `most` together, or of one that is larger, in their order."""
+    """Yield the names of `sizes` in order, in groups of up to `most` or of one larger one."""
     names: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -72,14 +78,15 @@ def grouped(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 def holders_of(tensor: Tensor, world: World) -> tuple[int, int]:
-    """Return how many ranks hold the same part of `tensor` as this one, and this rank's index among them."""
+    """Return how many ranks hold the same part of `tensor`, and this rank's index among them."""
     if not isinstance(tensor, DTensor):
         return world.size, world.rank
     holders, own = 1, 0
     mesh = tensor.device_mesh
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
-            holders, own = holders * mesh.size(dimension), own * mesh.size(dimension) + mesh.get_local_rank(dimension)
+            holders = holders * mesh.size(dimension)
+            own = own * mesh.size(dimension) + mesh.get_local_rank(dimension)
     return holders, own
 
 
@@ -92,13 +99,19 @@ OVERFLOW = "gradients overflow fp16 at the least loss scale; train with precisio
 
 @dataclass
 class LossScale:
-    """A power-of-two loss scale: halved by a norm that is not finite, doubled after `GROWS_AFTER` finite ones."""
+    """A power-of-two loss scale: halved by a norm that is not finite, else raised at times.
+
+    It is doubled after `GROWS_AFTER` finite norms.
+    """
 
     value: float = FIRST
     finite_steps: int = 0
 
     def follow(self, norm: float) -> None:
-        """Adjust the scale for the next step by this step's gradient norm. Raises Diverged if it overflows at 1."""
+        """Adjust the scale for the next step by this step's gradient norm.
+
+        Raises Diverged if it overflows at 1.
+        """
         if not math.isfinite(norm):
             if self.value <= 1.0:
                 raise Diverged(OVERFLOW)
@@ -113,7 +126,7 @@ class LossScale:
         return torch.tensor([self.value, self.finite_steps], dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
-        """Restore what `state` returned, or another strategy's scale, which comes first in its state."""
+        """Restore what `state` returned, or another strategy's scale, first in its state."""
         self.value, self.finite_steps = float(state[0]), int(state[1]) if len(state) == 2 else 0
 
 
@@ -123,38 +136,45 @@ class LossScale:
 class Strategy(Protocol):
     """A way to distribute a plain model over the ranks of a world, and to update it.
 
-    Gradients are averaged over ranks; the loop scales its loss so that the average is the token-exact mean. All ranks
-    make the same calls in the same order.
+    Gradients are averaged over ranks; the loop scales its loss so that the average is the
+    token-exact mean. All ranks make the same calls in the same order.
     """
 
     def __init__(self, world: World, train: Train, accumulation: int) -> None:
         """Set up for `world`; an optimizer step has `accumulation` micro-batches on each rank."""
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
-        """Distribute `model`, which is on the meta device, let `load` fill this rank's part, and make the optimizer.
+        """Distribute `model`, on the meta device, let `load` fill it, and make the optimizer.
+
+        `load` fills this rank's part.
 
         Returns the module to call. Parameter names of `model` stay the same.
         """
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass, which sets the precision if the distribution does not."""
+        """Return the context of a forward pass: its precision, if the distribution sets none."""
         return nullcontext()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward; after a step's last, gradients are averages."""
+        """Return the context of a micro-batch's forward and backward pass.
+
+        After the last of a step, gradients are averages.
+        """
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""
 
     def grad_norm(self) -> Tensor:
-        """Return the L2 norm of the step's averaged gradients: a float64 scalar on the rank's device, the same on all.
+        """Return the L2 norm of the step's averaged gradients, the same on all ranks.
+
+        It is a float64 scalar on the rank's device.
 
         Call it after the last micro-batch. Torch's own strategies do not wait for the device.
         """
 
     def update(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, whose norm is `grad_norm`, to `max_grad_norm`, make one update at `lr`, and drop them."""
+        """Clip gradients of norm `grad_norm` to `max_grad_norm`, update at `lr`, and drop them."""
 
     def discard(self, grad_norm: float | None = None) -> None:
         """Drop the step's gradients; weights and moments keep every bit.
@@ -163,25 +183,32 @@ class Strategy(Protocol):
         """
 
     def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
-        """Return the elements of each whole tensor of a checkpoint, `weights.NAME`, `exp_avg.NAME`, ...
+        """Return the elements of a checkpoint's whole tensors, `weights.NAME`, `exp_avg.NAME`, ...
 
         The order is the same on all ranks.
         """
 
-    def snapshot(self, names: Collection[str] | None = None, copied: Copy = new_copies) -> dict[str, Tensor]:
-        """Return host copies of what this rank writes of the tensors `names`, by default all of a checkpoint, in fp32.
+    def snapshot(
+        self, names: Collection[str] | None = None, copied: Copy = new_copies
+    ) -> dict[str, Tensor]:
+        """Return fp32 host copies of what this rank writes of the tensors `names` (default: all).
+
+        The default is all of a checkpoint.
 
         A tensor is whole on one rank, or a DTensor on several. `copied` makes the copies.
         """
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:
-        """Let `read` fill tensors of those names, and use them as weights and moments after `updates` updates."""
+        """Let `read` fill those tensors, as weights and moments after `updates` updates."""
 
     def begin_anew(self) -> None:
         """Restore the weights and moments that `spread` left."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return host copies of what this rank alone needs to continue bitwise: residuals, a loss scale."""
+        """Return host copies of what only this rank needs to continue bitwise.
+
+        That is, for example, residuals or a loss scale.
+        """
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `own_state` returned, on the same rank of a world of the same size; else start anew."""
+        """Restore what `own_state` returned on this rank of as large a world; else start anew."""

@@ -1,4 +1,4 @@
-"""An action of all ranks that fails on all of them alike, so that no rank goes on, or waits, alone."""
+"""An action of all ranks that fails on all of them, so that no rank goes on, or waits, alone."""
 
 import json
 from collections.abc import Callable
@@ -19,10 +19,10 @@ class SaveFailed(PipelineError):
 
 
 def together(group: dist.ProcessGroup | None, where: Path, act: Callable[[], Any]) -> list[Any]:
-    """Call `act` on every rank of `group` (default: all); return the results, which are JSON values, by rank.
+    """Call `act` on every rank of `group` (default: all); return the JSON results by rank.
 
-    If it fails on any rank, every rank raises the error of the first one: DiskFull, LockLost, or SaveFailed naming the
-    file.
+    If it fails on any rank, every rank raises the error of the first one: DiskFull, LockLost, or
+    SaveFailed naming the file.
     """
     own: dict[str, Any]
     try:

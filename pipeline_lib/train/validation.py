@@ -50,9 +50,12 @@ def held_out_loss(
     portion: Portion,
     device: torch.device,
 ) -> float:
-    """Return the nats per supervised token of all blocks of `reader`, divided over the ranks; the same on each.
+    """Return the nats per supervised token of `reader`, divided over the ranks; the same on each.
 
-    Forward passes are collective, so every rank makes the same number of them; missing blocks are padding.
+    All its blocks count.
+
+    Forward passes are collective, so every rank makes the same number of them; missing blocks are
+    padding.
     """
     ids = np.arange(len(reader), dtype=np.int64)
     nats, tokens = 0.0, 0
@@ -76,7 +79,9 @@ class Validations:
     @staticmethod
     def from_json(known: Mapping[str, Any]) -> "Validations":
         """Return the history whose `to_json` returned `known`."""
-        return Validations(**{**known, "best_loss": math.inf if known["best_loss"] is None else known["best_loss"]})
+        return Validations(
+            **{**known, "best_loss": math.inf if known["best_loss"] is None else known["best_loss"]}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields; without a best step, the best loss is None."""
@@ -94,7 +99,8 @@ class Validations:
 
 # Sample answers to a few held-out prompts during training, for people to read.
 #
-# All ranks run the model together, equally often for every answer, and take each token from the first rank.
+# All ranks run the model together, equally often for every answer, and take each token from the
+# first rank.
 
 SAMPLES_NAME = "samples.jsonl"
 PROMPTS = 2
@@ -103,7 +109,10 @@ NEW_TOKENS = 48
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampler of greedy answers to the first held-out prompts, appended to samples.jsonl in `run_dir`."""
+    """A sampler of greedy answers to the first held-out prompts, for samples.jsonl in `run_dir`.
+
+    It appends them.
+    """
 
     documents: list[Document]
     tokenizer: Tokenizer
@@ -113,25 +122,40 @@ class Sampler:
     run_dir: Path
 
     @staticmethod
-    def of(held_out: BlockReader, model_folder: Path, portion: Portion, world: World, run_dir: Path) -> "Sampler":
+    def of(
+        held_out: BlockReader, model_folder: Path, portion: Portion, world: World, run_dir: Path
+    ) -> "Sampler":
         """Take the prompts from `held_out` and the tokenizer from `model_folder`."""
         documents: list[Document] = []
         for block in range(len(held_out)):
-            documents += [document for document in documents_of(held_out[block]) if prompt_length(document)]
+            documents += [
+                document for document in documents_of(held_out[block]) if prompt_length(document)
+            ]
             if len(documents) >= PROMPTS:
                 break
         tokenizer = load_tokenizer(model_folder)
-        return Sampler(documents[:PROMPTS], tokenizer, held_out.block_tokens, portion, world, run_dir)
+        return Sampler(
+            documents[:PROMPTS], tokenizer, held_out.block_tokens, portion, world, run_dir
+        )
 
     def answer(self, wrapped: nn.Module, strategy: Strategy, step: int, events: EventLog) -> None:
-        """Answer the prompts, and append the answers as those of the model after `step`. All ranks call it."""
-        prompts = [np.array(question(document, self.tokenizer), np.int32) for document in self.documents]
+        """Answer the prompts, and append the answers as those of the model after `step`.
+
+        All ranks call it.
+        """
+        prompts = [
+            np.array(question(document, self.tokenizer), np.int32) for document in self.documents
+        ]
         with evaluating(wrapped, strategy):
-            answers = greedy_answers(wrapped, prompts, self.block_tokens, self.world.device, self.portion)
+            answers = greedy_answers(
+                wrapped, prompts, self.block_tokens, self.world.device, self.portion
+            )
         rows = [
             {
                 "step": step,
-                "prompt": last_question(self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)),
+                "prompt": last_question(
+                    self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+                ),
                 "reference": self._text(first_answer(document)),
                 "answer": self._text(answer),
             }
@@ -145,7 +169,11 @@ class Sampler:
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Decode `tokens` up to the first control token."""
-        control = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        control = {
+            number
+            for number, token in self.tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
         end = next((place for place, token in enumerate(tokens) if token in control), len(tokens))
         return str(self.tokenizer.decode(list(tokens[:end]))).strip()
 
@@ -159,7 +187,8 @@ def greedy_answers(
 ) -> list[list[int]]:
     """Return up to NEW_TOKENS tokens after each of `prompts`, as far as a block has room.
 
-    Every rank makes the same number of forward passes, without a KV cache, over the same blocks or its parts of them.
+    Every rank makes the same number of forward passes, without a KV cache, over the same blocks or
+    its parts of them.
     """
     if not prompts:
         return []
@@ -168,21 +197,27 @@ def greedy_answers(
     for prompt, end in zip(prompts, ends, strict=True):
         block = empty_block(block_tokens)
         block.tokens[: len(prompt)] = prompt
-        blocks.append(replace(block, documents=np.where(np.arange(block_tokens) < end, 0, PADDING_DOCUMENT)))
+        blocks.append(
+            replace(block, documents=np.where(np.arange(block_tokens) < end, 0, PADDING_DOCUMENT))
+        )
     for made in range(max(end - len(prompt) for prompt, end in zip(prompts, ends, strict=True))):
         places = [min(len(prompt) + made, block_tokens) for prompt in prompts]
         batch = portion.of(make_batch(blocks)).to(device)
         logits = logits_at(wrapped, batch, torch.tensor(places, device=device) - 1)
-        chosen = logits.diagonal(dim1=0, dim2=1).argmax(dim=0)  # [V, prompts]: each at its own place
+        # [V, prompts]: each at its own place
+        chosen = logits.diagonal(dim1=0, dim2=1).argmax(dim=0)
         dist.broadcast(chosen, src=0)
         for block, place, end, token in zip(blocks, places, ends, chosen.tolist(), strict=True):
             if place < end:
                 block.tokens[place] = token
-    return [block.tokens[len(prompt) : end].tolist() for block, prompt, end in zip(blocks, prompts, ends, strict=True)]
+    return [
+        block.tokens[len(prompt) : end].tolist()
+        for block, prompt, end in zip(blocks, prompts, ends, strict=True)
+    ]
 
 
 def leave_samples(run_dir: Path, out: Path, last_step: int) -> None:
-    """Copy the answers up to `last_step` to `out`; for a step that was made twice, only the later ones."""
+    """Copy the answers up to `last_step` to `out`; of a step made twice, only the later ones."""
     if not (run_dir / SAMPLES_NAME).exists():
         return
     latest = {

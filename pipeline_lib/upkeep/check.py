@@ -1,6 +1,7 @@
 """Verifies a store: every sealed byte against its hash, and every reference to it.
 
-Each problem is reported with its remedy, and hides no other. What vanishes during the check counts as removed.
+Each problem is reported with its remedy, and hides no other. What vanishes during the check counts
+as removed.
 """
 
 import os
@@ -12,14 +13,30 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import is_there, sha256_file, unreadable_named
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Spec, Store, is_hash, verify
 from pipeline_lib.status.at_rest import shown
 from pipeline_lib.status.catalog import LAST_PART, missing_products, unreadable
-from pipeline_lib.upkeep.inventory import SEALED, UNFINISHED, Inventory, Made, chosen, each, folders_in, specs_in
+from pipeline_lib.upkeep.inventory import (
+    SEALED,
+    UNFINISHED,
+    Inventory,
+    Made,
+    chosen,
+    each,
+    folders_in,
+    specs_in,
+)
 
 AT_ONCE = 4  # directories; each hashes several files at a time
 
@@ -34,16 +51,27 @@ class SealedDirectory:
 
 
 def to_verify(inventory: Inventory, digests: set[str] | None) -> list[SealedDirectory]:
-    """Return the sealed directories and the checkpoints in runs/; with `digests` (of instances and runs) only those."""
+    """Return the sealed directories and the checkpoints in runs/, or those of `digests`.
+
+    `digests` are of instances and runs.
+    """
     made, runs = chosen(inventory, digests)
     found = [SealedDirectory(one.path, one.bytes, one) for one in made if one.state == SEALED]
     for run in runs:
-        found += [SealedDirectory(path, run.checkpoint_bytes // len(run.checkpoints)) for path in run.checkpoints]
+        found += [
+            SealedDirectory(path, run.checkpoint_bytes // len(run.checkpoints))
+            for path in run.checkpoints
+        ]
     return found
 
 
-def verify_all(found: Sequence[SealedDirectory], store: Store, done: Callable[[SealedDirectory], None]) -> list[str]:
-    """Verify `found`; return the problems, one line each. Calls `done` with each directory once it is verified."""
+def verify_all(
+    found: Sequence[SealedDirectory], store: Store, done: Callable[[SealedDirectory], None]
+) -> list[str]:
+    """Verify `found`; return the problems, one line each.
+
+    Calls `done` with each directory once it is verified.
+    """
     problems: dict[Path, list[str]] = {}
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
@@ -57,7 +85,7 @@ def verify_all(found: Sequence[SealedDirectory], store: Store, done: Callable[[S
 
 
 def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
-    """Return the problems apart from the content of files: manifests, pointers, specs and experiments.
+    """Return the problems outside the content of files: manifests, pointers, specs, experiments.
 
     With `digests` (of instances and runs) only theirs.
     """
@@ -66,7 +94,9 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
     problems = [reason for reason in reasons if reason]
     if digests is None:
         problems += [str(unreadable(one)) for one in inventory.experiments if not one.parts]
-        problems += [f"{path}: not made by any stage; move it elsewhere" for path in inventory.foreign]
+        problems += [
+            f"{path}: not made by any stage; move it elsewhere" for path in inventory.foreign
+        ]
         for stage in folders_in(inventory.store.root):
             for pointer in sorted(stage.glob("[0-9a-f]*.ok")):
                 of_pointer = inventory.by_digest.get(pointer.stem)
@@ -75,7 +105,11 @@ def damaged(inventory: Inventory, digests: set[str] | None) -> list[str]:
                     problems.append(f"{pointer}: its directory is missing; {again}")
     problems += _missing_products(inventory, digests)
     specs = [digest for digest in specs_in(inventory.store) if digests is None or digest in digests]
-    return problems + [problem for problem in each(lambda digest: _spec_problem(inventory, digest), specs) if problem]
+    return problems + [
+        problem
+        for problem in each(lambda digest: _spec_problem(inventory, digest), specs)
+        if problem
+    ]
 
 
 def _problems(one: SealedDirectory, store: Store) -> list[str]:
@@ -86,7 +120,8 @@ def _problems(one: SealedDirectory, store: Store) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
         return []
     except IntegrityError as error:
-        return [str(error)] if os.path.lexists(one.path / MANIFEST_NAME) else []  # removed meanwhile
+        # removed meanwhile
+        return [str(error)] if os.path.lexists(one.path / MANIFEST_NAME) else []
     except Unreadable as error:
         return [str(error)]
 
@@ -95,13 +130,22 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
     spec = Spec.from_json(manifest.spec, str(made.path / MANIFEST_NAME))
     if spec.digest != made.ref.digest:
         manifest_path = made.path / MANIFEST_NAME
-        yield f"{manifest_path}: its spec has digest {spec.digest}; delete {made.path} and run snakemake again"
+        yield (
+            f"{manifest_path}: its spec has digest {spec.digest}; delete {made.path} and run "
+            "snakemake again"
+        )
     pointer = store.pointer(made.ref)
     named = pointer.read_bytes() if is_there(pointer) else None
     if named is not None and not is_hash(named):
-        yield f"{pointer}: contains no hash; run snakemake again with the same config, which rewrites it"
+        yield (
+            f"{pointer}: contains no hash; run snakemake again with the same config, which "
+            "rewrites it"
+        )
     elif named is not None and named.strip().decode() != sha256_file(made.path / MANIFEST_NAME):
-        yield f"{pointer}: does not match the manifest in {made.path}; delete both and run snakemake again"
+        yield (
+            f"{pointer}: does not match the manifest in {made.path}; delete both and run "
+            "snakemake again"
+        )
     for entry in manifest.inputs.values():
         upstream = store.root / entry.stage / entry.digest
         try:
@@ -112,9 +156,11 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
             theirs = Manifest.model_validate_json((upstream / MANIFEST_NAME).read_bytes())
         except (OSError, ValueError):  # reported for that directory itself
             continue
-        if theirs.started_at < manifest.started_at:  # otherwise it was deleted and made again: no damage
+        # otherwise it was deleted and made again: no damage
+        if theirs.started_at < manifest.started_at:
             yield (
-                f"{upstream / MANIFEST_NAME}: not the manifest that {made.path} was made from, although it is "
+                f"{upstream / MANIFEST_NAME}: not the manifest that {made.path} was made from, "
+                "although it is "
                 f"older; delete {upstream} and run snakemake again"
             )
 
@@ -128,22 +174,41 @@ def _spec_problem(inventory: Inventory, digest: str) -> str | None:
 
 
 def _missing_products(inventory: Inventory, digests: set[str] | None) -> Iterator[str]:
-    """Yield the missing products of experiments that have their report, unless a pointer already reports them."""
+    """Yield missing products of experiments with a report, unless a pointer reports them.
+
+    A pointer that reports them already is enough.
+    """
     for one in inventory.experiments:
         try:
             missing = missing_products(one, inventory.store)
         except Unreadable:  # reported for that directory itself
             continue
         for ref in missing if LAST_PART not in [ref.stage for ref in missing] else ():
-            if (digests is None or ref.digest in digests) and not inventory.store.pointer(ref).exists():
-                yield f"{inventory.store.sealed(ref)}: missing for experiment {shown(one.name)}; run snakemake again"
+            if (digests is None or ref.digest in digests) and not inventory.store.pointer(
+                ref
+            ).exists():
+                yield (
+                    f"{inventory.store.sealed(ref)}: missing for experiment {shown(one.name)}; "
+                    "run snakemake again"
+                )
 
 
 @contextmanager
 def progress_on(stream: TextIO, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of newly verified bytes; the bar is shown only on a terminal."""
-    shown = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    """Yield a function that takes the number of newly verified bytes.
+
+    The bar is shown only on a terminal.
+    """
+    shown = (
+        TextColumn("verify"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(file=stream)
-    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *shown, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("verify", total=total_bytes)
         yield lambda more: progress.advance(task, more)

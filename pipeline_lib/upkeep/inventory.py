@@ -1,8 +1,10 @@
-"""The contents of a store: experiments, stage directories, run folders, specs, and leftovers of killed writers.
+"""The contents of a store: experiments, stages, runs, specs, and leftovers of killed writers.
 
-Sizes of sealed directories are those that their manifests record; all others are measured. Nothing is changed, and
-nothing that cannot be read hides the rest: it is listed, with the reason. Stores that lie side by side have their own
-directories, and share their runs and locks.
+Stages and runs are their directories and folders.
+
+Sizes of sealed directories are those that their manifests record; all others are measured. Nothing
+is changed, and nothing that cannot be read hides the rest: it is listed, with the reason. Stores
+that lie side by side have their own directories, and share their runs and locks.
 """
 
 import os
@@ -21,7 +23,15 @@ from pipeline_lib.config.halving import DECISIONS, RUNGS
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import STAGE_PREFIX, TRASH_PREFIX
 from pipeline_lib.core.run_folder import CHECKPOINTS, SET_ASIDE, sealed_steps
-from pipeline_lib.core.store import DIGEST_CHARS, MANIFEST_NAME, Manifest, Ref, Spec, Store, read_manifest
+from pipeline_lib.core.store import (
+    DIGEST_CHARS,
+    MANIFEST_NAME,
+    Manifest,
+    Ref,
+    Spec,
+    Store,
+    read_manifest,
+)
 from pipeline_lib.status.catalog import Catalog, Frozen, changed_at
 
 SEALED, DAMAGED, UNREADABLE, UNFINISHED = "sealed", "damaged", "unreadable", "unfinished"
@@ -32,7 +42,8 @@ OWN_FOLDERS = (SPECS, EXPERIMENTS, SWEEPS, REHEARSALS, RUNGS, DECISIONS)
 OLD_CACHES = ("architectures.json", "hashes.json", "revisions.json")
 _AT_ONCE = 8  # files that are read at a time, since a file server answers each with a delay
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
-# What a writer began or set aside, `.stage-NAME-0123456789ab`, and a probe of a disk's clock, `.stage-ab12cd_4`.
+# What a writer began or set aside, `.stage-NAME-0123456789ab`, and a probe of a disk's clock,
+# `.stage-ab12cd_4`.
 _LEFT = re.compile(
     rf"(?:{re.escape(STAGE_PREFIX)}|{re.escape(TRASH_PREFIX)})+(.+?)(?:-[0-9a-f]{{12}})+"
     rf"|{re.escape(STAGE_PREFIX)}[a-z0-9_]{{8}}"
@@ -44,7 +55,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Made:
-    """The directory of a stage instance. `used_at` is when it, or its pointer, was last written, in s since 1970."""
+    """The directory of a stage instance.
+
+    `used_at` is when it, or its pointer, was last written, in s since 1970.
+    """
 
     ref: Ref
     path: Path
@@ -57,7 +71,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file or folder that a killed writer left, of the stage instance `digest` if its name contains one.
+    """A file or folder left by a killed writer, of the stage instance `digest` if its name has one.
 
     Also a checkpoint that was set aside, of the run `digest`, and a file of OLD_CACHES.
     """
@@ -70,9 +84,12 @@ class Leftover:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder of working state in runs/. `wanted_by` are stage instances that wait for what was fetched into it.
+    """A folder of working state in runs/.
 
-    `reason` says why its sealed `checkpoints` cannot be listed, if so. `set_aside` are those that `rewind` moved.
+    `wanted_by` are stage instances that wait for what was fetched into it.
+
+    `reason` says why its sealed `checkpoints` cannot be listed, if so. `set_aside` are those that
+    `rewind` moved.
     """
 
     name: str
@@ -95,8 +112,8 @@ class RunFolder:
 class Inventory:
     """The contents of a store at one moment. `foreign` is what no stage makes; it is left alone.
 
-    `in_runs` are the run folders, and `left` the leftovers of killed writers, of all stores that lie side by side: they
-    share one runs/.
+    `in_runs` are the run folders, and `left` the leftovers of killed writers, of all stores that
+    lie side by side: they share one runs/.
     """
 
     store: Store
@@ -105,7 +122,8 @@ class Inventory:
     in_runs: Sequence[RunFolder]
     left: Sequence[Leftover]
     foreign: Sequence[Path]
-    _specs: dict[str, Spec] = field(default_factory=dict, repr=False, compare=False)  # read so far, by digest
+    # read so far, by digest
+    _specs: dict[str, Spec] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def read(store: Store) -> "Inventory":
@@ -114,12 +132,22 @@ class Inventory:
         entries = [entry for stage in stages for entry in _entries(stage)]
         found = (Path(entry.path) for entry in entries if entry.name.endswith(".ok"))
         pointers = {path: changed_at(path) or 0.0 for path in found}
-        folders = [entry for entry in entries if is_digest(entry.name) and entry.is_dir(follow_symlinks=False)]
+        folders = [
+            entry
+            for entry in entries
+            if is_digest(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
         made = each(lambda entry: _made(entry, pointers), folders)
         runs_root = runs_in(store)
         run_folders = [path for path in folders_in(runs_root) if is_digest(path.name)]
         left = []
-        for folder in (store.root, runs_root, runs_root / LOCKS, *(store.root / name for name in OWN_FOLDERS), *stages):
+        for folder in (
+            store.root,
+            runs_root,
+            runs_root / LOCKS,
+            *(store.root / name for name in OWN_FOLDERS),
+            *stages,
+        ):
             for entry in _entries(folder):
                 if (match := _LEFT.fullmatch(entry.name)) is not None:
                     first = (match[1] or "").partition(".")[0]
@@ -145,7 +173,10 @@ class Inventory:
     @cached_property
     def run_names(self) -> frozenset[str]:
         """The names that run folders of this store can have, from its specs and directories."""
-        digests = {*specs_in(self.store), *(one.ref.digest for one in self.made if one.ref.stage == "train")}
+        digests = {
+            *specs_in(self.store),
+            *(one.ref.digest for one in self.made if one.ref.stage == "train"),
+        }
         return frozenset([*each(self.lock_of, digests), *(self.by_digest.keys() - digests)])
 
     @cached_property
@@ -160,15 +191,20 @@ class Inventory:
 
     @cached_property
     def others(self) -> Sequence[RunFolder | Leftover]:
-        """The entries in runs/ that belong to another store, or to a stage that is not known here any more."""
+        """The entries in runs/ of another store, or of a stage that is no longer known here."""
         lying: list[RunFolder | Leftover] = [*self.in_runs, *self.left]
         return [one for one in lying if not self._is_own(one)]
 
     def _is_own(self, one: RunFolder | Leftover) -> bool:
-        """Return whether it is in this store, is named after one of its stage instances, or only those wait for it."""
+        """Return whether it is in this store, is named after an instance, or only those wait.
+
+        An instance is a stage instance of this store.
+        """
         if isinstance(one, Leftover):
             return one.path.parent != runs_in(self.store) or one.digest in self.run_names
-        return one.name in self.run_names or (bool(one.wanted_by) and self.run_names.issuperset(one.wanted_by))
+        return one.name in self.run_names or (
+            bool(one.wanted_by) and self.run_names.issuperset(one.wanted_by)
+        )
 
     @cached_property
     def by_run(self) -> Mapping[str, RunFolder]:
@@ -185,7 +221,10 @@ class Inventory:
         return found
 
     def spec(self, digest: str) -> Spec:
-        """Return the spec of a stage instance: from its manifest, else the frozen one. Raises IntegrityError."""
+        """Return the spec of a stage instance: from its manifest, else the frozen one.
+
+        Raises IntegrityError.
+        """
         if digest in self._specs:
             return self._specs[digest]
         made, spec = self.by_digest.get(digest), None
@@ -203,10 +242,12 @@ class Inventory:
         try:
             return self.store.read_spec(path)
         except RecursionError as error:
-            raise IntegrityError(f"{path}: cannot read the spec ({error}); run snakemake to write it anew") from error
+            raise IntegrityError(
+                f"{path}: cannot read the spec ({error}); run snakemake to write it anew"
+            ) from error
 
     def lock_of(self, digest: str) -> str:
-        """Return the `run_name` of a stage instance; the digest itself if its spec cannot be read."""
+        """Return the `run_name` of a stage instance; the digest if its spec is unreadable."""
         with suppress(IntegrityError):
             return run_name(self.spec(digest))
         return digest
@@ -233,7 +274,7 @@ def runs_in(store: Store) -> Path:
 
 
 def chosen(inventory: Inventory, digests: set[str] | None) -> tuple[list[Made], list[RunFolder]]:
-    """Return the stage directories and run folders of this store; with `digests` only those that have one of them."""
+    """Return the stage directories and run folders of this store, or only those of `digests`."""
     made = [one for one in inventory.made if digests is None or one.ref.digest in digests]
     return made, [run for run in inventory.runs if digests is None or run.name in digests]
 
@@ -244,13 +285,13 @@ def specs_in(store: Store) -> list[str]:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """Return the visible folders in `folder`, without links; none if it does not exist or may not be read."""
+    """Return the visible folders in `folder`, not links; none if it is absent or unreadable."""
     found = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
     return sorted(Path(entry.path) for entry in found if not entry.name.startswith("."))
 
 
 def size_below(path: str | Path) -> tuple[int, float]:
-    """Return the bytes of the files below `path`, or of the file there, and the newest modification time."""
+    """Return the bytes of the files below `path`, or of that file, and the newest mtime."""
     total, newest, waiting = 0, 0.0, [os.fspath(path)]
     while waiting:
         current = waiting.pop()
@@ -299,7 +340,10 @@ def _made(entry: "os.DirEntry[str]", pointers: Mapping[Path, float]) -> Made:
     state, reason = SEALED, None
     if (manifest.stage, manifest.digest) != (ref.stage, ref.digest):
         state = DAMAGED
-        reason = f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run snakemake again"
+        reason = (
+            f"{path}: sealed as {manifest.stage} {manifest.digest}; delete it and run "
+            "snakemake again"
+        )
     recorded = sum(file.bytes for file in manifest.files.values() if file.bytes > 0)
     return Made(ref, path, state, recorded, used_at, manifest=manifest, reason=reason)
 
@@ -328,7 +372,10 @@ def _run_folder(path: Path) -> RunFolder:
 
 
 def runs_beside(store: Store) -> frozenset[str]:
-    """Return the names of run folders of the other stores beside `store`; the same training has the same in each."""
+    """Return the names of run folders of the stores beside `store`.
+
+    The same training has the same name in each.
+    """
     paths: list[Path] = []
     for folder in store.root.parent.iterdir():
         with suppress(OSError):  # not ours to read
@@ -345,5 +392,5 @@ def runs_beside(store: Store) -> frozenset[str]:
 
 
 def run_name(spec: Spec) -> str:
-    """Return the name of the lock and of the run folder of a stage instance; trainings share those of their run."""
+    """Return the name of a stage instance's lock and run folder; trainings share a run's."""
     return run_digest(spec) if spec.stage == "train" else spec.digest

@@ -18,7 +18,9 @@ OTHERS = "of another store or an unknown stage"
 
 def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float) -> list[str]:
     """Return a line for each experiment name, and one for what no experiment names."""
-    rows: list[tuple[str, ...]] = [("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")]
+    rows: list[tuple[str, ...]] = [
+        ("experiment", "configs", "stages", "own", "shared", "checkpoints", "used", "")
+    ]
     for share in found:
         problem = f"{_directories(share.damaged)} damaged" if share.damaged else ""
         if any(one.unreadable for one in share.configs):
@@ -31,32 +33,47 @@ def experiment_lines(found: Sequence[Share], inventory: Inventory, now_s: float)
     orphans = [one for one in inventory.made if one.ref.digest not in inventory.users]
     lines = columns(rows) if found else [f"{inventory.store.root}: no experiments"]
     if orphans or inventory.leftovers:
-        total = size(sum(one.bytes for one in orphans) + sum(left.bytes for left in inventory.leftovers))
+        total = size(
+            sum(one.bytes for one in orphans) + sum(left.bytes for left in inventory.leftovers)
+        )
         left = count(len(inventory.leftovers), "leftovers of killed jobs")
         lines.append(f"used by no experiment: {_directories(len(orphans))} and {left}, {total}")
     return lines
 
 
 def directory_lines(inventory: Inventory, digests: set[str] | None, now_s: float) -> list[str]:
-    """Return a line for each stage directory, run folder and leftover; with `digests` only for those."""
+    """Return a line for each stage directory, run folder and leftover, or those of `digests`."""
     rows = [("what", "digest", "size", "state", "used", "by")]
     made, runs = chosen(inventory, digests)
     for one in made:
         used = ago(now_s - one.used_at)
-        rows.append((one.ref.stage, one.ref.digest, size(one.bytes), one.state, used, _by(inventory, one)))
+        rows.append(
+            (one.ref.stage, one.ref.digest, size(one.bytes), one.state, used, _by(inventory, one))
+        )
     for run in runs:
         saved = f"{size(run.checkpoint_bytes)} of checkpoints" if run.checkpoint_bytes else ""
         rows.append(("run", run.name, size(run.bytes), "", ago(now_s - run.used_at), saved))
     lines = columns(rows)
-    lines += [f"set aside by rewind: {_path(one.path)}, {size(one.bytes)}" for run in runs for one in run.set_aside]
+    lines += [
+        f"set aside by rewind: {_path(one.path)}, {size(one.bytes)}"
+        for run in runs
+        for one in run.set_aside
+    ]
     if digests is None:
-        lines += [f"left by a killed job: {_path(left.path)}, {size(left.bytes)}" for left in inventory.leftovers]
-        lines += [f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}" for other in inventory.others]
+        lines += [
+            f"left by a killed job: {_path(left.path)}, {size(left.bytes)}"
+            for left in inventory.leftovers
+        ]
+        lines += [
+            f"{OTHERS}: {_path(other.path)}, {size(other.bytes)}" for other in inventory.others
+        ]
         lines += [f"not made by any stage: {_path(path)}" for path in inventory.foreign]
     return lines + [f"{one.state}: {shown(one.reason)}" for one in made if one.reason]
 
 
-def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named: bool) -> list[str]:
+def use_lines(
+    inventory: Inventory, logs: Path, found: Sequence[Share], is_named: bool
+) -> list[str]:
     """Return lines of the bytes by stage and by experiment, the largest first."""
     lines = []
     if not is_named:
@@ -68,11 +85,17 @@ def use_lines(inventory: Inventory, logs: Path, found: Sequence[Share], is_named
     some = largest if is_named else largest[:LARGEST]
     lines += columns(
         [("experiment", "own", "shared", "checkpoints")]
-        + [(shown(one.name), size(one.own), size(one.shared), size(one.checkpoints)) for one in some]
+        + [
+            (shown(one.name), size(one.own), size(one.shared), size(one.checkpoints))
+            for one in some
+        ]
     )
     if others := largest[len(some) :]:
         own = size(sum(one.own + one.checkpoints for one in others))
-        lines.append(f"and {count(len(others), 'experiments')} with {own} of their own; give their names to list them")
+        lines.append(
+            f"and {count(len(others), 'experiments')} with {own} of their own; give their names to "
+            "list them"
+        )
     return lines
 
 
@@ -83,8 +106,14 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
     for experiment in garbage.experiments:
         parts = [inventory.by_digest[digest] for digest in set(experiment.parts.values()) & going]
         name = f"{shown(experiment.name)} ({experiment.path.stem})"
-        yield f"experiment {name}: {_directories(len(parts))}, {size(sum(one.bytes for one in parts))}"
-    rows = [(one.ref.stage, one.ref.digest, size(one.bytes), _by(inventory, one)) for one in garbage.made]
+        yield (
+            f"experiment {name}: {_directories(len(parts))}, "
+            f"{size(sum(one.bytes for one in parts))}"
+        )
+    rows = [
+        (one.ref.stage, one.ref.digest, size(one.bytes), _by(inventory, one))
+        for one in garbage.made
+    ]
     rows += [("run", run.name, size(run.bytes), "") for run in garbage.runs]
     rows += [("leftover", _path(left.path), size(left.bytes), "") for left in garbage.leftovers]
     yield from columns(rows)
@@ -94,10 +123,17 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
         name = next(one.name for one in inventory.experiments if one.path == path)
         yield f"also kept: {shown(name)} ({path.stem}): {shown(why)}"
     if others := inventory.others:
-        yield f"not removed from runs/, {OTHERS}: {len(others):,}, {size(sum(one.bytes for one in others))}"
+        yield (
+            f"not removed from runs/, {OTHERS}: {len(others):,}, "
+            f"{size(sum(one.bytes for one in others))}"
+        )
     if is_all_kept:
         yield "all experiments are kept: --keep-experiments was not given"
-    directories: list[Made | RunFolder | Leftover] = [*garbage.made, *garbage.runs, *garbage.leftovers]
+    directories: list[Made | RunFolder | Leftover] = [
+        *garbage.made,
+        *garbage.runs,
+        *garbage.leftovers,
+    ]
     total_bytes = sum(one.bytes for one in directories)
     totals = (
         count(len(garbage.experiments), "experiments"),
@@ -106,18 +142,26 @@ def garbage_lines(garbage: Garbage, is_all_kept: bool) -> Iterator[str]:
         count(len(garbage.leftovers), "leftovers"),
         count(len(garbage.specs), "specs"),
     )
-    yield f"{count(len(garbage.kept), 'experiments')} kept; {', '.join(totals)} go: {size(total_bytes)}"
+    yield (
+        f"{count(len(garbage.kept), 'experiments')} kept; {', '.join(totals)} go: "
+        f"{size(total_bytes)}"
+    )
 
 
 def removal_lines(removal: Removal) -> Iterator[str]:
     """Yield lines of the outcome of a removal."""
     for line in removal.left:
         yield f"left alone: {shown(line)}"
-    yield f"removed {_directories(len(removal.removed))}, {size(sum(one.bytes for one in removal.removed))}"
+    yield (
+        f"removed {_directories(len(removal.removed))}, "
+        f"{size(sum(one.bytes for one in removal.removed))}"
+    )
 
 
 def _by(inventory: Inventory, one: Made) -> str:
-    names = list(dict.fromkeys(shown(user.name) for user in inventory.users.get(one.ref.digest, [])))
+    names = list(
+        dict.fromkeys(shown(user.name) for user in inventory.users.get(one.ref.digest, []))
+    )
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     return ", ".join(names[:NAMES]) + more if names else "orphan: no experiment uses it"
 

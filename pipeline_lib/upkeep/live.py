@@ -1,7 +1,8 @@
 """What is being worked on, or is about to be: by locks, by SLURM's queue, and by recent writes.
 
-Between two stages a local snakemake leaves no trace but what the first one wrote, and a job that waits in the queue
-has no lock yet. So whatever changed within RECENT_S counts as live, and so does everything that one snakemake makes.
+Between two stages a local snakemake leaves no trace but what the first one wrote, and a job that
+waits in the queue has no lock yet. So whatever changed within RECENT_S counts as live, and so does
+everything that one snakemake makes.
 """
 
 import re
@@ -22,7 +23,7 @@ _DIGESTS = re.compile(rf"(?<![0-9a-f])[0-9a-f]{{{DIGEST_CHARS}}}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Live:
-    """The digests of stage instances and runs in work, and the live experiments by path, each with the reason."""
+    """The digests of instances and runs in work, and live experiments by path, with reasons."""
 
     digests: Mapping[str, str]
     experiments: Mapping[Path, str]
@@ -33,7 +34,8 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
     digests: dict[str, str] = {}
     for digest, why in _live_digests(inventory, jobs, now_s):
         digests.setdefault(digest, why)
-        digests.setdefault(inventory.lock_of(digest), why)  # a training to a rung of halving: the full one's run
+        # a training to a rung of halving: the full one's run
+        digests.setdefault(inventory.lock_of(digest), why)
     experiments: dict[Path, str] = {}
     for experiment in inventory.experiments:
         used = [*experiment.parts.values()]
@@ -44,16 +46,21 @@ def find_live(inventory: Inventory, jobs: Sequence[QueuedJob], now_s: float) -> 
             reason = f"snakemake was started with it {ago(now_s - experiment.frozen_at)}"
         if reason:
             experiments[experiment.path] = reason
-    known = {experiment.path for experiment in inventory.experiments}  # some of an older sweep may be gone
+    # some of an older sweep may be gone
+    known = {experiment.path for experiment in inventory.experiments}
     for _, swept in sweeps(inventory.store.root):
         if live := next((path for path in swept if path in experiments), None):
             for path in known.intersection(swept):
-                experiments.setdefault(path, f"in one sweep with an experiment that is in use ({experiments[live]})")
+                experiments.setdefault(
+                    path, f"in one sweep with an experiment that is in use ({experiments[live]})"
+                )
     return Live(digests, experiments)
 
 
-def _live_digests(inventory: Inventory, jobs: Iterable[QueuedJob], now_s: float) -> Iterator[tuple[str, str]]:
-    """Yield digests of stage instances and runs with the reason: locked, in the queue, written to recently."""
+def _live_digests(
+    inventory: Inventory, jobs: Iterable[QueuedJob], now_s: float
+) -> Iterator[tuple[str, str]]:
+    """Yield digests of instances and runs with the reason: locked, queued, written to lately."""
     for path in sorted((inventory.store.root.parent / "runs" / LOCKS).glob("*")):
         if is_digest(path.name) and (owner := holder(path)) is not None:
             yield path.name, f"{describe(owner)} works on {path.name}"
@@ -62,14 +69,20 @@ def _live_digests(inventory: Inventory, jobs: Iterable[QueuedJob], now_s: float)
             yield digest, f"SLURM job {job.id} makes {digest}: {job.shown}"
     for one in inventory.made:
         if now_s - one.used_at < RECENT_S:
-            yield one.ref.digest, f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}"
+            yield (
+                one.ref.digest,
+                f"{one.ref.stage} {one.ref.digest} was written {ago(now_s - one.used_at)}",
+            )
     for run in inventory.runs:
         if now_s - run.used_at < RECENT_S:
             yield run.name, f"{run.path} was written to {ago(now_s - run.used_at)}"
 
 
 def sweeps(root: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield the frozen sweeps of the store at `root`, each with its experiments: one snakemake makes them all."""
+    """Yield the frozen sweeps of the store at `root`, each with its experiments.
+
+    One snakemake makes them all.
+    """
     for path in sorted((root / SWEEPS).glob("*.json")):
         names = json_object(path).get("experiments")
         if isinstance(names, list):

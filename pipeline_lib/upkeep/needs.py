@@ -17,9 +17,12 @@ from pipeline_lib.upkeep.inventory import Inventory, run_name
 
 
 def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> list[Frozen]:
-    """Return the frozen experiments that match `names`: names, patterns (`lr-*`), or what `ls NAME` shows as frozen.
+    """Return the frozen experiments that match `names`.
 
-    Raises ConfigError, with `where` as its place, for a name that matches none, with the nearest name.
+    These are names, patterns (`lr-*`), or what `ls NAME` shows as frozen.
+
+    Raises ConfigError, with `where` as its place, for a name that matches none, with the nearest
+    name.
     """
     found: dict[Path, Frozen] = {}
     problems = []
@@ -39,7 +42,11 @@ def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> li
 def unmatched(experiments: Sequence[Frozen], names: Iterable[str]) -> list[str]:
     """Return the patterns among `names` that match no experiment; a plain name is not a pattern."""
     patterns = [name for name in names if set("*?[") & set(name)]
-    return [pattern for pattern in patterns if not any(fnmatchcase(one.name, pattern) for one in experiments)]
+    return [
+        pattern
+        for pattern in patterns
+        if not any(fnmatchcase(one.name, pattern) for one in experiments)
+    ]
 
 
 @dataclass
@@ -55,7 +62,9 @@ class Needs:
     def add_experiment(self, experiment: Frozen) -> None:
         """Add all parts of an experiment; what cannot be read is added to `problems`."""
         if not experiment.parts:
-            self.problems.append(experiment.unreadable or f"{experiment.path}: not a valid experiment file")
+            self.problems.append(
+                experiment.unreadable or f"{experiment.path}: not a valid experiment file"
+            )
         for path in _paths_of_sources(json_object(experiment.path).get("config")):
             self._add_path(path)
         for part, digest in experiment.parts.items():
@@ -65,7 +74,7 @@ class Needs:
                 self.problems.append(f"{part} of {experiment.name!r}: {error}")
 
     def add_digest(self, digest: str) -> None:
-        """Add a stage instance or run in work, with everything that it is made from, as far as that is known."""
+        """Add a stage instance or run in work, with all known things that it is made from."""
         waiting = [digest]
         while waiting:
             current = waiting.pop()
@@ -91,15 +100,18 @@ class Needs:
         self._downloads.add(spec.digest)
 
     def _add_path(self, path: str) -> None:
-        """Add what a local model or data path leads to if that is in this store, as `results/NAME/model` is."""
+        """Add what a local model or data path leads to in this store, as `results/NAME/model`."""
         with suppress(ValueError, OSError, RuntimeError):  # elsewhere, or no path at all
-            self.digests.update(Path(path).resolve().relative_to(self.inventory.store.root.resolve()).parts[1:2])
+            self.digests.update(
+                Path(path).resolve().relative_to(self.inventory.store.root.resolve()).parts[1:2]
+            )
 
 
 def _paths_of_sources(config: Any) -> Iterator[str]:
     """Yield the local paths in a frozen config, which may be damaged.
 
-    Specs have them too, but another clone with other paths to the same content writes its own to the same specs.
+    Specs have them too, but another clone with other paths to the same content writes its own to
+    the same specs.
     """
     sections = [config] if isinstance(config, dict) else []
     while sections:

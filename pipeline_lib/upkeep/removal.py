@@ -1,9 +1,9 @@
 """Removing what may go from a store, beside jobs that begin and end meanwhile.
 
-Experiments go first, so that a snakemake that wants them writes them anew, which is detected. Then each directory
-goes under its lock: the pointer first, then the directory is renamed to a hidden name, and only then are files
-deleted. Specs go last: without them the same command, after a kill, could not tell what in runs/ belongs to this
-store.
+Experiments go first, so that a snakemake that wants them writes them anew, which is detected. Then
+each directory goes under its lock: the pointer first, then the directory is renamed to a hidden
+name, and only then are files deleted. Specs go last: without them the same command, after a kill,
+could not tell what in runs/ belongs to this store.
 """
 
 import os
@@ -26,20 +26,28 @@ LINKS = ("report.html", "model")
 
 @dataclass
 class Meanwhile:
-    """The experiments frozen since `garbage` was found, including those to be removed that were frozen again."""
+    """The experiments frozen since `garbage` was found, with removed ones frozen again.
+
+    Those to be removed that were frozen again count.
+    """
 
     garbage: Garbage
     _names: frozenset[str] = frozenset()
     _wanted: frozenset[str] = frozenset()
 
     def wanted(self) -> frozenset[str]:
-        """Return the digests and run folders that they need by now. Raises IntegrityError if one cannot be read."""
+        """Return the digests and run folders that they need by now.
+
+        Raises IntegrityError if one cannot be read.
+        """
         store = self.garbage.inventory.store
         try:
             frozen = os.listdir(store.root / EXPERIMENTS)  # noqa: PTH208 - for each directory
         except FileNotFoundError:
             frozen = []
-        names = {name for name in frozen if name.endswith(".json") and not name.startswith(".")} - self._expected
+        names = {
+            name for name in frozen if name.endswith(".json") and not name.startswith(".")
+        } - self._expected
         if names == self._names:
             return self._wanted
         needs = Needs(self.garbage.inventory)
@@ -48,7 +56,8 @@ class Meanwhile:
                 needs.add_experiment(experiment)
         if needs.problems:
             raise IntegrityError(
-                "a new experiment cannot be read, so nothing more was removed:\n" + "\n".join(needs.problems)
+                "a new experiment cannot be read, so nothing more was removed:\n"
+                + "\n".join(needs.problems)
             )
         self._names, self._wanted = frozenset(names), frozenset(needs.digests | needs.runs)
         return self._wanted
@@ -56,7 +65,9 @@ class Meanwhile:
     @cached_property
     def _expected(self) -> frozenset[str]:
         going = {experiment.path for experiment in self.garbage.experiments}
-        return frozenset(one.path.name for one in self.garbage.inventory.experiments if one.path not in going)
+        return frozenset(
+            one.path.name for one in self.garbage.inventory.experiments if one.path not in going
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Removal:
         self.remove()
 
     def forget(self) -> None:
-        """Remove the frozen experiments, except those frozen again since, and the sweeps that have none left."""
+        """Remove frozen experiments, except those frozen again since, and sweeps left empty."""
         for experiment in self.garbage.experiments:
             if changed_at(experiment.path) == experiment.frozen_at:
                 self._unlink(experiment.path)
@@ -99,8 +110,12 @@ class Removal:
         for path in garbage.pointers:
             if path.name.partition(".")[0] not in self._meanwhile.wanted():
                 self._unlink(path)
-        still_there = {name for run in garbage.runs if os.path.lexists(run.path) for name in run.names}
-        still_there |= {left.digest for left in garbage.leftovers if left.digest and os.path.lexists(left.path)}
+        still_there = {
+            name for run in garbage.runs if os.path.lexists(run.path) for name in run.names
+        }
+        still_there |= {
+            left.digest for left in garbage.leftovers if left.digest and os.path.lexists(left.path)
+        }
         for path in garbage.specs:
             if not inventory.names_of(path.stem) & (self._meanwhile.wanted() | still_there):
                 self._unlink(path)
@@ -108,7 +123,9 @@ class Removal:
     def raise_failed(self) -> None:
         """Raise PipelineError listing what could not be removed, if there is anything."""
         if self.failed:
-            raise PipelineError("\n".join(["these could not be removed:", *(f"  - {line}" for line in self.failed)]))
+            raise PipelineError(
+                "\n".join(["these could not be removed:", *(f"  - {line}" for line in self.failed)])
+            )
 
     @cached_property
     def _meanwhile(self) -> Meanwhile:
@@ -124,7 +141,9 @@ class Removal:
         try:
             with locked(path, _refuse) if path else nullcontext():
                 if {*names, lock} & self._meanwhile.wanted():
-                    self.left.append(f"{what.path}: an experiment that was started meanwhile needs it")
+                    self.left.append(
+                        f"{what.path}: an experiment that was started meanwhile needs it"
+                    )
                 elif os.path.lexists(what.path):
                     _delete(what.path)
                     self.removed.append(what)

@@ -1,7 +1,8 @@
-"""Rewind a training run: set its checkpoints after a step aside, so that it continues from that step.
+"""Rewind a training run: set its checkpoints after a step aside, so that it resumes there.
 
-Promises: nothing is deleted, and nothing is moved unless the run is idle and the checkpoint to continue from is whole.
-A kill leaves a run that continues from one of its checkpoints; the same command then moves the rest.
+Promises: nothing is deleted, and nothing is moved unless the run is idle and the checkpoint to
+continue from is whole. A kill leaves a run that continues from one of its checkpoints; the same
+command then moves the rest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,14 @@ from pipeline_lib.core.errors import ConfigError, IntegrityError, Interrupted, P
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import read_json
 from pipeline_lib.core.lock import describe, holder, locked
-from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, STATE_NAME, sealed_steps, set_all_aside, steps_after
+from pipeline_lib.core.run_folder import (
+    CHECKPOINTS,
+    EVENTS_NAME,
+    STATE_NAME,
+    sealed_steps,
+    set_all_aside,
+    steps_after,
+)
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Spec, Store, verify
 from pipeline_lib.train.guards import Window
@@ -24,8 +32,8 @@ COMMAND = "rewind --step"
 def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
     """Set the checkpoints of `training` after `step` aside.
 
-    Raises ConfigError if there is no checkpoint of `step`, IntegrityError if it is damaged, Interrupted while a process
-    works on the run, and PipelineError if the training is finished.
+    Raises ConfigError if there is no checkpoint of `step`, IntegrityError if it is damaged,
+    Interrupted while a process works on the run, and PipelineError if the training is finished.
     """
     run = store.run_dir(run_digest(training))
     lock = store.lock_path(run.name)
@@ -34,7 +42,10 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
         owner = holder(lock) or {}
         job = owner.get("slurm_job")
         how = f"`scancel {job}`" if job else "Ctrl-C where it runs"
-        raise Interrupted(f"{run}: {describe(owner)} works on this run; stop that first ({how}); nothing was moved")
+        raise Interrupted(
+            f"{run}: {describe(owner)} works on this run; stop that first ({how}); nothing was "
+            "moved"
+        )
 
     with locked(lock, refuse):
         if store.is_sealed(training.ref):
@@ -47,19 +58,24 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
             say(f"warning: {warning}")
         newer = steps_after(run / CHECKPOINTS, step)
         if not newer:
-            say(f"{run}: step {step} is the newest checkpoint, so nothing was moved; snakemake continues from it")
+            say(
+                f"{run}: step {step} is the newest checkpoint, so nothing was moved; snakemake "
+                "continues from it"
+            )
             return
         for name, aside in set_all_aside(newer, step, EventLog(run / EVENTS_NAME)).items():
             say(f"{name} is now {aside}")
     say(
-        f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` brings a checkpoint "
+        f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` "
+        "brings a checkpoint "
         "back, and `store gc` removes those in set-aside"
     )
 
 
 def _finished(sealed: Path, step: int) -> PipelineError:
     return PipelineError(
-        f"{sealed}: this training is finished, and snakemake has nothing to continue. To use the model of step {step}, "
+        f"{sealed}: this training is finished, and snakemake has nothing to continue. To use the "
+        f"model of step {step}, "
         f"set train.until_step: {step}. To start another run, change the config or set "
         f"train.replica. To repeat the steps after {step}, remove {sealed} first"
     )
@@ -78,21 +94,33 @@ def _require_whole(saved: Mapping[int, Path], step: int) -> None:
         verify(saved[step])
     except IntegrityError as error:
         others = ", ".join(str(other) for other in saved if other != step)
-        remedy = f"rewind to another step: {others}" if others else "without it the training starts over"
-        raise IntegrityError(f"step {step} is damaged, so nothing was moved; {remedy} ({error})") from error
+        remedy = (
+            f"rewind to another step: {others}" if others else "without it the training starts over"
+        )
+        raise IntegrityError(
+            f"step {step} is damaged, so nothing was moved; {remedy} ({error})"
+        ) from error
 
 
 def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[str]:
-    """Yield what the run had at `step` and has lost since, because it keeps only `keep_last` checkpoints."""
+    """Yield what the run had at `step` and lost since, as it keeps `keep_last` checkpoints."""
     state = read_json(saved[step] / STATE_NAME)
-    window = Window.from_json(train.guards, state["window"]) if "window" in state else Window(train.guards)
+    window = (
+        Window.from_json(train.guards, state["window"])
+        if "window" in state
+        else Window(train.guards)
+    )
     back = window.step_before(step)
     if back > 0 and back not in saved and not window.has_rolled_back:
         earlier = max((one for one in saved if one < back), default=0)
         yield (
-            f"step {back}, to which the guards would go back from there, has no checkpoint any more: if they skip too "
+            f"step {back}, to which the guards would go back from there, has no checkpoint any "
+            "more: if they skip too "
             f"many steps, the run computes the steps after {earlier} again"
         )
     best = state.get("validations", {}).get("best_step")
     if train.keep_best and best and best not in saved:
-        yield f"step {best} had the lowest held-out loss by then, but its checkpoint is gone: it cannot be the result"
+        yield (
+            f"step {best} had the lowest held-out loss by then, but its checkpoint is gone: it "
+            "cannot be the result"
+        )

@@ -11,12 +11,18 @@ from pipeline_lib.core.store import Spec, Store
 
 
 def remove_passing(specs: Iterable[Spec], store: Store) -> int:
-    """Remove the sealed directories and pointers of `specs`, and return the bytes freed. Checkpoints stay.
+    """Remove the sealed directories and pointers of `specs`, and return the bytes freed.
 
-    Directories that an experiment of the store uses stay, since another config may need the same few steps. So do
-    directories that another process has locked; that process will remove them.
+    Checkpoints stay.
+
+    Directories that an experiment of the store uses stay, since another config may need the same
+    few steps. So do directories that another process has locked; that process will remove them.
     """
-    there = [spec for spec in specs if store.sealed(spec.ref).exists() or store.pointer(spec.ref).exists()]
+    there = [
+        spec
+        for spec in specs
+        if store.sealed(spec.ref).exists() or store.pointer(spec.ref).exists()
+    ]
     used: set[str] = set()
     for frozen in (store.root / "experiments").glob("*.json") if there else ():
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -28,7 +34,9 @@ def remove_passing(specs: Iterable[Spec], store: Store) -> int:
         sealed = store.sealed(spec.ref)
         with (
             suppress(Interrupted),
-            locked(store.lock_path(run_digest(spec) if spec.stage == "train" else spec.digest), _refuse),
+            locked(
+                store.lock_path(run_digest(spec) if spec.stage == "train" else spec.digest), _refuse
+            ),
         ):
             store.pointer(spec.ref).unlink(missing_ok=True)
             freed += sum(path.stat().st_size for path in sealed.rglob("*") if path.is_file())

@@ -1,1 +1,1 @@
-"""What the rules of workflow/ do beside the stages: rungs of successive halving, rehearsals, stopping."""
+"""What rules of workflow/ do beside the stages: rungs of successive halving, rehearsals, stops."""

@@ -1,4 +1,7 @@
-"""The findings of a rehearsal: two real steps through save, stop, resume, merge and load, and the cost of the run."""
+"""The findings of a rehearsal: two real steps through save to load, and the run's cost.
+
+The steps go through save, stop, resume, merge and load.
+"""
 
 import math
 import shutil
@@ -14,7 +17,14 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.events import EventName
 from pipeline_lib.core.files import read_jsonl, write_text
-from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, METRICS_NAME, PLAN_NAME, SUMMARY_NAME, sealed_steps
+from pipeline_lib.core.run_folder import (
+    CHECKPOINTS,
+    EVENTS_NAME,
+    METRICS_NAME,
+    PLAN_NAME,
+    SUMMARY_NAME,
+    sealed_steps,
+)
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import read_manifest
@@ -36,9 +46,9 @@ if TYPE_CHECKING:
 class Cost:
     """The cost of all steps.
 
-    `run_s` is in seconds and includes saving and validation as far as they are known; it has no low end where the plan
-    predicts no time. `checkpoint_bytes` is the size of one checkpoint. `around_s` is the time of each job before its
-    first step and after its last one.
+    `run_s` is in seconds and includes saving and validation as far as they are known; it has no low
+    end where the plan predicts no time. `checkpoint_bytes` is the size of one checkpoint.
+    `around_s` is the time of each job before its first step and after its last one.
     """
 
     config: Config
@@ -48,17 +58,28 @@ class Cost:
     around_s: float
 
     @staticmethod
-    def of(config: Config, plan: PlanDocument, step_s: float, around_s: float, record: RunRecord) -> "Cost":
-        """Estimate the cost; `step_s` is the faster of two first steps, and later steps are assumed to be no slower."""
+    def of(
+        config: Config, plan: PlanDocument, step_s: float, around_s: float, record: RunRecord
+    ) -> "Cost":
+        """Estimate the cost from `step_s`, the faster of two first steps.
+
+        Later steps are assumed to be no slower.
+        """
         saved = record.named(EventName.CHECKPOINT_SAVED)
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
         steps, planned = plan.batch.steps or 0, plan.prediction.step_s
         if planned.value and planned.low and plan.prediction.run_s.value:
             beside_s = max(0.0, plan.prediction.run_s.value - steps * planned.value)
-            each = (min(planned.low, step_s), min(planned.value, step_s), max(planned.value, step_s))
+            each = (
+                min(planned.low, step_s),
+                min(planned.value, step_s),
+                max(planned.value, step_s),
+            )
             low, value, high = (steps * one + beside_s for one in each)
         else:
-            save_s = statistics.median([float(event.get("duration_s", 0.0)) for event in saved] or [0.0])
+            save_s = statistics.median(
+                [float(event.get("duration_s", 0.0)) for event in saved] or [0.0]
+            )
             saves = config.train.saves(steps, plan.batch.steps_per_epoch or steps)
             low, value = None, steps * step_s + save_s * saves
             high = value
@@ -67,7 +88,10 @@ class Cost:
 
     def rows(self, store: Path) -> list[tuple[str, str]]:
         """Return labels and texts for steps, time, device hours, startup, disk and jobs."""
-        cluster, value, low, high = self.config.cluster, self.run_s.value or 0.0, self.run_s.low, self.run_s.high or 0.0
+        cluster = self.config.cluster
+        value = self.run_s.value or 0.0
+        low = self.run_s.low
+        high = self.run_s.high or 0.0
         devices, kind = cluster.ranks, "GPU"
         if cluster.device != "cuda":
             devices, kind = cluster.ranks * cluster.cpus_per_rank, "CPU core"
@@ -75,17 +99,27 @@ class Cost:
         first = "the faster of these two steps, the first of their process"
         time = f"at most {amount(high, 's')}: from {first}"
         if low is not None:
-            time = f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the plan, and from {first}"
+            time = (
+                f"{amount(value, 's')} ({amount(low, 's')} to {amount(high, 's')}): from the "
+                f"plan, and from {first}"
+            )
         disk = "not known: no checkpoint was written"
         if self.checkpoint_bytes is not None:
             kept = self.config.train.checkpoints_on_disk
             needed, free = kept * self.checkpoint_bytes, shutil.disk_usage(store).free
-            disk = f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
-            disk += "" if needed <= free else ": too little, lower train.keep_last or free some space"
+            disk = (
+                f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
+            )
+            disk += (
+                "" if needed <= free else ": too little, lower train.keep_last or free some space"
+            )
         return [
             ("steps", count(self.steps)),
             ("time", time),
-            (f"{kind}-hours", f"{hours[0]} ({hours[1]} to {hours[2]}) on {count(devices, f'{kind}s')}"),
+            (
+                f"{kind}-hours",
+                f"{hours[0]} ({hours[1]} to {hours[2]}) on {count(devices, f'{kind}s')}",
+            ),
             ("startup and shutdown", f"{amount(self.around_s, 's')} of each job"),
             ("disk for checkpoints", disk),
             ("jobs", self._jobs(value, high)),
@@ -95,20 +129,31 @@ class Cost:
         """Return the number of cluster jobs under the configured time limit."""
         minutes, requeues = self.config.cluster.runtime_minutes, self.config.cluster.max_requeues
         if minutes is None:
-            return "cluster.runtime_minutes is not set: a job requests the time that the plan predicts"
+            return (
+                "cluster.runtime_minutes is not set: a job requests the time that the plan predicts"
+            )
         each_s = minutes * 60 - self.around_s
         if each_s <= 0:
             return (
-                f"cluster.runtime_minutes {minutes} is over before the first step: startup and shutdown take "
+                f"cluster.runtime_minutes {minutes} is over before the first step: startup and "
+                "shutdown take "
                 f"{amount(self.around_s, 's')}; raise it"
             )
         jobs, most = (max(1, math.ceil(seconds / each_s)) for seconds in (value_s, high_s))
-        over = f"; cluster.max_requeues {requeues} allows {requeues + 1}, raise it" if most > requeues + 1 else ""
-        return f"{jobs if jobs == most else f'{jobs} to {most}'} of cluster.runtime_minutes {minutes}{over}"
+        over = (
+            f"; cluster.max_requeues {requeues} allows {requeues + 1}, raise it"
+            if most > requeues + 1
+            else ""
+        )
+        return (
+            f"{jobs if jobs == most else f'{jobs} to {most}'} of cluster.runtime_minutes "
+            f"{minutes}{over}"
+        )
 
 
-# The rehearsal's report. Its two steps are the first two of the run itself, which continues from them. Each is the
-# first of its process, and so slower than later ones: the faster one is reported as an upper limit of the step time.
+# The rehearsal's report. Its two steps are the first two of the run itself, which continues from
+# them. Each is the first of its process, and so slower than later ones: the faster one is reported
+# as an upper limit of the step time.
 
 SHOWN_ANSWER = 60  # characters
 _NOTHING = "nothing to rehearse"
@@ -123,7 +168,9 @@ def report_path(dag: Dag) -> Path | None:
 def needed_for_findings(dag: Dag) -> list[str]:
     """Return the pointer of the merged model; [] if there is nothing to rehearse."""
     rehearsal = dag.rehearsal
-    return [str(dag.store.pointer(rehearsal.merge.ref))] if rehearsal and why_not(dag) is None else []
+    return (
+        [str(dag.store.pointer(rehearsal.merge.ref))] if rehearsal and why_not(dag) is None else []
+    )
 
 
 def needed_for_report(dag: Dag) -> list[str]:
@@ -135,7 +182,8 @@ def needed_for_report(dag: Dag) -> list[str]:
 def write_findings(dag: Dag, out: Path, say: Say) -> None:
     """Load the merged model as its users will, and write the rehearsal's findings to `out`.
 
-    Raise ConfigError if there is nothing to rehearse, IntegrityError or TrainingError if a phase failed.
+    Raise ConfigError if there is nothing to rehearse, IntegrityError or TrainingError if a phase
+    failed.
     """
     from pipeline_lib.evaluate.answers import load_and_answer
 
@@ -144,13 +192,21 @@ def write_findings(dag: Dag, out: Path, say: Say) -> None:
         raise ConfigError(f"experiment {dag.experiment.name!r}", [why_not(dag) or _NOTHING])
     merged = open_sealed(rehearsal.merge.ref, dag.store).folder()
     prompts = "validation/*" if dag.experiment.config.data.held_out_sources else "*"
-    loaded = load_and_answer(merged, open_sealed(dag.experiment.ref("shard"), dag.store).folder(prompts))
-    say(f"rehearse: the merged model loads, and answers {loaded.prompt_tokens} tokens with {loaded.answer!r}")
+    loaded = load_and_answer(
+        merged, open_sealed(dag.experiment.ref("shard"), dag.store).folder(prompts)
+    )
+    say(
+        f"rehearse: the merged model loads, and answers {loaded.prompt_tokens} tokens with "
+        f"{loaded.answer!r}"
+    )
     write_text(out, findings(dag, rehearsal, loaded) + "\n")
 
 
 def conclude(dag: Dag, say: Say) -> None:
-    """Show the findings, or why there are none, and remove the sealed directories that only the rehearsal needed."""
+    """Show the findings, or why there are none; remove sealed directories only it needed.
+
+    These are the directories that only the rehearsal needed.
+    """
     nothing, path = why_not(dag), report_path(dag)
     text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
     if nothing is not None and not text.startswith(_NOTHING):
@@ -160,11 +216,17 @@ def conclude(dag: Dag, say: Say) -> None:
     if path is not None and text.startswith(_NOTHING):
         path.unlink()
     if freed := remove_passing(dag.rehearsal.specs if dag.rehearsal else (), dag.store):
-        say(f"removed the trained and merged model of the rehearsal, {size(freed)}; its checkpoints stay")
+        say(
+            f"removed the trained and merged model of the rehearsal, {size(freed)}; its "
+            "checkpoints stay"
+        )
 
 
 def why_not(dag: Dag) -> str | None:
-    """Return why there is nothing to rehearse: the run is past it, or too short. None if a rehearsal makes sense."""
+    """Return why there is nothing to rehearse: the run is past it, or too short.
+
+    None if a rehearsal makes sense.
+    """
     rehearsal, experiment, store = dag.rehearsal, dag.experiment, dag.store
     if rehearsal is None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
@@ -188,7 +250,7 @@ def _too_short(plan: PlanDocument, rehearsal: Rehearsal) -> str | None:
 
 
 def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
-    """Return the duration of each phase, the plan against the measurements, and the cost of the whole run.
+    """Return the duration of each phase, the plan against measurements, and the run's cost.
 
     Raise TrainingError if the second training did not resume from the first.
     """
@@ -198,24 +260,41 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     if reason := _too_short(plan, rehearsal):
         return reason
     if training.steps != rehearsal.last_step:
-        return f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
+        return (
+            f"{_NOTHING}: another training of this run went on meanwhile, to step {training.steps}"
+        )
     record = RunRecord.read(trained / EVENTS_NAME)
-    if not any(event.get("step") == rehearsal.first_step for event in record.named(EventName.RUN_RESUMED)):
+    if not any(
+        event.get("step") == rehearsal.first_step for event in record.named(EventName.RUN_RESUMED)
+    ):
         raise TrainingError(
-            f"{trained}: the second training did not resume from the checkpoint of step {rehearsal.first_step}; "
+            f"{trained}: the second training did not resume from the checkpoint of step "
+            f"{rehearsal.first_step}; "
             f"see events.jsonl there"
         )
     steps = read_rows(Step, trained / METRICS_NAME, read_jsonl)
     step_s = min(step.step_s or 0.0 for step in steps)
     around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
-    config, parity = dag.experiment.config, read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
+    config = dag.experiment.config
+    parity = read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
     cluster = config.cluster
-    first, second, merge = (brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs)
+    first, second, merge = (
+        brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs
+    )
     answer = " ".join(loaded.answer.split())[:SHOWN_ANSWER] or "(nothing)"
     phases = [
         (f"train to step {rehearsal.first_step}, save", first, "checkpoint sealed"),
-        (f"resume, train to step {rehearsal.last_step}", second, f"continued from step {rehearsal.first_step}"),
-        ("merge", merge, parity.unproven or f"relative difference of the logits {parity.relative_difference or 0:.1e}"),
+        (
+            f"resume, train to step {rehearsal.last_step}",
+            second,
+            f"continued from step {rehearsal.first_step}",
+        ),
+        (
+            "merge",
+            merge,
+            parity.unproven
+            or f"relative difference of the logits {parity.relative_difference or 0:.1e}",
+        ),
         (
             "load with transformers",
             brief(loaded.duration_s),
@@ -228,7 +307,10 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         "the whole run": Cost.of(config, plan, step_s, around_s, record).rows(store.root),
     }
     where = f"{count(cluster.nodes, 'nodes')}, {count(cluster.ranks, f'{cluster.device} ranks')}"
-    lines = [f"rehearsal of {dag.experiment.name}: {config.train.method} by {training.strategy} on {where}"]
+    lines = [
+        f"rehearsal of {dag.experiment.name}: {config.train.method} by {training.strategy} on "
+        f"{where}"
+    ]
     for title, rows in parts.items():
         lines += [f"\n{title}"] if title else [""]
         lines += [f"  {line}" for line in columns(rows)]
@@ -245,9 +327,13 @@ def _measured(
     if band.value and band.low is not None and band.high is not None:
         found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))
     else:
-        rows.append((name, "not predicted: cluster.gpu is not set", f"measured {amount(step_s, unit)}", ""))
+        rows.append(
+            (name, "not predicted: cluster.gpu is not set", f"measured {amount(step_s, unit)}", "")
+        )
     for one in found:
-        predicted, low, high = (amount(value, one.unit) for value in (one.predicted, one.low, one.high))
+        predicted, low, high = (
+            amount(value, one.unit) for value in (one.predicted, one.low, one.high)
+        )
         is_first = one.key == "step_s" and one.measured > one.high
         verdict = "above, as usual for first steps" if is_first else "outside the band"
         if one.within:
@@ -258,5 +344,12 @@ def _measured(
         rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
     if not plan.cluster.is_gpu:
         peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
-        rows.append(("memory of a rank", "only its tensors are predicted", f"measured {amount(peak, 'memory')}", ""))
+        rows.append(
+            (
+                "memory of a rank",
+                "only its tensors are predicted",
+                f"measured {amount(peak, 'memory')}",
+                "",
+            )
+        )
     return rows

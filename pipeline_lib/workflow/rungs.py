@@ -1,4 +1,4 @@
-"""Successive halving: bring a training to its rung, then decide at the rung which trainings continue."""
+"""Successive halving: bring a training to its rung, then decide there which ones continue."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +28,16 @@ from pipeline_lib.upkeep.temporary import remove_passing
 def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say: Say) -> None:
     """Bring a training `to_rung` with `train`, and write its result there to `out`.
 
-    If the whole training is already done, its metrics are read instead. A training that diverged is out of the
-    sweep until `out` is deleted; any other error is raised.
+    If the whole training is already done, its metrics are read instead. A training that diverged is
+    out of the sweep until `out` is deleted; any other error is raised.
     """
     step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
     try:
         if store.is_sealed(whole):
-            say(f"train: the whole training {whole.digest} is done, and says what it had come to at step {step}")
+            say(
+                f"train: the whole training {whole.digest} is done, and says what it had come to "
+                f"at step {step}"
+            )
             sealed = open_sealed(whole, store).folder(SUMMARY_NAME, METRICS_NAME)
         else:
             train()
@@ -47,36 +50,52 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
         return
     except Diverged as error:
         advice = f"to try again, delete {out}"
-        say(f"error: {error}\nthis training diverged and is out of the sweep, which goes on; {advice}")
+        say(
+            f"error: {error}\nthis training diverged and is out of the sweep, which goes on; "
+            f"{advice}"
+        )
         reached = Reached(None, None, has_ended=False, failure=reason_of(error))
     write_record(out, reached)
 
 
 def _reached(sealed: Path, step: int) -> Reached:
-    """Return the last validation up to `step` of the sealed training; raise TrainingError if there is none."""
+    """Return the sealed training's last validation up to `step`; else raise TrainingError."""
     summary, rows = read_json(sealed / SUMMARY_NAME), read_jsonl(sealed / METRICS_NAME)
     validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
     if not validated:
         raise TrainingError(f"{sealed}: there was no validation up to step {step}")
     last, stopped = validated[-1], summary["stopped_early"] and summary["steps"] <= step
-    return Reached(last["step"], last["validation_loss"], stopped or summary["total_steps"] <= step, None)
+    return Reached(
+        last["step"], last["validation_loss"], stopped or summary["total_steps"] <= step, None
+    )
 
 
 def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
-    """Decide which trainings continue from the rung `digest`, show the decision, and write it with their next specs.
+    """Decide which trainings continue from the rung `digest`, show it, and write it down.
 
-    Then remove the temporary sealed directories of this rung and the earlier ones. Raise TrainingError if no training
-    can continue.
+    The decision is written with their next specs.
+
+    Then remove the temporary sealed directories of this rung and the earlier ones. Raise
+    TrainingError if no training can continue.
     """
     rung, before = dag.rung(digest)
-    going = read_decision(decision_path(dag.store, before.digest)).survivors if before else rung.trainings
-    records = {one: read_reached(reached_path(dag.store, rung.trainings[one].digest)) for one in going}
+    going = (
+        read_decision(decision_path(dag.store, before.digest)).survivors
+        if before
+        else rung.trainings
+    )
+    records = {
+        one: read_reached(reached_path(dag.store, rung.trainings[one].digest)) for one in going
+    }
     reached = {one: records[one] for one in rung.trainings if one in records}
     further = dag.rungs[dag.rungs.index(rung) + 1 :]
     names = {one: dag.names_of(one) for one in reached}
     decision = decide(rung, further[0].step if further else None, reached, names)
     if not decision.survivors:
-        lines = [f"no training came to step {rung.step} with a loss; delete the files named here to try them again"]
+        lines = [
+            f"no training came to step {rung.step} with a loss; delete the files named here to try "
+            "them again"
+        ]
         for one, record in reached.items():
             path = reached_path(dag.store, rung.trainings[one].digest)
             lines.append(f"{names[one][0]}: {record.failure or 'no finite loss'} ({path})")
@@ -93,7 +112,13 @@ def table(decision: Decision) -> str:
     """Return the decision as a text table."""
     rows = [("experiment", "held-out loss", "", "")]
     for one in decision.competitors:
-        name = one.experiments[0] + (f" and {len(one.experiments) - 1} more" if len(one.experiments) > 1 else "")
+        name = one.experiments[0] + (
+            f" and {len(one.experiments) - 1} more" if len(one.experiments) > 1 else ""
+        )
         rows.append((name, real(one.loss), "goes on" if one.goes_on else "stops", one.why))
-    then = f"the next decision is at step {decision.next_step}" if decision.next_step else "the rest go to the end"
+    then = (
+        f"the next decision is at step {decision.next_step}"
+        if decision.next_step
+        else "the rest go to the end"
+    )
     return "\n".join([f"decided at step {decision.step}; {then}", *columns(rows)])

@@ -21,8 +21,8 @@ class StagesStopped:
     def begin(self) -> None:
         """Handle the signals from now on; an ignored SIGHUP stays ignored.
 
-        The first asks all stages to stop, and raises KeyboardInterrupt, at which Snakemake waits for its jobs. Later
-        ones are ignored: what the stages save must be waited for.
+        The first asks all stages to stop, and raises KeyboardInterrupt, at which Snakemake waits
+        for its jobs. Later ones are ignored: what the stages save must be waited for.
         """
         handle_stops(self._stop)
 

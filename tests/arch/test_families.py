@@ -1,4 +1,4 @@
-"""The table of published models against what their makers say of them, and against transformers' own classes."""
+"""The table of published models against their makers' words and transformers' own classes."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline_lib.arch.families import PUBLISHED, geometry_in, published
 from pipeline_lib.arch.geometry import EMBEDDING, HEAD
 
-# Parameters in all, and without embedding and head, in billions: as model cards and blogs of Qwen give them.
+# Parameters in all, and without embedding and head, in billions: as model cards and blogs of Qwen
+# give them.
 CARDS: dict[str, tuple[float, float]] = {
     "Qwen/Qwen3-1.7B": (1.72, 1.41),
     "Qwen/Qwen3-4B": (4.0, 3.6),
@@ -59,14 +60,21 @@ def config_of(name: str) -> dict[str, Any]:
 def test_parameters_are_those_of_the_model_card() -> None:
     for name, said in CARDS.items():
         geometry = geometry_in(config_of(name))
-        ends = sum(geometry.vocab * geometry.hidden for each in (EMBEDDING, HEAD) if each in geometry.shapes())
+        ends = sum(
+            geometry.vocab * geometry.hidden
+            for each in (EMBEDDING, HEAD)
+            if each in geometry.shapes()
+        )
         found = [billions / 1e9 for billions in (geometry.parameters, geometry.parameters - ends)]
         assert found == pytest.approx(said, rel=0.012), name  # some cards cut off, and do not round
 
 
 @pytest.mark.parametrize(
     ("name", "total", "activated"),
-    [("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, 3.3), ("Qwen/Qwen3-Coder-480B-A35B-Instruct", 480, 35)],
+    [
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, 3.3),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", 480, 35),
+    ],
 )
 def test_so_are_those_that_a_token_activates(name: str, total: float, activated: float) -> None:
     geometry = geometry_in(config_of(name))
@@ -83,7 +91,10 @@ def test_parameters_and_positions_are_those_that_were_published() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_makes_the_same_model_of_it(name: str) -> None:
-    """A layer of each kind, so that a key of the table which transformers does not know, or not as this, is found."""
+    """A layer of each kind, to find keys of the table that transformers knows otherwise.
+
+    Otherwise means: not at all, or not as this.
+    """
     config = config_of(name)
     config["num_hidden_layers"] = 4 if "linear_num_key_heads" in config else 1
     real = AutoConfig.for_model(**config)

@@ -30,7 +30,7 @@ def test_the_published_work_of_a_token_of_qwen3_8b(length: int, gigaflops: float
 
 
 def test_it_reproduces_the_figures_that_nvidia_publishes() -> None:
-    """Llama3-8B: 14,451 tokens/s a GPU are 744 TFLOP/s, in the causal convention, at 8192 tokens."""
+    """Llama3-8B: 14,451 tokens/s a GPU are 744 TFLOP/s, in causal convention, at 8192 tokens."""
     llama = Geometry(128256, 4096, 14336, 32, 32, 8, 128, False, 8192)
     flops = step_flops(llama, Train(), 8192, 8192**2)
     assert flops.causal / 8192 * 14_451 == pytest.approx(744e12, rel=5e-3)
@@ -53,11 +53,14 @@ def test_it_is_what_torch_counts_in_a_real_step(method: Any) -> None:
         model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
     geometry = geometry_in(config.to_dict())
     expected = step_flops(geometry, train, 64, 64**2).full_attention
-    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)  # the angles are a product in some versions
+    # the angles are a product in some versions
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
 
 
 def test_short_documents_pay_for_their_own_squares_only() -> None:
-    one, eight = (step_flops(QWEN3_8B, Train(), 8192, squares) for squares in (8192**2, 8 * 1024**2))
+    one, eight = (
+        step_flops(QWEN3_8B, Train(), 8192, squares) for squares in (8192**2, 8 * 1024**2)
+    )
     assert (one.causal - 8192 * flops_per_token(QWEN3_8B, Train())) == pytest.approx(
         8 * (eight.causal - 8192 * flops_per_token(QWEN3_8B, Train()))
     )
@@ -74,18 +77,26 @@ def test_frozen_weights_get_no_gradients() -> None:
 
 
 def test_of_experts_those_count_that_a_token_uses() -> None:
-    """Qwen3-30B-A3B: 3.3 B active with the embedding, of which 0.31 B are looked up; 23.1 GFLOP a token at 4096."""
+    """Qwen3-30B-A3B: 3.3 B active, of which 0.31 B are looked up; 23.1 GFLOP a token at 4096.
+
+    The embedding is included; it is what is looked up.
+    """
     config = published("qwen3-30b-a3b")
     assert config is not None
     geometry = geometry_in(config)
     assert geometry.matmul_parameters == pytest.approx(3.04e9, rel=5e-3)
-    assert step_flops(geometry, Train(), 4096, 4096**2).causal / 4096 == pytest.approx(23.1e9, rel=5e-3)
+    assert step_flops(geometry, Train(), 4096, 4096**2).causal / 4096 == pytest.approx(
+        23.1e9, rel=5e-3
+    )
 
 
 @pytest.mark.parametrize(
-    ("train", "factor"), [(Train(), 6), (Train(method="lora"), 4), (Train(freeze=("lm_head.*",)), 4)]
+    ("train", "factor"),
+    [(Train(), 6), (Train(method="lora"), 4), (Train(freeze=("lm_head.*",)), 4)],
 )
 def test_the_head_counts_only_where_something_is_supervised(train: Train, factor: int) -> None:
-    every, some = (step_flops(QWEN3_8B, train, 1000, 10_000, supervised) for supervised in (1000, 300))
+    every, some = (
+        step_flops(QWEN3_8B, train, 1000, 10_000, supervised) for supervised in (1000, 300)
+    )
     assert every == step_flops(QWEN3_8B, train, 1000, 10_000)
     assert every.causal - some.causal == pytest.approx(factor * 700 * 151936 * 4096)

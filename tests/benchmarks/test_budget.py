@@ -10,7 +10,9 @@ from benchmarks.budget.trace import Kernel, kernels_of
 MAIN, BACKWARD = 1, 2  # threads
 
 
-def host(kind: str, name: str, thread: int, begin: float, end: float, **known: Any) -> dict[str, Any]:
+def host(
+    kind: str, name: str, thread: int, begin: float, end: float, **known: Any
+) -> dict[str, Any]:
     event = {"ph": "X", "cat": kind, "name": name, "pid": 9, "tid": thread, "ts": begin}
     return {**event, "dur": end - begin, "args": known}
 
@@ -19,7 +21,9 @@ def operator(name: str, thread: int, begin: float, end: float, number: int = 0) 
     return host("cpu_op", name, thread, begin, end, **{"External id": number})
 
 
-def launched(name: str, thread: int, at: float, number: int, time: tuple[float, float]) -> list[dict[str, Any]]:
+def launched(
+    name: str, thread: int, at: float, number: int, time: tuple[float, float]
+) -> list[dict[str, Any]]:
     launch = host("cuda_runtime", "cudaLaunchKernel", thread, at, at + 1, correlation=number)
     return [launch, host("kernel", name, 7, *time, correlation=number)]
 
@@ -57,7 +61,9 @@ def test_a_launch_of_an_unknown_thread_is_found_by_the_operators_number() -> Non
     assert kernel.operators == ("aten::mm",)
 
 
-def kernel(name: str, *operators: str, marks: tuple[str, ...] = (), time: tuple[float, float] = (0, 1)) -> Kernel:
+def kernel(
+    name: str, *operators: str, marks: tuple[str, ...] = (), time: tuple[float, float] = (0, 1)
+) -> Kernel:
     return Kernel(name, time, operators, frozenset(marks))
 
 
@@ -66,19 +72,49 @@ def kernel(name: str, *operators: str, marks: tuple[str, ...] = (), time: tuple[
     [
         (kernel("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "aten::linear", "aten::mm"), "GEMM"),
         (kernel("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd>"), "attention"),
-        (kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "qwen3_pipeline::x"), "attention"),
-        (kernel("void at::native::elementwise_kernel", "qwen3_pipeline::cudnn_attention", "aten::mul"), "attention"),
+        (
+            kernel(
+                "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "qwen3_pipeline::x"
+            ),
+            "attention",
+        ),
+        (
+            kernel(
+                "void at::native::elementwise_kernel",
+                "qwen3_pipeline::cudnn_attention",
+                "aten::mul",
+            ),
+            "attention",
+        ),
         (kernel("triton_tem_fused_flex_attention_0"), "attention"),
         (kernel("triton_poi_fused_cudnn_attention_mul_3"), "pointwise and norms"),
-        (kernel("void at::native::vectorized_elementwise_kernel<4>", "aten::mul"), "pointwise and norms"),
-        (kernel("void at::native::elementwise_kernel<128>", "aten::_to_copy", "aten::copy_"), "casts"),
+        (
+            kernel("void at::native::vectorized_elementwise_kernel<4>", "aten::mul"),
+            "pointwise and norms",
+        ),
+        (
+            kernel("void at::native::elementwise_kernel<128>", "aten::_to_copy", "aten::copy_"),
+            "casts",
+        ),
         (kernel("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel"), "copies"),
-        (kernel("multi_tensor_apply_kernel", "fsdp::all_gather_copy_in", "aten::_foreach_copy_"), "copies"),
+        (
+            kernel("multi_tensor_apply_kernel", "fsdp::all_gather_copy_in", "aten::_foreach_copy_"),
+            "copies",
+        ),
         (kernel("Memcpy DtoH (Device -> Pinned)", "aten::item"), "copies"),
         (kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", marks=("update",)), "communication"),
-        (kernel("nvjet_tst_256x128", "_CrossEntropy", "aten::mm", marks=("head",)), "head and loss"),
-        (kernel("elementwise", "autograd::engine::evaluate_function: _CrossEntropyBackward"), "head and loss"),
-        (kernel("multi_tensor_apply_kernel", "Optimizer.step#AdamW.step", "aten::_fused_adamw_"), "optimizer"),
+        (
+            kernel("nvjet_tst_256x128", "_CrossEntropy", "aten::mm", marks=("head",)),
+            "head and loss",
+        ),
+        (
+            kernel("elementwise", "autograd::engine::evaluate_function: _CrossEntropyBackward"),
+            "head and loss",
+        ),
+        (
+            kernel("multi_tensor_apply_kernel", "Optimizer.step#AdamW.step", "aten::_fused_adamw_"),
+            "optimizer",
+        ),
         (kernel("something new"), "other"),
     ],
 )
@@ -96,14 +132,24 @@ def test_the_shares_add_up_to_the_step_and_tell_exposed_communication_from_hidde
     shares = {share.kind: share for share in shares_of(kernels, (0.0, 20.0), 2)}
     assert sum(share.exposed_s for share in shares.values()) == approx(10.0)
     assert shares["GEMM"].exposed_s == approx(2.0)
-    assert (shares["communication"].exposed_s, shares["communication"].total_s) == approx((1.0, 2.0))
+    assert (shares["communication"].exposed_s, shares["communication"].total_s) == approx(
+        (1.0, 2.0)
+    )
     assert (shares["copies"].exposed_s, shares["copies"].total_s) == approx((1.5, 2.0))
     assert shares[IDLE].exposed_s == approx(5.0)
     assert shares["GEMM"].kernels == 0.5
 
 
 def test_names_are_added_up_and_sorted() -> None:
-    kernels = [kernel("gemm a"), kernel("gemm b", time=(0, 3)), kernel("gemm a"), kernel("gemm " + 200 * "c")]
+    kernels = [
+        kernel("gemm a"),
+        kernel("gemm b", time=(0, 3)),
+        kernel("gemm a"),
+        kernel("gemm " + 200 * "c"),
+    ]
     found = most_expensive(kernels, 1, lambda each: each.name)
-    assert [(share.kind[:12], share.exposed_s) for share in found[:2]] == [("GEMM: gemm b", 3), ("GEMM: gemm a", 2)]
+    assert [(share.kind[:12], share.exposed_s) for share in found[:2]] == [
+        ("GEMM: gemm b", 3),
+        ("GEMM: gemm a", 2),
+    ]
     assert len(found[2].kind) == len("GEMM: ") + 100

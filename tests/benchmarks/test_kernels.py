@@ -1,4 +1,4 @@
-"""What the micro-benchmarks measure: the documents that fill a block, and the step that the fastest parts make."""
+"""What micro-benchmarks measure: documents that fill a block, and the step of the fastest parts."""
 
 import math
 import time
@@ -52,7 +52,11 @@ def test_every_product_of_a_layer_is_measured_in_its_ways() -> None:
 def test_a_linear_with_adapters_counts_all_its_products() -> None:
     products = Products(a_report())
     found = products.adapted(Linear("qkv", 16, 64, members=3))
-    narrow = sum(line.seconds for line in products.report.lines if "48" in line.name and "added" not in line.name)
+    narrow = sum(
+        line.seconds
+        for line in products.report.lines
+        if "48" in line.name and "added" not in line.name
+    )
     assert found["added"] > narrow > 0
 
 

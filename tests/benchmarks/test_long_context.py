@@ -12,8 +12,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_it_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["long_context", "--tiny", "--lengths", "256", "--layers", "2", "--out", str(tmp_path)]
+def test_it_runs_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "long_context",
+        "--tiny",
+        "--lengths",
+        "256",
+        "--layers",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
@@ -24,7 +35,11 @@ def test_it_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         (256, kind) for kind in ("parts", "away", "here")
     ]
     for found in results:
-        assert found["parts_s"] > found["attention_s"] > 0 if found["kind"] == "parts" else found["tokens_per_s"] > 0
+        assert (
+            found["parts_s"] > found["attention_s"] > 0
+            if found["kind"] == "parts"
+            else found["tokens_per_s"] > 0
+        )
     assert "parts / step" in capsys.readouterr().out
 
 

@@ -17,8 +17,19 @@ from pipeline_lib.model.batch import make_batch
 from pipeline_lib.train.loop import learning_rate
 
 CONFIG = {
-    **{"model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    **{
+        "model_type": "qwen3",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
 }
 SETTINGS = Train(lr=3e-3, warmup_fraction=0.2, precision="fp32", micro_batch_blocks=2)
 CPU = torch.device("cpu")
@@ -45,7 +56,9 @@ def test_the_text_survives_its_file(tmp_path: Path) -> None:
     for one, other in zip(read_blocks(tmp_path / "folder" / "text.npz"), blocks, strict=True):
         for name in ("tokens", "supervised", "documents"):
             found = getattr(one, name)
-            assert found.dtype == getattr(other, name).dtype and np.array_equal(found, getattr(other, name))
+            assert found.dtype == getattr(other, name).dtype and np.array_equal(
+                found, getattr(other, name)
+            )
 
 
 def test_steps_take_every_block_before_one_comes_again() -> None:
@@ -71,7 +84,9 @@ def test_the_reference_sees_and_predicts_what_the_pipeline_does() -> None:
 def test_the_schedule_is_the_pipelines() -> None:
     train = Train(lr=1e-3, warmup_fraction=0.1)
     for step in range(1, 31):
-        assert reference.learning_rate(train, step, 30) == pytest.approx(learning_rate(train, step, 30))
+        assert reference.learning_rate(train, step, 30) == pytest.approx(
+            learning_rate(train, step, 30)
+        )
 
 
 def test_ours_is_the_reference_in_fp32(tmp_path: Path, steps: list[list[Block]]) -> None:
@@ -82,7 +97,9 @@ def test_ours_is_the_reference_in_fp32(tmp_path: Path, steps: list[list[Block]])
     assert expected[-1] < expected[0]
     assert found.relative < 1e-5
     assert "NOT" not in exact_verdict(found)
-    again = apart(list(reference.losses(tmp_path, Run(SETTINGS, len(steps), 1, CPU), steps)), expected)
+    again = apart(
+        list(reference.losses(tmp_path, Run(SETTINGS, len(steps), 1, CPU), steps)), expected
+    )
     assert again.relative < 1e-5
 
 
@@ -97,10 +114,14 @@ def test_every_loop_makes_its_curve_and_another_learning_rate_is_no_noise(tmp_pa
     assert lengths == {**dict.fromkeys(names, len(steps)), "ours in fp32": 2}
     found = report(curves)
     assert [words.split(":")[0] for words in found["verdicts"]] == ["ours", "ours", "fp32"]
-    assert "NOT" in found["verdicts"][1] and "NOT" not in found["verdicts"][0] + found["verdicts"][2]
+    assert (
+        "NOT" in found["verdicts"][1] and "NOT" not in found["verdicts"][0] + found["verdicts"][2]
+    )
 
 
-def test_a_curve_that_is_cut_off_lets_another_begin(tmp_path: Path, steps: list[list[Block]]) -> None:
+def test_a_curve_that_is_cut_off_lets_another_begin(
+    tmp_path: Path, steps: list[list[Block]]
+) -> None:
     reference.make_model(tmp_path, CONFIG, CPU)
     run = Run(SETTINGS, len(steps), 2, CPU)
     first = ours.losses(tmp_path, run, steps)

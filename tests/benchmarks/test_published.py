@@ -23,8 +23,9 @@ from benchmarks.published import (
 # By source: rows, and those that are planned. Rows may be added.
 ROWS = {"mosaicml/llm-foundry": (216, 216), "foundation-model-stack/fms-fsdp": (16, 16)}
 ROWS |= {"pytorch/torchtitan": (43, 17), "KempnerInstitute/KempnerForge": (14, 4)}
-# What the plan comes to, of all rows and of the half that judges: the share within the band, the shares that are at
-# most so far off, the median error, and the widest median band. Whoever improves the plan writes the better figures.
+# What the plan comes to, of all rows and of the half that judges: the share within the band, the
+# shares that are at most so far off, the median error, and the widest median band. Whoever improves
+# the plan writes the better figures.
 IN_BAND = {"all": 0.976, "judges": 0.98}
 WITHIN = {"all": {0.15: 0.94, 0.25: 0.98}, "judges": {0.15: 0.937, 0.25: 0.98}}
 MEDIAN_ERROR = {"all": 0.043, "judges": 0.037}
@@ -62,7 +63,10 @@ def assert_within(found: list[Planned], shares: dict[float, float]) -> None:
 
 @pytest.mark.slow
 def test_the_engine_with_most_rows_computes_at_the_rates_that_the_plan_assumes() -> None:
-    """Fitted for each GPU to one half of the rows, the rates of products and attention are those of the catalogue."""
+    """Fitted for each GPU to half of the rows, rates of products and attention are as listed.
+
+    They are those of the catalogue.
+    """
     for (source, gpu), engine in fitted_engines().items():
         if source == "llm-foundry":
             assert engine.products == pytest.approx(1.0, abs=0.051), gpu
@@ -88,7 +92,10 @@ def recounted_mfu(row: Row) -> float:
 
 
 def test_the_settings_that_were_written_down_come_to_the_mfu_that_was_published() -> None:
-    """A wrong width, length or number of GPUs would show. Figures are rounded, and some count the embedding too."""
+    """A wrong width, length or number of GPUs would show.
+
+    Figures are rounded, and some count the embedding too.
+    """
     checked = 0
     for row in published_rows():
         if row["mfu_percent"] is not None and row["precision"] == "bf16" and not row["parallel"]:
@@ -98,12 +105,14 @@ def test_the_settings_that_were_written_down_come_to_the_mfu_that_was_published(
 
 
 def test_sizes_are_those_that_were_published() -> None:
-    """Of MPT, without its biases; an MLP of two matrices has as many weights as the three that are planned."""
+    """Of MPT, without its biases; an MLP of two matrices weighs as much as the planned three."""
     for row in published_rows():
         if "parameters" in row["geometry"]:
             found = geometry_of(row)
             positions = row["sequence_tokens"] * found.hidden
-            assert found.parameters + positions == pytest.approx(row["geometry"]["parameters"], rel=0.005), row["id"]
+            assert found.parameters + positions == pytest.approx(
+                row["geometry"]["parameters"], rel=0.005
+            ), row["id"]
 
 
 def test_the_table_has_a_line_for_each_source_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_all_parts_run_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["qlora", "--tiny", "--out", str(tmp_path), "--pretrain-s", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["qlora", "--tiny", "--out", str(tmp_path), "--pretrain-s", "1"]
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
     main()

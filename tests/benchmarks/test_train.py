@@ -1,4 +1,7 @@
-"""The races of the training step: every case can be run, and its sides get the same documents and the same weights."""
+"""The races of the training step: every case can be run, with equal documents and weights.
+
+Both sides of a case get the same ones.
+"""
 
 import json
 import sys
@@ -30,7 +33,9 @@ def test_every_case_has_a_model_settings_and_documents_that_fill_its_blocks(case
     geometry_in(model_config(case.size, case.layers))
     train = train_settings(case)
     assert case.rank_blocks % train.micro_batch_blocks == 0
-    assert all(case.rank_documents % peer.documents == 0 for peer in case.peers if peer.batches != "trl")
+    assert all(
+        case.rank_documents % peer.documents == 0 for peer in case.peers if peer.batches != "trl"
+    )
     (lengths,) = lengths_of(case, 0, 1)
     assert len(lengths) == case.rank_documents
     assert lengths.max() <= case.max_tokens
@@ -47,7 +52,10 @@ def test_the_first_steps_are_the_same_however_many_there_are() -> None:
 
 
 def test_ranks_take_micro_batches_in_turns() -> None:
-    of_ranks = [[[{"step": step, "rank": rank, "row": row} for row in range(4)] for step in range(2)] for rank in "ab"]
+    of_ranks = [
+        [[{"step": step, "rank": rank, "row": row} for row in range(4)] for step in range(2)]
+        for rank in "ab"
+    ]
     found = " ".join("{rank}{step}{row}".format(**row) for row in dealt(of_ranks, 2))
     assert found == "a00 a01 b00 b01 a02 a03 b02 b03 a10 a11 b10 b11 a12 a13 b12 b13"
 
@@ -55,7 +63,9 @@ def test_ranks_take_micro_batches_in_turns() -> None:
 def test_padding_is_neither_seen_nor_learned() -> None:
     documents = documents_of(CASES["tiny-full"], 0, 1)[0][:2]
     batch = padded([document_row(document) for document in documents], 256)
-    assert batch["attention_mask"].sum(1).tolist() == [len(document.tokens) for document in documents]
+    assert batch["attention_mask"].sum(1).tolist() == [
+        len(document.tokens) for document in documents
+    ]
     assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
 
 
@@ -64,8 +74,13 @@ def test_weights_depend_on_their_names_alone() -> None:
     one, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))  # type: ignore[no-untyped-call]
     for model in (one, other):
         fill(model, torch.device("cpu"), put_whole_or_zero_3)
-    assert all(torch.equal(parameter, other.get_parameter(name)) for name, parameter in one.named_parameters())
-    assert 0.018 < float(one.get_parameter("model.layers.0.mlp.up_proj.weight").detach().std()) < 0.022
+    assert all(
+        torch.equal(parameter, other.get_parameter(name))
+        for name, parameter in one.named_parameters()
+    )
+    assert (
+        0.018 < float(one.get_parameter("model.layers.0.mlp.up_proj.weight").detach().std()) < 0.022
+    )
     assert (one.get_parameter("model.norm.weight") == 1).all()
 
 
@@ -97,7 +112,9 @@ def test_keys_are_set_and_variants_are_sides() -> None:
 def test_documents_that_a_peer_would_leave_out_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train", "lora-8B-1000", "--set", "rank_documents=31", "--sides", "ours"])
+    monkeypatch.setattr(
+        sys, "argv", ["train", "lora-8B-1000", "--set", "rank_documents=31", "--sides", "ours"]
+    )
     assert parse().sides == ["ours"]
     sys.argv.append("tutorial")
     with pytest.raises(SystemExit):
@@ -125,9 +142,14 @@ def test_a_race_ends_with_rows_of_equal_losses(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_blocks_take_the_documents_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_blocks_take_the_documents_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "rows.json"
-    command = f"train tiny-full --sides ours --ranks 2 --steps 4 --out {out} --variant context_ranks=2,strategy=fsdp"
+    command = (
+        f"train tiny-full --sides ours --ranks 2 --steps 4 --out {out} --variant "
+        "context_ranks=2,strategy=fsdp"
+    )
     monkeypatch.setattr(sys, "argv", command.split())
     main()
     apart, shared = json.loads(out.read_text())["rows"]
@@ -146,13 +168,25 @@ def test_ranks_in_turn_make_a_table_of_scaling(capsys: pytest.CaptureFixture[str
 
 
 def test_the_plan_is_put_beside_what_was_measured() -> None:
-    row = {"case": "full-8B-1000", "side": "ours", "name": "full-8B-1000: ours", "ranks": 2, "layers": 8}
-    measured = {**row, "step_s": 0.419, "peak_bytes": 42.4 * 2**30}  # on two H200, benchmarks/RESULTS.md
+    row = {
+        "case": "full-8B-1000",
+        "side": "ours",
+        "name": "full-8B-1000: ours",
+        "ranks": 2,
+        "layers": 8,
+    }
+    # on two H200, benchmarks/RESULTS.md
+    measured = {**row, "step_s": 0.419, "peak_bytes": 42.4 * 2**30}
     shown = cells(measured, foreseen(measured, "h200", []))
     assert all(abs(float(error.rstrip("%"))) < 5 for error in (shown[4], shown[7]))
     less = foreseen({**measured, "side": "ours: recompute=full"}, "h200", [])
-    assert less.peak_memory_bytes.value < 0.8 * foreseen(measured, "h200", []).peak_memory_bytes.value
-    assert foreseen(measured, "h200", ["recompute=full"]).peak_memory_bytes.value == less.peak_memory_bytes.value
+    assert (
+        less.peak_memory_bytes.value < 0.8 * foreseen(measured, "h200", []).peak_memory_bytes.value
+    )
+    assert (
+        foreseen(measured, "h200", ["recompute=full"]).peak_memory_bytes.value
+        == less.peak_memory_bytes.value
+    )
     four = foreseen(measured, "h200", [], ["rank_blocks=4", "rank_documents=64"])
     assert 3.5 < four.step_s.value / 0.419 < 4.0  # one update for four micro-batches
 
@@ -168,6 +202,8 @@ def test_the_plan_foresees_what_experts_took_on_h200(
     side: str, layers: int, ranks: int, step_s: float, peak_gib: float, changes: list[str]
 ) -> None:
     """RESULTS.md, 2026-11-23; time by a rate that these runs set, memory by a formula."""
-    found = foreseen({"case": "moe-30B-A3B-cut", "side": side, "layers": layers, "ranks": ranks}, "h200", changes)
+    found = foreseen(
+        {"case": "moe-30B-A3B-cut", "side": side, "layers": layers, "ranks": ranks}, "h200", changes
+    )
     assert found.step_s.value == pytest.approx(step_s, rel=0.065)
     assert found.peak_memory_bytes.value == pytest.approx(peak_gib * GIB, rel=0.1)

@@ -1,4 +1,4 @@
-"""Calibrations of this machine for real, through the command line, and when something ends before its time."""
+"""Real calibrations of this machine, from the command line, and when something ends early."""
 
 import json
 import os
@@ -35,13 +35,26 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "config" / "config.yaml"
 KEYS = {
-    *("schema", "measured_at", "host", "gpu", "gpu_memory_bytes", "ranks", "nodes", "torch", "model", "precision"),
+    *(
+        "schema",
+        "measured_at",
+        "host",
+        "gpu",
+        "gpu_memory_bytes",
+        "ranks",
+        "nodes",
+        "torch",
+        "model",
+        "precision",
+    ),
     *("rates", "parts"),
 }
 RATES = {"matmul_flop_s", "attention_flop_s", "memory_bytes_s", "host_bytes_s", "disk_bytes_s"}
 
 
-def start(tmp_path: Path, *arguments: str, changes: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+def start(
+    tmp_path: Path, *arguments: str, changes: Mapping[str, str] | None = None
+) -> "subprocess.Popen[str]":
     """`calibrate` for the demo's model on CPU ranks, also where there are GPUs."""
     environ = {**os.environ, "PIPELINE_STORE": str(tmp_path / "store"), "CUDA_VISIBLE_DEVICES": ""}
     environ |= {"PYTHONPATH": str(ROOT), **(changes or {})}
@@ -112,7 +125,9 @@ def test_it_measures_two_ranks_of_this_machine(tmp_path: Path) -> None:
     assert list(out.parent.iterdir()) == [out]
     as_of_a_gpu = {**found, "gpu": "AMD Instinct MI300X", "gpu_memory_bytes": 192 * 10**9}
     machine = machine_of(Cluster(gpus_per_node=2), "fp32", read_measured(as_of_a_gpu))
-    assert machine is not None, "what calibrate measures is enough to plan for a GPU outside the catalogue"
+    assert machine is not None, (
+        "what calibrate measures is enough to plan for a GPU outside the catalogue"
+    )
     assert 0 < machine.speeds().pointwise_bytes_s < machine.speeds().memory_bytes_s
 
 
@@ -123,14 +138,21 @@ def test_two_nodes_that_a_launcher_started_measure_what_is_between_them(tmp_path
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outs = [tmp_path / "first.json", tmp_path / "second.json"]
     processes = [
-        start(tmp_path, "--out", str(out), changes={**place, "RANK": str(rank)}) for rank, out in enumerate(outs)
+        start(tmp_path, "--out", str(out), changes={**place, "RANK": str(rank)})
+        for rank, out in enumerate(outs)
     ]
     said = [output_of(process) for process in processes]
     found = json.loads(outs[0].read_text())
     check(found, RATES | {"between_bytes_s", "between_latency_s"})
-    assert (found["ranks"], found["nodes"], found["host"]) == (2, 2, "2 nodes of 1 CPU rank of 1 thread")
+    assert (found["ranks"], found["nodes"], found["host"]) == (
+        2,
+        2,
+        "2 nodes of 1 CPU rank of 1 thread",
+    )
     assert "sent between nodes" in said[0]
-    besides_the_load = re.sub(r"^warning: .* processes are at work on this machine, .*\n", "", said[1])
+    besides_the_load = re.sub(
+        r"^warning: .* processes are at work on this machine, .*\n", "", said[1]
+    )
     assert besides_the_load == ""
     assert not outs[1].exists()
 
@@ -144,14 +166,21 @@ def measure_links(environ: Mapping[str, str]) -> dict[str, list[float]]:
 def test_nodes_of_two_ranks_have_links_of_both_kinds() -> None:
     found = run_ranks(measure_links, 4)
     for rates in found.values():
-        assert set(rates) == {"in_node_bytes_s", "in_node_latency_s", "between_bytes_s", "between_latency_s"}
+        assert set(rates) == {
+            "in_node_bytes_s",
+            "in_node_latency_s",
+            "between_bytes_s",
+            "between_latency_s",
+        }
         assert all(value > 0 for values in rates.values() for value in values)
 
 
 def test_what_a_node_sends_is_counted_as_the_plan_does() -> None:
     """Else the plan would charge an exchange for more than the rate was measured with."""
     ranks, nodes, size_bytes = 8, 2, 1000
-    machine = machine_of(Cluster(nodes=nodes, gpus_per_node=4, gpu="h100", internode_gbit_s=8), "bf16", None)
+    machine = machine_of(
+        Cluster(nodes=nodes, gpus_per_node=4, gpu="h100", internode_gbit_s=8), "bf16", None
+    )
     assert machine is not None
     placed = Ranks(ranks, ranks // nodes)
     kinds: dict[str, Kind] = {"all_reduce": "all-reduce", "all_gather": "all-gather"}
@@ -188,7 +217,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
+def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     out, folders = tmp_path / "cluster.json", tmp_path / "tmp"
     folders.mkdir()
     process = start(tmp_path, "--ranks", "2", "--out", str(out), changes={"TMPDIR": str(folders)})
@@ -207,7 +238,9 @@ def test_one_that_is_stopped_leaves_nothing_behind_and_says_so(tmp_path: Path, n
 def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calibration:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config, store = load_config(CONFIG), Store(tmp_path / "store")
-    return Calibration.of(config, geometry_of(config, store), workload_of(config, store), 2, store.root, os.environ)
+    return Calibration.of(
+        config, geometry_of(config, store), workload_of(config, store), 2, store.root, os.environ
+    )
 
 
 def test_ranks_on_cpus_have_the_allocator_of_the_training(calibration: Calibration) -> None:
@@ -218,17 +251,30 @@ def test_ranks_on_cpus_have_the_allocator_of_the_training(calibration: Calibrati
 @pytest.mark.measures
 def test_it_is_given_up_after_its_deadline(calibration: Calibration) -> None:
     start_s = time.monotonic()
-    with pytest.raises(PipelineError, match=r"a rank did not measure: it took longer than 1 s; .*doctor"):
+    with pytest.raises(
+        PipelineError, match=r"a rank did not measure: it took longer than 1 s; .*doctor"
+    ):
         replace(calibration, deadline_s=1.0).measure(lambda _: None)
     assert time.monotonic() - start_s < 6
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
     assert not [child for child in alive if "measure" in child.cmdline()]
 
 
 def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
-    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7", "SLURM_LOCALID": "0"}
+    batch_script = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "16",
+        "SLURM_JOB_ID": "7",
+        "SLURM_LOCALID": "0",
+    }
     task = {**batch_script, "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "16"}
-    task |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[1-2]"}
+    task |= {
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+        "SLURM_STEP_NODELIST": "gpu[1-2]",
+    }
     torchrun = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     assert launched_environment({}) is None
     assert launched_environment(batch_script) is None
@@ -238,11 +284,22 @@ def test_only_a_launcher_of_several_ranks_gives_a_process_its_place() -> None:
     assert alone == {**torchrun, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     placed = launched_environment(task)
     assert placed is not None
-    wanted = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu1"}
+    wanted = {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu1",
+    }
     assert placed.items() >= wanted.items()
 
 
 def test_what_the_user_set_reaches_the_ranks() -> None:
-    environs = local_environments({"NCCL_NVLS_ENABLE": "0", "RANK": "5", "TORCHELASTIC_RUN_ID": "x"}, 2)
+    environs = local_environments(
+        {"NCCL_NVLS_ENABLE": "0", "RANK": "5", "TORCHELASTIC_RUN_ID": "x"}, 2
+    )
     assert [environ["RANK"] for environ in environs] == ["0", "1"]
-    assert all(environ["NCCL_NVLS_ENABLE"] == "0" and "TORCHELASTIC_RUN_ID" not in environ for environ in environs)
+    assert all(
+        environ["NCCL_NVLS_ENABLE"] == "0" and "TORCHELASTIC_RUN_ID" not in environ
+        for environ in environs
+    )

@@ -9,7 +9,9 @@ from pipeline_lib.plan.machine import Pass
 
 def test_a_pass_is_the_line_through_the_large_runs() -> None:
     fixed_s, per_token_s = 2e-4, 3e-7
-    found = pass_of((8192, 16384), 5e-4, fixed_s + 8192 * per_token_s, fixed_s + 16384 * per_token_s)
+    found = pass_of(
+        (8192, 16384), 5e-4, fixed_s + 8192 * per_token_s, fixed_s + 16384 * per_token_s
+    )
     assert found.fixed_s == pytest.approx(fixed_s)
     assert found.per_token_s == pytest.approx(per_token_s)
     assert found.host_s == 5e-4
@@ -42,7 +44,11 @@ def test_a_link_is_found_from_exact_points() -> None:
 
 def test_small_messages_count_as_much_as_large_ones() -> None:
     """An error of a few percent of the largest time is many latencies."""
-    points = [(2**20, 1.02 * (1e-3 + 2**20 / 1e9)), (2**24, 1e-3 + 2**24 / 1e9), (2**28, 1.03 * (1e-3 + 2**28 / 1e9))]
+    points = [
+        (2**20, 1.02 * (1e-3 + 2**20 / 1e9)),
+        (2**24, 1e-3 + 2**24 / 1e9),
+        (2**28, 1.03 * (1e-3 + 2**28 / 1e9)),
+    ]
     bandwidth, latency_s = link_of(points)
     assert bandwidth == pytest.approx(1e9, rel=0.05)
     assert latency_s == pytest.approx(1e-3, rel=0.1)
@@ -57,7 +63,11 @@ def test_a_link_is_positive_whatever_the_noise(points: list[tuple[float, float]]
 
 def test_a_band_holds_all_repetitions_and_is_never_too_narrow() -> None:
     assert rate_of([9.0, 10.0, 14.0]) == {"value": 10.0, "low": 9.0, "high": 14.0}
-    assert rate_of([10.0]) == {"value": 10.0, "low": 10.0 / (1 + LEAST_SPREAD), "high": 10.0 * (1 + LEAST_SPREAD)}
+    assert rate_of([10.0]) == {
+        "value": 10.0,
+        "low": 10.0 / (1 + LEAST_SPREAD),
+        "high": 10.0 * (1 + LEAST_SPREAD),
+    }
 
 
 def test_bus_bytes_are_those_of_nccl_tests() -> None:

@@ -1,4 +1,4 @@
-"""What is measured: models of the real widths, the variants in their order, and documents of one length."""
+"""What is measured: models of real widths, the variants in order, documents of one length."""
 
 from dataclasses import replace
 
@@ -10,18 +10,32 @@ from pipeline_lib.calibrate.parts import most_tokens, variants
 from pipeline_lib.calibrate.random_model import batch_of_documents
 from pipeline_lib.calibrate.task import Task, config_json, with_layers
 from pipeline_lib.config.train import Train
-from pipeline_lib.plan.step_time import shape_of, variant_of
+from pipeline_lib.plan.passes import shape_of, variant_of
 from pipeline_lib.plan.workload import Workload
 
 SMALL = Geometry(
-    vocab=512, hidden=64, intermediate=192, layers=28, heads=4, kv_heads=2, head_dim=16, tied=True, max_positions=4096
+    vocab=512,
+    hidden=64,
+    intermediate=192,
+    layers=28,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    tied=True,
+    max_positions=4096,
 )
 GEOMETRIES = {
     "qwen3": SMALL,
-    "qwen3 with biases": replace(SMALL, biased=("q_proj", "k_proj", "v_proj", "o_proj"), tied=False),
+    "qwen3 with biases": replace(
+        SMALL, biased=("q_proj", "k_proj", "v_proj", "o_proj"), tied=False
+    ),
     "qwen2": replace(SMALL, biased=("q_proj", "k_proj", "v_proj"), normed_heads=False),
     "qwen3_moe": replace(
-        SMALL, expert_layers=frozenset(range(28)), experts=8, experts_per_token=2, expert_intermediate=32
+        SMALL,
+        expert_layers=frozenset(range(28)),
+        experts=8,
+        experts_per_token=2,
+        expert_intermediate=32,
     ),
 }
 each_geometry = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
@@ -41,7 +55,9 @@ def test_a_small_model_has_the_real_widths(geometry: Geometry) -> None:
 
 @each_geometry
 def test_a_task_is_the_same_in_the_process_that_measures(geometry: Geometry) -> None:
-    train = Train.model_validate({"strategy": "fsdp", "method": "lora", "lora": {"rank": 4}, "precision": "fp32"})
+    train = Train.model_validate(
+        {"strategy": "fsdp", "method": "lora", "lora": {"rank": 4}, "precision": "fp32"}
+    )
     task = task_of(train, geometry=geometry)
     assert Task.from_json(task.as_json()) == task
 
@@ -64,8 +80,15 @@ def test_a_way_that_is_not_among_the_usual_ones_is_measured_too() -> None:
 
 
 def test_where_the_plan_chooses_all_usual_ways_are_measured() -> None:
-    names = [variant_of(way) for way in variants(task_of(Train.model_validate({"strategy": "auto"}), "cuda"))]
-    assert names[:3] == ["ddp/full/none/compiled", "fsdp/full/none/compiled", "fsdp/full/full/compiled"]
+    names = [
+        variant_of(way)
+        for way in variants(task_of(Train.model_validate({"strategy": "auto"}), "cuda"))
+    ]
+    assert names[:3] == [
+        "ddp/full/none/compiled",
+        "fsdp/full/none/compiled",
+        "fsdp/full/full/compiled",
+    ]
     assert len(names) == 12
 
 
@@ -77,11 +100,23 @@ def test_what_is_not_compiled_by_choice_is_not_measured_so() -> None:
 
 
 def test_what_one_rank_alone_cannot_show_is_left_out() -> None:
-    keys = {"strategy": "hsdp", "shard_ranks": 2, "offload": "optimizer+params", "unit_layers": 4, "reshard": False}
+    keys = {
+        "strategy": "hsdp",
+        "shard_ranks": 2,
+        "offload": "optimizer+params",
+        "unit_layers": 4,
+        "reshard": False,
+    }
     train = Train.model_validate({**keys, "freeze": ("model.layers.20.*",), "local_sgd_steps": 4})
     way = variants(task_of(train))[0]
     assert way.strategy == "fsdp"
-    assert (way.offload, way.unit_layers, way.reshard, way.freeze, way.local_sgd_steps) == ("none", 1, True, (), 1)
+    assert (way.offload, way.unit_layers, way.reshard, way.freeze, way.local_sgd_steps) == (
+        "none",
+        1,
+        True,
+        (),
+        1,
+    )
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(1024, 128.0), (1000, 300.0), (64, 5000.0)])
@@ -101,4 +136,7 @@ def test_as_many_tokens_as_keep_the_device_busy() -> None:
     assert most_tokens(replace(SMALL, hidden=4096), is_gpu=True) == 8192
     assert most_tokens(replace(SMALL, hidden=8192), is_gpu=True) == 8192
     assert most_tokens(SMALL, is_gpu=False) == 4096
-    assert most_tokens(replace(SMALL, hidden=4096, intermediate=12288, vocab=151936), is_gpu=False) == 128
+    assert (
+        most_tokens(replace(SMALL, hidden=4096, intermediate=12288, vocab=151936), is_gpu=False)
+        == 128
+    )

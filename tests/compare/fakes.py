@@ -1,4 +1,4 @@
-"""Experiments in a store as the stages would leave them, made up but sealed for real, to be compared."""
+"""Experiments in a store as stages would leave them, made up but really sealed, to compare."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -37,12 +37,18 @@ class Samples:
         return Samples(tokens, hardness, [name_of(f"{prefix} {index}") for index in range(count)])
 
     def scores(self, shift: float, seed: int, noise: float = 0.05) -> list[dict[str, Any]]:
-        """Those of a model that needs `shift` nats a token more than another, give or take `noise` a document."""
+        """Those of a model that needs `shift` nats a token more, give or take `noise`.
+
+        More than another model; the noise is by document.
+        """
         own = noise * np.random.default_rng(seed).normal(size=len(self.tokens))
         tuned = (self.hardness + shift + own) * self.tokens
         base = 7.6 * self.tokens
         rows = zip(self.names, self.tokens.tolist(), base.tolist(), tuned.tolist(), strict=True)
-        return [{"document": name, "tokens": count, "base": old, "tuned": new} for name, count, old, new in rows]
+        return [
+            {"document": name, "tokens": count, "base": old, "tuned": new}
+            for name, count, old, new in rows
+        ]
 
 
 def name_of(text: str) -> str:
@@ -68,15 +74,23 @@ def experiment(name: str, **changes: Mapping[str, Any]) -> Experiment:
 
 
 def evaluated(scores: list[dict[str, Any]], files: Files) -> None:
-    """Put `scores` into `files`, with the metrics that follow from them, as evaluate writes both."""
+    """Put `scores` into `files`, with the metrics that follow from them, as evaluate does."""
     tokens = np.array([row["tokens"] for row in scores], np.int64)
     found = files["evaluate"]["metrics.json"]["eval"]
     for model in ("base", "tuned"):
         nats = np.array([row[model] for row in scores])
         mean = float(nats.sum() / tokens.sum())
-        error = float(np.sqrt(((nats - mean * tokens) ** 2).sum() * len(nats) / (len(nats) - 1)) / tokens.sum())
+        error = float(
+            np.sqrt(((nats - mean * tokens) ** 2).sum() * len(nats) / (len(nats) - 1))
+            / tokens.sum()
+        )
         perplexity = float(np.exp(mean))
-        found[model] |= {"loss": mean, "perplexity": perplexity, "standard_error": error, "documents": len(nats)}
+        found[model] |= {
+            "loss": mean,
+            "perplexity": perplexity,
+            "standard_error": error,
+            "documents": len(nats),
+        }
     found |= {"samples": len(scores), "supervised_tokens": int(tokens.sum())}
     files["evaluate"]["scores.jsonl"] = scores
 
@@ -97,7 +111,10 @@ def weights(files: Files, content: str) -> None:
 
 
 def seal(store: Store, what: Experiment, files: Files, parts: Iterable[str] | None = None) -> World:
-    """Freeze the experiment and seal its `parts`, by default all but the report; what is sealed already stays."""
+    """Freeze the experiment and seal its `parts`, by default all but the report.
+
+    What is sealed already stays.
+    """
     world = World(store, what, files)
     store.write_specs(spec for part, spec in what.specs.items() if part == "train")
     Dag((what,), store).freeze()

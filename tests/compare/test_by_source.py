@@ -1,4 +1,4 @@
-"""Held-out losses by source: of the sealed evaluations, beside one another, in the text, the page and the JSON."""
+"""Held-out losses by source of sealed evaluations, compared in the text, the page and the JSON."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,13 @@ SOURCES = {
 TWO_SOURCES = {"train": [{"source": "pydoc"}, {"source": "pydoc", "max_rows": 50}]}
 
 
-def with_sources(store: Store, name: str, shifts: dict[str, float], seed: int, **changes: Any) -> dict[str, float]:
-    """An evaluated experiment that needs `shifts` nats a token more on documents of a source; its loss on each."""
+def with_sources(
+    store: Store, name: str, shifts: dict[str, float], seed: int, **changes: Any
+) -> dict[str, float]:
+    """An evaluated experiment that needs `shifts` nats a token more on a source; its losses.
+
+    The losses are on each source.
+    """
     scores = Samples.drawn(0).scores(0.0, 0)
     for source, shift in shifts.items():
         for number in SOURCES[source]:
@@ -48,11 +53,19 @@ def losses(store: Store) -> list[dict[str, float]]:
     """Two experiments: the second is better at code, worse at chats, and the same at the rest."""
     return [
         with_sources(store, "one", {"chats.jsonl": 0.0, "code.jsonl": 0.0, "rest.jsonl": 0.0}, 0),
-        with_sources(store, "two", {"chats.jsonl": 0.25, "code.jsonl": -0.5, "rest.jsonl": 0.0}, 1, train={"lr": 1e-3}),
+        with_sources(
+            store,
+            "two",
+            {"chats.jsonl": 0.25, "code.jsonl": -0.5, "rest.jsonl": 0.0},
+            1,
+            train={"lr": 1e-3},
+        ),
     ]
 
 
-def test_the_losses_of_each_source_stand_beside_one_another(store: Store, losses: list[dict[str, float]]) -> None:
+def test_the_losses_of_each_source_stand_beside_one_another(
+    store: Store, losses: list[dict[str, float]]
+) -> None:
     one, two = losses
     assert two["chats.jsonl"] == pytest.approx(one["chats.jsonl"] + 0.25)
     found = compared(store, "one", "two").differences.sources
@@ -63,12 +76,15 @@ def test_the_losses_of_each_source_stand_beside_one_another(store: Store, losses
     ]
 
 
-def test_text_json_and_page_have_them(store: Store, losses: list[dict[str, float]], tmp_path: Path) -> None:
+def test_text_json_and_page_have_them(
+    store: Store, losses: list[dict[str, float]], tmp_path: Path
+) -> None:
     one, two = (f"{loss['code.jsonl']:.4f}" for loss in losses)
     page = tmp_path / "page.html"
     said = run(store, "one", "two", "--page", str(page)).stdout
     assert "Held-out loss by source" in said
-    assert ["code.jsonl", two, one] in [line.split() for line in said.splitlines()]  # the best first
+    # the best first
+    assert ["code.jsonl", two, one] in [line.split() for line in said.splitlines()]
 
     found = json.loads(run(store, "one", "two", "--json").stdout)
     assert found["held_out_by_source"]["code.jsonl"] == [one, two]
@@ -81,7 +97,10 @@ def test_a_source_that_only_one_has_held_out_is_unknown_in_the_other(store: Stor
     with_sources(store, "two", {"chats.jsonl": 0.0, "rest.jsonl": 0.0}, 1, train={"lr": 1e-3})
     found = compared(store, "one", "two").differences.sources
 
-    assert [(row.name, row.values.index("-")) for row in found] == [("code.jsonl", 1), ("rest.jsonl", 0)]
+    assert [(row.name, row.values.index("-")) for row in found] == [
+        ("code.jsonl", 1),
+        ("rest.jsonl", 0),
+    ]
 
 
 def test_without_losses_by_source_none_are_shown(store: Store, tmp_path: Path) -> None:
@@ -98,6 +117,6 @@ def test_a_source_without_supervised_tokens_has_no_loss(store: Store) -> None:
     with_sources(store, "one", {"chats.jsonl": 0.0, "code.jsonl": 0.0}, 0)
     with_sources(store, "two", {"chats.jsonl": 0.0, "empty.jsonl": 0.0}, 1, train={"lr": 1e-3})
 
-    assert [(row.name, row.values[1]) for row in compared(store, "one", "two").differences.sources] == [
-        ("code.jsonl", "-")
-    ]
+    assert [
+        (row.name, row.values[1]) for row in compared(store, "one", "two").differences.sources
+    ] == [("code.jsonl", "-")]

@@ -1,4 +1,4 @@
-"""`compare` as people type it: what it says, as text and as JSON, of a large store, and in front of an attacker."""
+"""`compare` as people type it: in text, in JSON, on a large store, and before an attacker."""
 
 import json
 import os
@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 def run(store: Store, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline_lib", "compare", *arguments]
     environ = {**os.environ, "PIPELINE_STORE": str(store.root), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environ, cwd=store.root.parent, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=environ, cwd=store.root.parent, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_answer_comes_first_then_the_numbers_then_what_differs(three: Store) -> None:
@@ -32,7 +34,8 @@ def test_the_answer_comes_first_then_the_numbers_then_what_differs(three: Store)
     assert (done.returncode, done.stderr) == (0, "")
     assert lines[0] == "demo: 3 experiments"
     assert " ".join(lines[1:4]).startswith(
-        "lr=0.003 has the lowest held-out loss of 3, 2.3502 nats/token, but its lead over lr=0.001 is within noise. "
+        "lr=0.003 has the lowest held-out loss of 3, 2.3502 nats/token, but its lead over lr=0.001 "
+        "is within noise. "
         "It is better than lr=0.01 by more than chance."
     )
     assert "hold together for all 3 pairs" in done.stdout
@@ -47,9 +50,12 @@ def test_two_are_told_with_their_interval_and_what_it_rests_on(three: Store) -> 
     said = " ".join(run(three, "demo-lr=0.01", "demo-lr=0.003").stdout.split())
 
     assert (
-        "demo-lr=0.003 is better than demo-lr=0.01 by more than chance: its held-out loss is 0.1617 nats/token" in said
+        "demo-lr=0.003 is better than demo-lr=0.01 by more than chance: its held-out loss is "
+        "0.1617 nats/token" in said
     )
-    assert re.search(r"lower, 95% interval 0\.15\d\d to 0\.17\d\d, on the same 287 held-out documents\.", said)
+    assert re.search(
+        r"lower, 95% interval 0\.15\d\d to 0\.17\d\d, on the same 287 held-out documents\.", said
+    )
     assert "demo-lr=0.01 and demo-lr=0.003 first differ at step 1." in said
 
 
@@ -99,7 +105,8 @@ def test_a_thousand_experiments_do_not_slow_down_the_comparison_of_two(store: St
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
 
     assert done.returncode == 0, done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # of a core: others may be busy
+    # of a core: others may be busy
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
 def hostile(store: Store, attack: str) -> list[str]:
@@ -123,6 +130,8 @@ def test_a_name_cannot_move_the_cursor(store: Store, arguments: tuple[str, ...])
     done = run(store, *names, *arguments)
 
     assert done.returncode == 0, done.stderr
-    assert not [character for character in done.stdout if not character.isprintable() and character != "\n"]
+    assert not [
+        character for character in done.stdout if not character.isprintable() and character != "\n"
+    ]
     assert "evil" in done.stdout
     assert compared(store, *names).title

@@ -1,4 +1,4 @@
-"""What differs: keys that change the result apart from those that do not, defaults filled in, and the rest."""
+"""What differs: keys that change the result, those that do not, defaults filled in, the rest."""
 
 from dataclasses import replace
 
@@ -42,14 +42,18 @@ def test_every_key_of_the_config_is_on_one_of_the_two_sides(store: Store) -> Non
     for section in ("tokenize", "shard", "cluster", "train", "tracking", "merge", "evaluate"):
         for key in default[section]:
             other = {**default, section: {**default[section], key: "another"}}
-            found = between(replace(subject(store), config=default), replace(subject(store), config=other))
+            found = between(
+                replace(subject(store), config=default), replace(subject(store), config=other)
+            )
             names = [row.name for row in found.changing + found.placing]
             assert any(name.startswith(f"{section}.{key}") for name in names), f"{section}.{key}"
 
 
 def test_a_config_that_was_frozen_before_a_key_existed_has_its_default(store: Store) -> None:
     whole = subject(store)
-    train = {key: value for key, value in whole.config["train"].items() if key not in ("beta2", "lora")}
+    train = {
+        key: value for key, value in whole.config["train"].items() if key not in ("beta2", "lora")
+    }
     old = {key: value for key, value in whole.config.items() if key != "merge"} | {"train": train}
 
     assert between(whole, replace(whole, config=old)).changing == []
@@ -57,8 +61,14 @@ def test_a_config_that_was_frozen_before_a_key_existed_has_its_default(store: St
 
 def test_sources_are_told_by_content_and_not_by_where_they_lie(store: Store) -> None:
     one = subject(store)
-    moved = {**one.config, "data": {"train": [{"source": "file", "path": "b.jsonl"}], "validation_fraction": 0.05}}
-    here = {**one.config, "data": {"train": [{"source": "file", "path": "a.jsonl"}], "validation_fraction": 0.05}}
+    moved = {
+        **one.config,
+        "data": {"train": [{"source": "file", "path": "b.jsonl"}], "validation_fraction": 0.05},
+    }
+    here = {
+        **one.config,
+        "data": {"train": [{"source": "file", "path": "a.jsonl"}], "validation_fraction": 0.05},
+    }
     first = replace(one, config=here)
 
     same_content = between(first, replace(one, config=moved))
@@ -71,7 +81,10 @@ def test_sources_are_told_by_content_and_not_by_where_they_lie(store: Store) -> 
 
 def test_more_sources_in_one_than_in_the_other_are_a_difference(store: Store) -> None:
     one = subject(store)
-    more = {**one.config["data"], "train": [*one.config["data"]["train"], {"source": "pydoc", "weight": 2.0}]}
+    more = {
+        **one.config["data"],
+        "train": [*one.config["data"]["train"], {"source": "pydoc", "weight": 2.0}],
+    }
     found = between(one, replace(one, config={**one.config, "data": more}))
 
     assert DifferingRow("data.train[1].weight", ("-", "2")) in found.changing
@@ -101,7 +114,9 @@ def test_another_version_of_the_software_is_a_difference(store: Store) -> None:
     world = made(store, "two", 0.0, 1, train={"lr": 1e-3})
     folder = world.folder("train")
     manifest = read_manifest(folder)
-    write_manifest(folder, manifest.model_copy(update={"versions": {**manifest.versions, "torch": "9.9"}}))
+    write_manifest(
+        folder, manifest.model_copy(update={"versions": {**manifest.versions, "torch": "9.9"}})
+    )
     software = compared(store, "one", "two").differences.software
 
     assert [(row.name, row.values[1]) for row in software] == [("torch", "9.9")]
@@ -116,7 +131,10 @@ def test_hours_are_those_of_the_report_with_each_attempt_on_its_own_ranks(store:
     seal(store, experiment("one"), files)
     made(store, "two", 0.0, 1, train={"lr": 1e-3})
     one = compared(store, "one", "two").measured[0]
-    times = [[event["at"] for event in files["train"]["events.jsonl"] if event["attempt"] == each] for each in (1, 2)]
+    times = [
+        [event["at"] for event in files["train"]["events.jsonl"] if event["attempt"] == each]
+        for each in (1, 2)
+    ]
     held_s = [max(each) - min(each) for each in times]
 
     assert (one.device, one.restarts) == ("CPU core", 1)

@@ -1,4 +1,4 @@
-"""What is known of experiments that are not finished, and of damaged ones: named, and never a wrong number."""
+"""What is known of unfinished and of damaged experiments: named, and never a wrong number."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,11 @@ def test_an_unfinished_training_is_shown_as_far_as_it_came(store: Store, tmp_pat
     found = compared(store, "done", "running")
 
     numbers = found.measured[1]
-    assert (numbers.state, numbers.loss, numbers.steps) == ("not finished: step 70 of 118", None, 70)
+    assert (numbers.state, numbers.loss, numbers.steps) == (
+        "not finished: step 70 of 118",
+        None,
+        70,
+    )
     assert numbers.supervised_tokens == 70 * 5130
     assert numbers.final_loss == json.loads(rows(70)[-1])["loss"]
     assert numbers.device_hours is not None and numbers.held_s is not None
@@ -63,9 +67,16 @@ def test_an_unfinished_training_is_shown_as_far_as_it_came(store: Store, tmp_pat
 
 
 def test_the_generation_config_of_a_local_model_is_a_download(store: Store) -> None:
-    sections = {**experiment("local").config.model_dump(mode="json"), "model": {"source": "local", "path": "base"}}
+    sections = {
+        **experiment("local").config.model_dump(mode="json"),
+        "model": {"source": "local", "path": "base"},
+    }
     content = Content(model={}, data=({},), generation={"generation_config.json": "0"})
-    world = seal(store, compile_config(Config.model_validate_json(json.dumps(sections)), content), realistic_files())
+    world = seal(
+        store,
+        compile_config(Config.model_validate_json(json.dumps(sections)), content),
+        realistic_files(),
+    )
 
     known = read_known(Subject.of(world.experiment, Dag((world.experiment,), store)))
 
@@ -74,7 +85,12 @@ def test_the_generation_config_of_a_local_model_is_a_download(store: Store) -> N
 
 def test_broken_lines_are_named_and_the_one_being_written_is_not(store: Store) -> None:
     made(store, "done", 0.0, 0)
-    broken = ['{"step": 31, "lo\n', '["no", "row"]\n', '{"loss": 1.0}\n', '{"step": 32, "loss": "much"}\n']
+    broken = [
+        '{"step": 31, "lo\n',
+        '["no", "row"]\n',
+        '{"loss": 1.0}\n',
+        '{"step": 32, "loss": "much"}\n',
+    ]
     unfinished(store, [*rows(30), *broken, *rows(40)[30:], '{"step": 41, "loss"'])
     known = compared(store, "done", "running").found[1]
 
@@ -85,7 +101,9 @@ def test_broken_lines_are_named_and_the_one_being_written_is_not(store: Store) -
 
 def test_what_an_attempt_did_again_replaces_what_was_lost(store: Store) -> None:
     made(store, "done", 0.0, 0)
-    again = [json.dumps({**json.loads(line), "attempt": 2, "loss": 1.5}) + "\n" for line in rows(45)[40:]]
+    again = [
+        json.dumps({**json.loads(line), "attempt": 2, "loss": 1.5}) + "\n" for line in rows(45)[40:]
+    ]
     unfinished(store, rows(60) + again)
     known = compared(store, "done", "running").found[1]
 
@@ -150,8 +168,12 @@ def test_a_file_that_is_not_what_was_sealed_is_named_and_not_shown(
         assert "is unknown" in verdict(found)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 99}', '{"digest": "x", "files": {}}'])
-def test_a_damaged_manifest_is_named_and_nothing_of_its_directory_is_shown(store: Store, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"schema_version": 99}', '{"digest": "x", "files": {}}']
+)
+def test_a_damaged_manifest_is_named_and_nothing_of_its_directory_is_shown(
+    store: Store, content: str
+) -> None:
     made(store, "good", 0.0, 0)
     world = made(store, "bad", 0.2, 1, train={"lr": 1e-3})
     (world.folder("evaluate") / "manifest.json").write_text(content)

@@ -20,7 +20,9 @@ def files(content: str = "weights") -> Files:
 
 
 def twin(store: Store, found: Files, replica: str | None = None) -> None:
-    seal(store, experiment("twin" if replica is None else replica, train={"replica": replica}), found)
+    seal(
+        store, experiment("twin" if replica is None else replica, train={"replica": replica}), found
+    )
 
 
 def test_the_same_config_in_two_stores_is_identical(store: Store, tmp_path: Path) -> None:
@@ -32,7 +34,8 @@ def test_the_same_config_in_two_stores_is_identical(store: Store, tmp_path: Path
 
     assert found.is_identical
     assert verdict(found) == (
-        f"twin in {store.root} and twin in {other.root} are identical: 118 steps with the same loss, learning rate "
+        f"twin in {store.root} and twin in {other.root} are identical: 118 steps with the same "
+        "loss, learning rate "
         "and gradient norm to the last bit, and the same model files."
     )
 
@@ -55,7 +58,9 @@ def test_speed_does_not_count_and_a_replica_has_its_own_digest(store: Store) -> 
 def test_a_last_bit_tells_them_apart_from_its_step_on(store: Store, name: str) -> None:
     other = files("other weights")
     row = other["train"]["metrics.jsonl"][41]
-    row[name] = math.nextafter(row[name], math.inf) if isinstance(row[name], float) else row[name] + 1
+    row[name] = (
+        math.nextafter(row[name], math.inf) if isinstance(row[name], float) else row[name] + 1
+    )
     twin(store, files())
     twin(store, other, "again")
 
@@ -68,13 +73,17 @@ def test_a_last_bit_tells_them_apart_from_its_step_on(store: Store, name: str) -
 @pytest.mark.parametrize(
     ("steps", "content", "told"),
     [
-        (118, "other", "twin and again have the same curves, 118 steps with the same loss, learning rate and gradient "
+        (118, "other", "twin and again have the same curves, 118 steps with the same loss, "
+        "learning rate and gradient "
          "norm to the last bit, but their model files differ."),
-        (60, "weights", "twin and again are the same to the last bit up to step 60, where again ends; twin continues."),
+        (60, "weights", "twin and again are the same to the last bit up to step 60, where again "
+        "ends; twin continues."),
         (0, "weights", "again has no steps yet: there is no curve to compare."),
     ],
 )  # fmt: skip
-def test_what_is_the_same_only_in_part_is_told_so(store: Store, steps: int, content: str, told: str) -> None:
+def test_what_is_the_same_only_in_part_is_told_so(
+    store: Store, steps: int, content: str, told: str
+) -> None:
     other = files(content)
     del other["train"]["metrics.jsonl"][steps:]
     twin(store, files())

@@ -33,22 +33,30 @@ def problem(*texts: str, store: Store) -> str:
     return str(caught.value)
 
 
-def test_a_name_is_the_newest_of_that_name_and_a_digest_tells_the_older_from_it(store: Store) -> None:
+def test_a_name_is_the_newest_of_that_name_and_a_digest_tells_the_older_from_it(
+    store: Store,
+) -> None:
     old, new = frozen(store, "demo", 1e9), frozen(store, "demo", 2e9, train={"lr": 1e-3})
     other = frozen(store, "other", 1e9)
 
     assert reports("demo", "other", store=store) == [new, other]
     assert reports(new[:6], old[:6], store=store) == [new, old]
     assert reports("demo", old, "demo", store=store) == [new, old]  # each once
-    stem = next(path.stem for path in (store.root / "experiments").iterdir() if old in path.read_text())
+    stem = next(
+        path.stem for path in (store.root / "experiments").iterdir() if old in path.read_text()
+    )
     assert reports("demo", stem[:5], store=store) == [new, old]
 
 
-def test_a_pattern_names_a_sweep_and_a_config_file_all_that_is_in_it(store: Store, tmp_path: Path) -> None:
+def test_a_pattern_names_a_sweep_and_a_config_file_all_that_is_in_it(
+    store: Store, tmp_path: Path
+) -> None:
     swept = [frozen(store, f"demo-lr={lr}", train={"lr": lr}) for lr in (0.001, 0.002)]
     frozen(store, "other")
     config = tmp_path / "swept.yaml"
-    config.write_text(CONFIG.format(name="swept", lr="1.0e-3") + "sweep: {train.lr: [1.0e-3, 2.0e-3, 4.0e-3]}\n")
+    config.write_text(
+        CONFIG.format(name="swept", lr="1.0e-3") + "sweep: {train.lr: [1.0e-3, 2.0e-3, 4.0e-3]}\n"
+    )
 
     assert reports("demo-*", store=store) == swept
     names = [subject.name for subject in select([str(config)], store)]
@@ -81,7 +89,9 @@ def test_what_cannot_be_compared_is_refused(store: Store) -> None:
 def test_a_digest_that_begins_several_is_refused_with_their_names(store: Store) -> None:
     for number in range(2):
         path = store.root / "experiments" / f"abcd{number}.json"
-        write_json(path, {"config": {"experiment": f"e{number}"}, "parts": {"report": f"abcdef{number}"}})
+        write_json(
+            path, {"config": {"experiment": f"e{number}"}, "parts": {"report": f"abcdef{number}"}}
+        )
 
     assert "e0 (abcdef0), e1 (abcdef1)" in problem("abcd", "e1", store=store)
     assert reports("abcdef0", "e1", store=store) == ["abcdef0", "abcdef1"]
@@ -99,8 +109,16 @@ def test_a_damaged_frozen_experiment_is_refused_by_name_and_hides_no_other(store
 
 def test_a_config_of_an_older_version_is_compared_as_far_as_it_goes(store: Store) -> None:
     path = store.root / "experiments" / "old.json"
-    write_json(path, {"config": {"experiment": "old", "train": 3}, "parts": {"report": "0123456789abcdef", "x": 7}})
+    write_json(
+        path,
+        {
+            "config": {"experiment": "old", "train": 3},
+            "parts": {"report": "0123456789abcdef", "x": 7},
+        },
+    )
 
     subject = select(["old", frozen(store, "new")[:8]], store)[0]
 
-    assert subject == Subject(store, "old", json.loads(path.read_text())["config"], {"report": "0123456789abcdef"})
+    assert subject == Subject(
+        store, "old", json.loads(path.read_text())["config"], {"report": "0123456789abcdef"}
+    )

@@ -1,4 +1,4 @@
-"""The sentence that comes first, and the card beside it: they speak only of what can be compared."""
+"""The sentence that comes first, and the card beside it: they speak only of what is comparable."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,13 @@ def test_one_with_other_tokens_is_not_counted_among_those_that_were_beaten(store
     with_tokenizers(store, "a", "a", "b")
     found = compared(store, *NAMES)
 
-    assert verdict(found).startswith("two is the best of the 2 that can be compared by more than chance, at 2.0")
-    assert "Whether it is better than three is unknown: their tokenizers differ, so a loss" in verdict(found)
+    assert verdict(found).startswith(
+        "two is the best of the 2 that can be compared by more than chance, at 2.0"
+    )
+    assert (
+        "Whether it is better than three is unknown: their tokenizers differ, so a loss"
+        in verdict(found)
+    )
     assert (cards(found)[0].name, cards(found)[0].beside) == (
         *("Lowest held-out loss", "two, of the 2 that can be compared"),
     )
@@ -33,7 +38,9 @@ def test_within_noise_too_only_what_can_be_compared_is_counted(store: Store) -> 
     made(store, "two", 0.0, 1, None, "a", model={"seed": 1})
     made(store, "three", -1.0, 2, None, "b", model={"seed": 2})
 
-    assert "has the lowest held-out loss of the 2 that can be compared, 2.3" in verdict(compared(store, *NAMES))
+    assert "has the lowest held-out loss of the 2 that can be compared, 2.3" in verdict(
+        compared(store, *NAMES)
+    )
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -49,9 +56,11 @@ def test_where_no_two_can_be_compared_none_is_the_best(store: Store, count: int)
 
 
 def test_the_lowest_on_shared_documents_is_not_called_the_lowest_of_all(store: Store) -> None:
-    """The first saw hard documents too: its own loss is the highest, on the shared ones it is the lowest."""
+    """The first saw hard documents too: its own loss is highest, on shared ones it is lowest."""
     samples = Samples.drawn(0, 100)
-    hard = Samples(samples.tokens, samples.hardness + 2.0, [f"{name[:-1]}x" for name in samples.names])
+    hard = Samples(
+        samples.tokens, samples.hardness + 2.0, [f"{name[:-1]}x" for name in samples.names]
+    )
     both = Samples(
         np.concatenate([samples.tokens, hard.tokens]),
         np.concatenate([samples.hardness, hard.hardness]),
@@ -65,5 +74,7 @@ def test_the_lowest_on_shared_documents_is_not_called_the_lowest_of_all(store: S
 
     assert own[0] == max(loss for loss in own if loss is not None)
     assert verdict(found).startswith("one is the best of 3 by more than chance, at 2.")
-    assert cards(found)[0].name == "Lowest loss on the 100 held-out documents that all were scored on"
+    assert (
+        cards(found)[0].name == "Lowest loss on the 100 held-out documents that all were scored on"
+    )
     assert cards(found)[0].value == f"{found.ranking.loss:.4f}"

@@ -1,4 +1,4 @@
-"""Which is best and what is noise: pairing, and the intervals against simulations of known truth."""
+"""Which is best and what is noise: pairing, and intervals against simulations of known truth."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,7 @@ def with_tokenizer(known: Known, sha256: str | None) -> Known:
 
 
 def test_the_difference_is_taken_document_by_document() -> None:
-    """The difficulty of the documents, which is far larger than the difference, does not blur it."""
+    """The difficulty of documents, far larger than the difference, does not blur it."""
     samples = Samples.drawn(0)
     found = ranked(evaluated(samples.scores(0.05, 1)), evaluated(samples.scores(0.0, 2)))
 
@@ -72,7 +72,9 @@ def test_the_difference_is_taken_document_by_document() -> None:
     assert (one.kind, one.documents, one.is_worse) == (PAIRED, 287, True)
     assert one.low is not None and one.high is not None and one.low < 0.05 < one.high
     assert one.high - one.low < 0.04
-    assert compare(table(samples.hardness, samples.tokens, "a"), table(samples.hardness, samples.tokens, "b")).is_noise
+    assert compare(
+        table(samples.hardness, samples.tokens, "a"), table(samples.hardness, samples.tokens, "b")
+    ).is_noise
 
 
 def test_documents_are_matched_whatever_their_order_and_how_many_are_shared_is_told() -> None:
@@ -86,14 +88,20 @@ def test_documents_are_matched_whatever_their_order_and_how_many_are_shared_is_t
 
 
 def test_an_easier_sample_of_documents_does_not_make_an_experiment_the_best() -> None:
-    """The second has a lower loss of its own, on easy documents; on those that both saw, the first is better."""
+    """The second has a lower loss of its own, on easy documents; on shared ones it is worse.
+
+    On the documents that both saw, the first is better.
+    """
     samples = Samples.drawn(0, 100)
     rows, others = samples.scores(0.0, 1, noise=0.01), samples.scores(0.2, 2, noise=0.01)
     easy = [row for row in others if row["tuned"] / row["tokens"] < 2.5]
 
     found = ranked(evaluated(rows), evaluated(easy))
 
-    own = [sum(row["tuned"] for row in each) / sum(row["tokens"] for row in each) for each in (rows, easy)]
+    own = [
+        sum(row["tuned"] for row in each) / sum(row["tokens"] for row in each)
+        for each in (rows, easy)
+    ]
     assert own[1] < own[0]
     assert (found.best, found.versus[1].documents, found.versus[1].is_worse) == (0, len(easy), True)
 
@@ -124,7 +132,9 @@ def test_what_cannot_be_told_is_said_and_never_made_up() -> None:
     old = ranked(evaluated(rows), evaluated([], 9.0)).versus[1]
     few = ranked(evaluated(rows), evaluated(Samples.drawn(1, 5, "other").scores(3.0, 2))).versus[1]
 
-    assert [(one.kind, one.low, one.meaning) for one in (old, few)] == [(UNKNOWN, None, "unknown")] * 2
+    assert [(one.kind, one.low, one.meaning) for one in (old, few)] == [
+        (UNKNOWN, None, "unknown")
+    ] * 2
     assert "the evaluation of e1 has no losses by document (scores.jsonl)" in old.why
     assert "fewer than 20 held-out documents" in few.why
     assert ranked(evaluated([]), evaluated([])) == Ranking(None, {}, 0, 0)
@@ -154,7 +164,12 @@ def test_losses_of_other_tokens_are_never_compared(
     """The loss of each is lower than that of the one before it."""
     samples = Samples.drawn(0)
     each = enumerate(tokenizers)
-    found = ranked(*(with_tokenizer(evaluated(samples.scores(-0.2 * place, place)), name) for place, name in each))
+    found = ranked(
+        *(
+            with_tokenizer(evaluated(samples.scores(-0.2 * place, place)), name)
+            for place, name in each
+        )
+    )
 
     assert (found.best, found.ranked) == (best, ranked_places)
     apart = {place: one for place, one in found.versus.items() if place not in ranked_places}
@@ -164,7 +179,9 @@ def test_losses_of_other_tokens_are_never_compared(
 
 def test_losses_on_other_data_are_not_compared_unless_documents_are_shared() -> None:
     def on(data: str, known: Known) -> Known:
-        return replace(known, subject=replace(known.subject, parts={**known.subject.parts, "data.0": data}))
+        return replace(
+            known, subject=replace(known.subject, parts={**known.subject.parts, "data.0": data})
+        )
 
     a, b = Samples.drawn(0), Samples.drawn(1, prefix="other")
     ours = [on("a", evaluated(a.scores(0.0, 1))), on("a", evaluated(a.scores(0.1, 2)))]
@@ -178,15 +195,23 @@ def test_losses_on_other_data_are_not_compared_unless_documents_are_shared() -> 
 
 
 def test_where_some_were_scored_on_more_the_lowest_is_that_on_what_all_were_scored_on() -> None:
-    """The second has the lowest loss of its own, on easy documents; one without losses by document has no place."""
-    rows, others = (Samples.drawn(0, 100).scores(shift, seed, noise=0.01) for seed, shift in ((1, 0.0), (2, 0.2)))
+    """The second's own loss is lowest, on easy documents; one without losses has no place.
+
+    That is one without losses by document.
+    """
+    rows, others = (
+        Samples.drawn(0, 100).scores(shift, seed, noise=0.01)
+        for seed, shift in ((1, 0.0), (2, 0.2))
+    )
     easy = [row for row in others if row["tuned"] / row["tokens"] < 2.5]
     found = ranked(evaluated(rows), evaluated(easy), evaluated([], 0.1))
 
     names = {row["document"] for row in easy}
     shared = [row for row in rows if row["document"] in names]
     assert (found.best, found.ranked, found.shared, found.is_part) == (0, (0, 1), len(easy), True)
-    assert found.loss == pytest.approx(sum(row["tuned"] for row in shared) / sum(row["tokens"] for row in shared))
+    assert found.loss == pytest.approx(
+        sum(row["tuned"] for row in shared) / sum(row["tokens"] for row in shared)
+    )
     assert found.versus[2].kind == UNKNOWN
 
 
@@ -198,7 +223,9 @@ def test_the_interval_covers_the_truth_in_95_of_100_samples(count: int) -> None:
         tokens = random.integers(8, 120, count)
         hardness = 2.4 + 0.5 * random.normal(size=count)
         best = table(tokens * (hardness + 0.1 * random.normal(size=count)), tokens)
-        one = compare(table(tokens * (hardness + truth + 0.1 * random.normal(size=count)), tokens), best)
+        one = compare(
+            table(tokens * (hardness + truth + 0.1 * random.normal(size=count)), tokens), best
+        )
         covered += one.low is not None and one.high is not None and one.low <= truth <= one.high
 
     assert 0.93 < covered / TRIALS < 0.97
@@ -218,13 +245,19 @@ def test_the_interval_of_different_documents_covers_the_truth_too() -> None:
 
 
 def test_of_equally_good_experiments_few_comparisons_find_a_difference() -> None:
-    """The best of six looks better than the worst by choice alone: without the correction every third would alarm."""
+    """The best of six looks better by choice alone: uncorrected, every third would alarm.
+
+    It looks better than the worst.
+    """
     random, trials, experiments, count = np.random.default_rng(2), 300, 6, 60
     alarms = uncorrected = 0
     for _ in range(trials):
         tokens = random.integers(8, 120, count)
         hardness = 2.4 + 0.5 * random.normal(size=count)
-        drawn = [table(tokens * (hardness + 0.1 * random.normal(size=count)), tokens) for _ in range(experiments)]
+        drawn = [
+            table(tokens * (hardness + 0.1 * random.normal(size=count)), tokens)
+            for _ in range(experiments)
+        ]
         best, *others = sorted(drawn, key=lambda each: sum(row.tuned for row in each.values()))
         pairs = experiments * (experiments - 1) // 2
         alarms += any(compare(one, best, pairs).is_worse for one in others)

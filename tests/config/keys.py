@@ -32,7 +32,7 @@ BASES = {"(tiny)": TINY, "(pydoc)": TINY, "(local)": LOCAL, "(file)": LOCAL, "(h
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Paths such as `train.lora.rank`; where a source decides what keys there are, `model(tiny).layers`.
+    """Paths such as `train.lora.rank`; where a source decides on keys, `model(tiny).layers`.
 
     A section that may be left out is one key, and so is a list of sections.
     """
@@ -41,7 +41,10 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
         if not members:
             yield prefix + str(field.validation_alias or name)
         for member in members:
-            source = f"({member.model_fields['source'].annotation.__args__[0]})" if len(members) > 1 else ""  # type: ignore[union-attr]
+            source = ""
+            if len(members) > 1:
+                kinds: Any = member.model_fields["source"].annotation
+                source = f"({kinds.__args__[0]})"
             yield from all_keys(member, f"{prefix}{name}{source}.")
 
 

@@ -1,4 +1,4 @@
-"""Lists of experiments and random draws: which experiments they make, and what is said of bad ones."""
+"""Lists of experiments and random draws: which they make, and what is said of bad ones."""
 
 import math
 from pathlib import Path
@@ -16,9 +16,15 @@ DRAWN = [4.58e-05, 0.000117, 1.56e-05, 3.78e-05]  # of seed 0, on every machine
 ends = st.floats(1e-9, 1e9)
 
 
-def test_each_entry_of_a_list_is_an_experiment_and_what_it_leaves_out_is_the_files(tmp_path: Path) -> None:
-    path = written(tmp_path, "{list: [{train.lr: 2.0e-4, train.warmup_steps: 10}, {train.lr: 3.0e-4}, {}]}")
-    assert [(one.experiment, one.train.lr, one.train.warmup_steps) for one in load_configs(path)] == [
+def test_each_entry_of_a_list_is_an_experiment_and_what_it_leaves_out_is_the_files(
+    tmp_path: Path,
+) -> None:
+    path = written(
+        tmp_path, "{list: [{train.lr: 2.0e-4, train.warmup_steps: 10}, {train.lr: 3.0e-4}, {}]}"
+    )
+    assert [
+        (one.experiment, one.train.lr, one.train.warmup_steps) for one in load_configs(path)
+    ] == [
         ("demo-lr=0.0002-warmup_steps=10", 2e-4, 10),
         ("demo-lr=0.0003", 3e-4, None),
         ("demo", 1e-4, None),
@@ -28,13 +34,19 @@ def test_each_entry_of_a_list_is_an_experiment_and_what_it_leaves_out_is_the_fil
 @pytest.mark.parametrize(
     ("sweep", "expected"),
     [
-        ("{list: [{train.lr: 2.0e-4, train.seed: 1}, {train.lr: 3.0e-4, train.seed: 1}]}", ["lr=0.0002", "lr=0.0003"]),
+        (
+            "{list: [{train.lr: 2.0e-4, train.seed: 1}, {train.lr: 3.0e-4, train.seed: 1}]}",
+            ["lr=0.0002", "lr=0.0003"],
+        ),
         (
             "{train.seed: [1, 2], list: [{train.lr: 2.0e-4}, {}]}",
             ["seed=1-lr=0.0002", "seed=1", "seed=2-lr=0.0002", "seed=2"],
         ),
         ("{list: [{train.seed: 1}, {shard.seed: 1}]}", ["train.seed=1", "shard.seed=1"]),
-        ("{random: {experiments: 2, train.seed: [4]}, train.lr: [2.0e-4, 3.0e-4]}", ["lr=0.0002", "lr=0.0003"]),
+        (
+            "{random: {experiments: 2, train.seed: [4]}, train.lr: [2.0e-4, 3.0e-4]}",
+            ["lr=0.0002", "lr=0.0003"],
+        ),
     ],
 )
 def test_they_are_named_by_what_differs_and_combine_with_a_grid(
@@ -60,7 +72,9 @@ def test_draws_that_come_out_alike_are_one_experiment(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(0, 999), ends, ends, st.sampled_from(["linear", "log"]))
-def test_a_drawn_number_is_in_its_range_and_short(seed: int, index: int, one: float, other: float, scale: str) -> None:
+def test_a_drawn_number_is_in_its_range_and_short(
+    seed: int, index: int, one: float, other: float, scale: str
+) -> None:
     choices = {"low": min(one, other), "high": max(one, other), "scale": scale}
     if range_problem(choices) is None:
         value = draw(seed, "train.lr", index, choices)
@@ -70,7 +84,10 @@ def test_a_drawn_number_is_in_its_range_and_short(seed: int, index: int, one: fl
 
 
 def test_draws_spread_evenly_over_the_scale() -> None:
-    log = [math.log10(draw(0, "lr", index, {"low": 1e-5, "high": 1e-3, "scale": "log"})) for index in range(1000)]
+    log = [
+        math.log10(draw(0, "lr", index, {"low": 1e-5, "high": 1e-3, "scale": "log"}))
+        for index in range(1000)
+    ]
     whole = [draw(0, "rank", index, {"low": 1, "high": 4}) for index in range(1000)]
     listed = [draw(0, "block", index, [2048, 4096]) for index in range(1000)]
     assert 440 < sum(value < -4 for value in log) < 560
@@ -79,11 +96,17 @@ def test_draws_spread_evenly_over_the_scale() -> None:
 
 
 WRONG = {
-    "list of values": ("{list: [1.0e-4]}", ["list[0]: 0.0001 is not keys with values, as in {train.lr: 1.0e-4}"]),
+    "list of values": (
+        "{list: [1.0e-4]}",
+        ["list[0]: 0.0001 is not keys with values, as in {train.lr: 1.0e-4}"],
+    ),
     "empty list": ("{list: []}", ["list: holds no experiments, as in [{train.lr: 1.0e-4}]"]),
     "no whole keys": (
         "{list: [{train: {lr: 1.0e-4}}, {train.lr: 1.0e-4}, {train.lr: 1.0e-4}]}",
-        ["list[0]: train: a section or a name; sweep one of its keys, as in train.lr", "list[2]: the same as list[1]"],
+        [
+            "list[0]: train: a section or a name; sweep one of its keys, as in train.lr",
+            "list[2]: the same as list[1]",
+        ],
     ),
     "set twice": (
         "{train.lr: [1.0e-4], list: [{train.lr: 2.0e-4}]}",
@@ -131,8 +154,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sweep", "said"), WRONG.values(), ids=WRONG)
-def test_every_mistake_is_named_with_line_and_key(tmp_path: Path, sweep: str, said: list[str]) -> None:
-    assert problems_of(written(tmp_path, sweep)) == [f"line 5: sweep: {problem}" for problem in said]
+def test_every_mistake_is_named_with_line_and_key(
+    tmp_path: Path, sweep: str, said: list[str]
+) -> None:
+    assert problems_of(written(tmp_path, sweep)) == [
+        f"line 5: sweep: {problem}" for problem in said
+    ]
 
 
 def test_lines_are_those_of_the_entries(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ PLAN = {"plan"}
 NAME = {"plan", "report"}
 NOTHING: set[str] = set()
 
-# Every key, and another value for it than the default: this table is the surface of the config. A key that goes breaks
-# users' files; a key that begins to change a digest (config/effects.py) reruns their stages.
+# Every key, and another value for it than the default: this table is the surface of the config. A
+# key that goes breaks users' files; a key that begins to change a digest (config/effects.py) reruns
+# their stages.
 VALUES: dict[str, Any] = {
     "experiment": "other",
     "model(tiny).tokenizer": "tokenizers/other",
@@ -197,16 +198,26 @@ def test_the_table_has_every_key_of_the_schema() -> None:
 def test_a_key_changes_what_the_table_says_and_nothing_else(key: str) -> None:
     effect = effect_of(key)
     assert effect is not None
-    downloaded = "data.1" if key == "data.validation" else key.partition("(")[0].replace("data.train", "data.0")
+    downloaded = (
+        "data.1"
+        if key == "data.validation"
+        else key.partition("(")[0].replace("data.train", "data.0")
+    )
     affected = {downloaded if stage == "download" else stage for stage in effect.stages}
-    if effect.stages[0:1] == ("evaluate",) or "shard" in effect.stages or plain(key) == "model.rope":
+    if (
+        effect.stages[0:1] == ("evaluate",)
+        or "shard" in effect.stages
+        or plain(key) == "model.rope"
+    ):
         affected.add("baseline")  # the base's evaluation, of the same stage
 
     assert changed(compiled(base_of(key)), compiled(with_value(key, VALUES[key]))) == affected
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_what_changes_a_result_changes_a_digest_and_what_changes_none_leaves_the_training(key: str) -> None:
+def test_what_changes_a_result_changes_a_digest_and_what_changes_none_leaves_the_training(
+    key: str,
+) -> None:
     effect, computing = EFFECTS[key], {"train", "merge", "evaluate"}
     changes_result = effect.result == Result.YES
     assert changes_result == bool(computing & {*effect.stages}) or key == "train.replica"
@@ -214,12 +225,18 @@ def test_what_changes_a_result_changes_a_digest_and_what_changes_none_leaves_the
 
 def test_the_table_has_no_key_that_the_schema_lacks() -> None:
     """Those of `source` decide which other keys there are."""
-    known = {name for key in all_keys() for name in (key, plain(key), plain(key).rpartition(".")[0])}
+    known = {
+        name for key in all_keys() for name in (key, plain(key), plain(key).rpartition(".")[0])
+    }
     assert EFFECTS.keys() - known == set()
 
 
-@pytest.mark.parametrize("approximation", [{"local_sgd_steps": 4}, {"gradient_compression": "powersgd"}])
-@pytest.mark.parametrize("changed_by", [{"cluster": {"cpu_ranks": 4}}, {"train": {"micro_batch_blocks": 2}}])
+@pytest.mark.parametrize(
+    "approximation", [{"local_sgd_steps": 4}, {"gradient_compression": "powersgd"}]
+)
+@pytest.mark.parametrize(
+    "changed_by", [{"cluster": {"cpu_ranks": 4}}, {"train": {"micro_batch_blocks": 2}}]
+)
 def test_what_ranks_are_dealt_decides_a_training_in_which_each_approximates_by_itself(
     approximation: dict[str, Any], changed_by: dict[str, Any]
 ) -> None:
@@ -233,7 +250,10 @@ def test_what_ranks_are_dealt_decides_a_training_in_which_each_approximates_by_i
 @pytest.mark.parametrize("kind", ["tiny", "local", "huggingface"])
 def test_a_factor_of_one_stretches_nothing(kind: str) -> None:
     key = f"model({kind}).rope"
-    assert changed(compiled(base_of(key)), compiled(with_value(key, {"type": "yarn", "factor": 1.0}))) == NOTHING
+    assert (
+        changed(compiled(base_of(key)), compiled(with_value(key, {"type": "yarn", "factor": 1.0})))
+        == NOTHING
+    )
 
 
 def test_the_content_of_a_deepspeed_json_is_part_of_the_plan_and_where_it_lies_is_not() -> None:
@@ -244,7 +264,12 @@ def test_the_content_of_a_deepspeed_json_is_part_of_the_plan_and_where_it_lies_i
     base = of("zero.json", "{}")
     assert changed(base, of("moved.json", "{}")) == NOTHING
     assert changed(base, of("zero.json", '{"steps_per_print":9}')) == PLAN
-    assert of("zero.json", '{"steps_per_print":9}').specs["plan"].settings["train"]["deepspeed_json"].startswith("{")
+    assert (
+        of("zero.json", '{"steps_per_print":9}')
+        .specs["plan"]
+        .settings["train"]["deepspeed_json"]
+        .startswith("{")
+    )
 
 
 def test_what_was_measured_is_part_of_the_plan_and_where_it_lies_is_not() -> None:
@@ -258,7 +283,10 @@ def test_what_was_measured_is_part_of_the_plan_and_where_it_lies_is_not() -> Non
 
 def test_the_plan_is_told_what_auto_has_to_leave_as_it_is() -> None:
     """Also where the value given is the default: without it the plan would choose another."""
-    free, held = ({"strategy": "auto", **given} for given in ({}, {"micro_batch_blocks": 1, "recompute": "full"}))
+    free, held = (
+        {"strategy": "auto", **given}
+        for given in ({}, {"micro_batch_blocks": 1, "recompute": "full"})
+    )
     plans = [compiled({**TINY, "train": train}).specs["plan"] for train in (free, held)]
 
     as_free = compiled({**TINY, "train": {"strategy": "auto", "recompute": "auto"}}).specs["plan"]
@@ -272,7 +300,9 @@ def test_the_plan_is_told_what_auto_has_to_leave_as_it_is() -> None:
 def test_what_says_only_where_and_how_often_decides_the_plan_alone() -> None:
     in_table = {key for key, effect in EFFECTS.items() if {*effect.stages} == PLAN}
 
-    whole = {key for key in VALUES if key.startswith(("cluster.", "tracking."))} - {"cluster.measured"}
+    whole = {key for key in VALUES if key.startswith(("cluster.", "tracking."))} - {
+        "cluster.measured"
+    }
     assert in_table == whole | {in_file(key) for key in PLACEMENT_KEYS}
 
 
@@ -300,14 +330,20 @@ def test_content_is_part_of_what_is_computed() -> None:
 
 
 def test_another_source_leaves_the_first_one_as_it_is() -> None:
-    two: dict[str, Any] = {**TINY, "data": {"train": [{"source": "pydoc"}, {"source": "pydoc", "max_rows": 9}]}}
+    two: dict[str, Any] = {
+        **TINY,
+        "data": {"train": [{"source": "pydoc"}, {"source": "pydoc", "max_rows": 9}]},
+    }
     content = Content(CONTENT.model, CONTENT.data * 2)
 
     assert changed(compiled(TINY), compiled(two, content)) == TOKENIZE | {"data.1"}
 
 
 def test_a_run_keeps_its_working_directory_wherever_it_is_told_to_stop() -> None:
-    runs = {run_digest(compiled(with_value("train.until_step", step)).specs["train"]) for step in (None, 10, 20)}
+    runs = {
+        run_digest(compiled(with_value("train.until_step", step)).specs["train"])
+        for step in (None, 10, 20)
+    }
 
     assert len(runs) == 1
     assert runs == {compiled(TINY).specs["train"].digest}
@@ -349,7 +385,8 @@ def test_comments_order_and_style_of_the_yaml_change_nothing(tmp_path: Path) -> 
 
 def test_branches_are_replaced_by_commits_and_the_config_records_them(tmp_path: Path) -> None:
     revisions = Revisions(tmp_path / "revisions.json")
-    model, rows = Repository("huggingface", "model", "o/m"), Repository("modelscope", "dataset", "o/d")
+    model = Repository("huggingface", "model", "o/m")
+    rows = Repository("modelscope", "dataset", "o/d")
     for repository, revision, commit in ((model, "v1", "1" * 40), (rows, None, "2" * 40)):
         revisions.entries[f"{repository} {revision or 'main branch'}"] = {"commit": commit}
     config = Config.model_validate_json(
@@ -368,7 +405,12 @@ def test_branches_are_replaced_by_commits_and_the_config_records_them(tmp_path: 
     assert found.data.train[0].model_dump()["revision"] == "2" * 40
     assert found.data.train[1] == config.data.train[1]
     specs = compile_config(found, Content({}, ({}, {"python": "3"}))).specs
-    assert specs["model"].settings == {"kind": "model", "source": "huggingface", "name": "o/m", "revision": "1" * 40}
+    assert specs["model"].settings == {
+        "kind": "model",
+        "source": "huggingface",
+        "name": "o/m",
+        "revision": "1" * 40,
+    }
     assert specs["data.0"].settings["revision"] == "2" * 40
 
 
@@ -381,19 +423,29 @@ def test_a_commit_asks_no_hub(tmp_path: Path) -> None:
 
 
 def test_the_context_of_prompts_is_part_of_the_evaluation_and_of_nothing_without_prompts() -> None:
-    sections = {"experiment": "x", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
+    sections = {
+        "experiment": "x",
+        "model": {"source": "tiny"},
+        "data": {"train": [{"source": "pydoc"}]},
+    }
     contexts = []
     for prompts in ([], ["Who are you?"]):
         asked_with = {"system": "You are one.", "chat_template_kwargs": {"reasoning_effort": "low"}}
-        given = {**sections, "tokenize": {**asked_with, "thinking": "mask"}, "evaluate": {"prompts": prompts}}
+        given = {
+            **sections,
+            "tokenize": {**asked_with, "thinking": "mask"},
+            "evaluate": {"prompts": prompts},
+        }
         config = Config.model_validate_json(json.dumps(given))
-        found = compile_config(config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))).specs["evaluate"]
+        found = compile_config(
+            config, Content(dict(RUNNING_PYTHON), (dict(RUNNING_PYTHON),))
+        ).specs["evaluate"]
         contexts.append(found.settings.get("context"))
     assert contexts == [None, asked_with]
 
 
 def test_the_digests_of_a_config_never_change() -> None:
-    """All that users have computed hangs on them; a stage version that is bumped on purpose changes them here."""
+    """All users' results hang on them; a stage version bumped on purpose changes them here."""
     assert digests(compiled(TINY)) == {
         "model": "2ee978dff2974324",
         "data.0": "dceee265e3fe3e37",
@@ -409,10 +461,14 @@ def test_the_digests_of_a_config_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "version"), [({}, 4), ({"lr_schedule": "constant"}, 3), ({"method": "lora", "lora": {"dropout": 0.1}}, 5)]
+    ("train", "version"),
+    [({}, 4), ({"lr_schedule": "constant"}, 3), ({"method": "lora", "lora": {"dropout": 0.1}}, 5)],
 )
 def test_a_queued_spec_of_another_version_is_refused(train: dict[str, Any], version: int) -> None:
     ours = Spec("train", version, settings_of(Train.model_validate(train)))
     refuse_other_version(ours)
-    with pytest.raises(ConfigError, match=rf"version {version - 1} of the stage, and this code computes .* {version};"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"version {version - 1} of the stage, and this code computes .* {version};",
+    ):
         refuse_other_version(replace(ours, version=version - 1))

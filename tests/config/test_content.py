@@ -18,7 +18,10 @@ ROWS = '{"messages": []}\n'
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: a model folder, a tokenizer and data, made for the test."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "model", {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"})
+    write(
+        tmp_path / "model",
+        {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"},
+    )
     write(tmp_path / "data", {"a.jsonl": ROWS, "b.jsonl": ROWS * 2})
     return tmp_path
 
@@ -34,13 +37,21 @@ def store_of(folder: Path) -> Store:
     return Store(folder / "store", UserCache(folder / "cache"))
 
 
-def digests(folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl") -> dict[str, str]:
+def digests(
+    folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl"
+) -> dict[str, str]:
     path = folder / "config.yaml"
-    path.write_text(f"experiment: e\nmodel: {model}\ndata: {{train: [{{source: file, path: '{data}'}}]}}\n")
-    return {part: spec.digest for part, spec in open_experiment(path, store_of(folder)).specs.items()}
+    path.write_text(
+        f"experiment: e\nmodel: {model}\ndata: {{train: [{{source: file, path: '{data}'}}]}}\n"
+    )
+    return {
+        part: spec.digest for part, spec in open_experiment(path, store_of(folder)).specs.items()
+    }
 
 
-def problems(folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl") -> list[str]:
+def problems(
+    folder: Path, model: str = "{source: local, path: model}", data: str = "data/*.jsonl"
+) -> list[str]:
     with pytest.raises(ConfigError) as raised:
         digests(folder, model, data)
     return raised.value.problems
@@ -48,21 +59,32 @@ def problems(folder: Path, model: str = "{source: local, path: model}", data: st
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "another size": ("data.0", lambda folder: (folder / "data" / "b.jsonl").write_text(ROWS * 3)),
-    "the same size": ("model", lambda folder: (folder / "model" / "model.safetensors").write_text("weighty")),
+    "the same size": (
+        "model",
+        lambda folder: (folder / "model" / "model.safetensors").write_text("weighty"),
+    ),
     "one more file": ("data.0", lambda folder: (folder / "data" / "c.jsonl").write_text(ROWS)),
     # The sealed files, the ledger and the order of the samples have the names.
-    "another name": ("data.0", lambda folder: (folder / "data" / "a.jsonl").rename(folder / "data" / "z.jsonl")),
+    "another name": (
+        "data.0",
+        lambda folder: (folder / "data" / "a.jsonl").rename(folder / "data" / "z.jsonl"),
+    ),
 }
 
 
 @pytest.mark.parametrize(("part", "change"), CHANGES.values(), ids=CHANGES)
-def test_a_changed_file_is_another_source(folder: Path, part: str, change: Callable[[Path], object]) -> None:
+def test_a_changed_file_is_another_source(
+    folder: Path, part: str, change: Callable[[Path], object]
+) -> None:
     before = digests(folder)
 
     change(folder)
 
     after = digests(folder)
-    assert {key for key in ("model", "data.0", "train") if after[key] != before[key]} == {part, "train"}
+    assert {key for key in ("model", "data.0", "train") if after[key] != before[key]} == {
+        part,
+        "train",
+    }
 
 
 def test_where_the_content_lies_and_when_it_was_written_changes_nothing(folder: Path) -> None:
@@ -73,7 +95,10 @@ def test_where_the_content_lies_and_when_it_was_written_changes_nothing(folder: 
     for path in folder.rglob("*.json*"):
         os.utime(path, (0, 4e9))
 
-    assert digests(folder, f"{{source: local, path: {folder}/renamed}}", "elsewhere/[ab].jsonl") == before
+    assert (
+        digests(folder, f"{{source: local, path: {folder}/renamed}}", "elsewhere/[ab].jsonl")
+        == before
+    )
 
 
 def test_a_given_tokenizer_is_hashed_and_the_files_beside_it_are_not(folder: Path) -> None:
@@ -89,8 +114,21 @@ def test_a_given_tokenizer_is_hashed_and_the_files_beside_it_are_not(folder: Pat
 
 
 def test_of_a_model_folder_only_data_is_taken(tmp_path: Path) -> None:
-    taken = ["chat_template.jinja", "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
-    left = ["modeling.py", "model.bin", "model.pt", "optimizer.pickle", ".hidden.json", "manifest.json", "README.md"]
+    taken = [
+        "chat_template.jinja",
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    left = [
+        "modeling.py",
+        "model.bin",
+        "model.pt",
+        "optimizer.pickle",
+        ".hidden.json",
+        "manifest.json",
+        "README.md",
+    ]
     write(tmp_path, dict.fromkeys([*taken, *left], ""))
     write(tmp_path / "below", {"config.json": ""})
 
@@ -118,7 +156,10 @@ def test_every_source_that_is_missing_is_named(folder: Path) -> None:
     [
         ("config.json", "has no config.json"),
         ("tokenizer.json", "has no tokenizer.json"),
-        ("model.safetensors", "has no *.safetensors (other weight formats are not read: they can carry code)"),
+        (
+            "model.safetensors",
+            "has no *.safetensors (other weight formats are not read: they can carry code)",
+        ),
     ],
 )
 def test_what_a_model_folder_lacks_is_named(folder: Path, lacking: str, said: str) -> None:
@@ -129,7 +170,9 @@ def test_what_a_model_folder_lacks_is_named(folder: Path, lacking: str, said: st
 
 def seal(folder: Path) -> None:
     """What merge leaves beside a model, and DVC carries with it."""
-    write_manifest(folder, Manifest(stage="merge", digest="d", spec={}, files=describe_files(folder)))
+    write_manifest(
+        folder, Manifest(stage="merge", digest="d", spec={}, files=describe_files(folder))
+    )
 
 
 def test_a_model_that_is_what_its_manifest_says_is_the_same_source(folder: Path) -> None:
@@ -160,7 +203,10 @@ def test_a_model_that_is_not_what_its_manifest_says_is_refused_by_file(folder: P
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [('{"stage": "mer', "cannot be read"), ('{"stage": "merge", "digest": "d", "files": {"x": 1}}', "is damaged")],
+    [
+        ('{"stage": "mer', "cannot be read"),
+        ('{"stage": "merge", "digest": "d", "files": {"x": 1}}', "is damaged"),
+    ],
 )
 def test_a_damaged_manifest_proves_no_model(folder: Path, text: str, said: str) -> None:
     write(folder / "model", {"manifest.json": text})
@@ -185,14 +231,17 @@ def test_files_of_other_formats_are_named(folder: Path) -> None:
     write(folder / "data", {"c.txt": ""})
 
     suffixes = ".json, .jsonl, .csv, .json.gz, .jsonl.gz, .csv.gz, .parquet, .arrow"
-    assert problems(folder, data="data/*") == [f"line 3: data.train[0].path: 'data/c.txt' is none of {suffixes}"]
+    assert problems(folder, data="data/*") == [
+        f"line 3: data.train[0].path: 'data/c.txt' is none of {suffixes}"
+    ]
 
 
 def test_two_files_of_one_name_are_refused(folder: Path) -> None:
     write(folder / "data" / "below", {"a.jsonl": ROWS})
 
     assert problems(folder, data="data/**/*.jsonl") == [
-        "line 3: data.train[0].path: 'data/**/*.jsonl' matches several files called 'a.jsonl'; rename one"
+        "line 3: data.train[0].path: 'data/**/*.jsonl' matches several files called 'a.jsonl'; "
+        "rename one"
     ]
 
 
@@ -203,15 +252,21 @@ def test_a_hash_is_remembered_until_size_or_time_change(tmp_path: Path) -> None:
     old = cache.sha256(file)
     cache.save()
     entries = json.loads(path.read_text())
-    path.write_text(json.dumps({key: [*entry[:-1], "remembered"] for key, entry in entries.items()}))
+    path.write_text(
+        json.dumps({key: [*entry[:-1], "remembered"] for key, entry in entries.items()})
+    )
 
     assert HashCache.load(path).sha256(file) == "remembered", "it was read again"
     os.utime(file, (2, 2))
     assert HashCache.load(path).sha256(file) == old
 
 
-@pytest.mark.parametrize(("name", "part"), [("data/a.jsonl", "data.0"), ("model/model.safetensors", "model")])
-def test_an_edit_in_place_that_keeps_size_and_time_is_seen(folder: Path, name: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "part"), [("data/a.jsonl", "data.0"), ("model/model.safetensors", "model")]
+)
+def test_an_edit_in_place_that_keeps_size_and_time_is_seen(
+    folder: Path, name: str, part: str
+) -> None:
     """As `rsync --inplace --times` makes it."""
     file = folder / name
     before, times = digests(folder), file.stat()
@@ -248,7 +303,8 @@ def test_a_store_that_cannot_be_is_named(folder: Path, store: str) -> None:
 
 def test_a_folder_in_the_place_of_files_is_told_apart_from_nothing(folder: Path) -> None:
     assert problems(folder, data="data") == [
-        "line 3: data.train[0].path: 'data' is neither a file nor a folder saved by `datasets`; name the files in "
+        "line 3: data.train[0].path: 'data' is neither a file nor a folder saved by `datasets`; "
+        "name the files in "
         "it, as in 'folder/*.jsonl'"
     ]
 
@@ -258,7 +314,9 @@ def test_what_another_user_says_of_a_file_is_not_believed(folder: Path) -> None:
     before = digests(folder)
     remembered = store_of(folder).remembered(HASHES_NAME)
     assert remembered is not None
-    forged = {path: [*entry[:-1], "0" * 64] for path, entry in json.loads(remembered.read_text()).items()}
+    forged = {
+        path: [*entry[:-1], "0" * 64] for path, entry in json.loads(remembered.read_text()).items()
+    }
     remembered.unlink()
     (folder / "store").mkdir(exist_ok=True)
     (folder / "store" / HASHES_NAME).write_text(json.dumps(forged))
@@ -270,11 +328,17 @@ def test_what_another_user_says_of_a_file_is_not_believed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00", None])
-def test_a_damaged_memory_of_hashes_costs_nothing_but_time(folder: Path, content: str | None) -> None:
+def test_a_damaged_memory_of_hashes_costs_nothing_but_time(
+    folder: Path, content: str | None
+) -> None:
     before = digests(folder)
     path = store_of(folder).remembered(HASHES_NAME)
     assert path is not None
-    path.write_text(content if content is not None else json.dumps(dict.fromkeys(json.loads(path.read_text()), [1])))
+    path.write_text(
+        content
+        if content is not None
+        else json.dumps(dict.fromkeys(json.loads(path.read_text()), [1]))
+    )
 
     assert digests(folder) == before
     assert json.loads(path.read_text())
@@ -283,18 +347,24 @@ def test_a_damaged_memory_of_hashes_costs_nothing_but_time(folder: Path, content
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"rates": {"launch_s": {"value": NaN}}}', "rates.launch_s.value: nan is no finite number"),
+        (
+            '{"rates": {"launch_s": {"value": NaN}}}',
+            "rates.launch_s.value: nan is no finite number",
+        ),
         ('{"parts": [{"shape": [1, -Infinity]}]}', "parts[0].shape[1]: -inf is no finite number"),
         ('{"model": 1e999}', "model: inf is no finite number"),
         ('{"host": "\\ud800"}', r"host: '\ud800' holds half of a surrogate pair"),
         ('{"\\ud800": 1}', r"the key '\ud800': '\ud800' holds half of a surrogate pair"),
     ],
 )
-def test_measurements_that_no_spec_can_hold_are_named_by_their_key(folder: Path, content: str, said: str) -> None:
+def test_measurements_that_no_spec_can_hold_are_named_by_their_key(
+    folder: Path, content: str, said: str
+) -> None:
     (folder / "cluster.json").write_text(content)
     path = folder / "config.yaml"
     path.write_text(
-        "experiment: e\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ncluster: {measured: cluster.json}\n"
+        "experiment: e\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ncluster: "
+        "{measured: cluster.json}\n"
     )
 
     def problems() -> list[str]:

@@ -1,4 +1,7 @@
-"""Keys that are each right and impossible together: all are refused, at the key to change, with what is legal."""
+"""Keys that are each right and impossible together: refused, at the key to change, with help.
+
+All are refused, and what is legal is said.
+"""
 
 import json
 from fnmatch import fnmatchcase
@@ -19,75 +22,214 @@ NF4 = {"base": "nf4"}
 
 
 def problems(train: dict[str, Any], cluster: dict[str, Any] | None = None) -> list[str]:
-    config = Config.model_validate_json(json.dumps({**BASE, "train": train, "cluster": cluster or {}}))
+    config = Config.model_validate_json(
+        json.dumps({**BASE, "train": train, "cluster": cluster or {}})
+    )
     return [f"{dotted(keys)}: {text}" for keys, text in cross_check(config)]
 
 
 # Keys of train, of cluster, the key of the one problem, and a pattern of its text, with the remedy.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    ({"strategy": "zero3", "compile": True}, {}, "train.compile", "* may be ddp, fsdp, hsdp, zero1 or zero2"),
-    ({"strategy": "ddp", "reshard": False}, {}, "train.reshard_after_forward", "* may be fsdp or hsdp"),
-    ({"strategy": "hsdp"}, {"cpu_ranks": 8}, "train.strategy", "hsdp needs several * train.shard_ranks may be 2 or 4"),
-    ({"strategy": "hsdp", "shard_ranks": 1}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
-    ({"strategy": "hsdp", "shard_ranks": 4}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
+    (
+        {"strategy": "zero3", "compile": True},
+        {},
+        "train.compile",
+        "* may be ddp, fsdp, hsdp, zero1 or zero2",
+    ),
+    (
+        {"strategy": "ddp", "reshard": False},
+        {},
+        "train.reshard_after_forward",
+        "* may be fsdp or hsdp",
+    ),
+    (
+        {"strategy": "hsdp"},
+        {"cpu_ranks": 8},
+        "train.strategy",
+        "hsdp needs several * train.shard_ranks may be 2 or 4",
+    ),
+    (
+        {"strategy": "hsdp", "shard_ranks": 1},
+        FOUR,
+        "train.shard_ranks",
+        "hsdp needs * train.shard_ranks may be 2",
+    ),
+    (
+        {"strategy": "hsdp", "shard_ranks": 4},
+        FOUR,
+        "train.shard_ranks",
+        "hsdp needs * train.shard_ranks may be 2",
+    ),
     (
         {"strategy": "hsdp", "shard_ranks": 5, "global_batch_tokens": 12288},
         {"gpus_per_node": 12},
         "train.shard_ranks",
         "* may be 2, 3, 4 or 6",
     ),
-    ({"strategy": "hsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * set train.strategy: fsdp or ddp"),
-    ({"strategy": "auto", "shard_ranks": 3}, FOUR, "train.shard_ranks", "hsdp needs * train.shard_ranks may be 2"),
-    ({"strategy": "auto", "shard_ranks": 2}, {}, "train.shard_ranks", "hsdp needs * has 2 of 2 ranks; remove it"),
-    ({"strategy": "fsdp", "shard_ranks": 2}, {}, "train.shard_ranks", "works only with * hsdp, * fsdp; remove it"),
-    ({"strategy": "ddp", "unit_layers": 2}, {}, "train.unit_layers", "has no effect * may be fsdp or hsdp"),
-    ({"offload": "optimizer"}, {}, "train.offload", "optimizer does not work with train.strategy: ddp; it may be none"),
-    ({"strategy": "fsdp", "offload": "optimizer"}, {}, "train.offload", "* may be none or optimizer+params"),
-    ({"strategy": "zero2", "offload": "optimizer+params"}, {}, "train.offload", "* may be none or optimizer"),
-    ({"offload_activations": True}, {}, "train.offload_activations", "has no effect without GPUs* remove it, or set *"),
+    (
+        {"strategy": "hsdp", "shard_ranks": 2},
+        {},
+        "train.shard_ranks",
+        "hsdp needs * set train.strategy: fsdp or ddp",
+    ),
+    (
+        {"strategy": "auto", "shard_ranks": 3},
+        FOUR,
+        "train.shard_ranks",
+        "hsdp needs * train.shard_ranks may be 2",
+    ),
+    (
+        {"strategy": "auto", "shard_ranks": 2},
+        {},
+        "train.shard_ranks",
+        "hsdp needs * has 2 of 2 ranks; remove it",
+    ),
+    (
+        {"strategy": "fsdp", "shard_ranks": 2},
+        {},
+        "train.shard_ranks",
+        "works only with * hsdp, * fsdp; remove it",
+    ),
+    (
+        {"strategy": "ddp", "unit_layers": 2},
+        {},
+        "train.unit_layers",
+        "has no effect * may be fsdp or hsdp",
+    ),
+    (
+        {"offload": "optimizer"},
+        {},
+        "train.offload",
+        "optimizer does not work with train.strategy: ddp; it may be none",
+    ),
+    (
+        {"strategy": "fsdp", "offload": "optimizer"},
+        {},
+        "train.offload",
+        "* may be none or optimizer+params",
+    ),
+    (
+        {"strategy": "zero2", "offload": "optimizer+params"},
+        {},
+        "train.offload",
+        "* may be none or optimizer",
+    ),
+    (
+        {"offload_activations": True},
+        {},
+        "train.offload_activations",
+        "has no effect without GPUs* remove it, or set *",
+    ),
     (
         {"offload_activations": True, "recompute": "selective"},
         {"gpus_per_node": 1},
         "train.offload_activations",
-        "works only with train.activation_checkpointing: full, but that is selective; set that, or remove one of them",
+        "works only with train.activation_checkpointing: full, but that is selective; set that, or "
+        "remove one of them",
     ),
     (
         {"kept_attention_layers": 0, "recompute": "none"},
         {},
         "train.kept_attention_layers",
-        "has no effect with train.activation_checkpointing: none; set that to full, or remove this key",
+        "has no effect with train.activation_checkpointing: none; set that to full, or remove this "
+        "key",
     ),
-    ({"kept_attention_layers": 0}, {}, "train.kept_attention_layers", "has no effect, * up to 1,024 tokens * 16,384 *"),
-    ({"strategy": "zero1", "reshard": True}, {}, "train.reshard_after_forward", "has no effect * zero1; remove it"),
-    ({"lr_schedule": "constant", "min_lr_fraction": 0.1}, {}, "train.min_lr_fraction", "* 'constant'; remove it"),
+    (
+        {"kept_attention_layers": 0},
+        {},
+        "train.kept_attention_layers",
+        "has no effect, * up to 1,024 tokens * 16,384 *",
+    ),
+    (
+        {"strategy": "zero1", "reshard": True},
+        {},
+        "train.reshard_after_forward",
+        "has no effect * zero1; remove it",
+    ),
+    (
+        {"lr_schedule": "constant", "min_lr_fraction": 0.1},
+        {},
+        "train.min_lr_fraction",
+        "* 'constant'; remove it",
+    ),
     (
         {"guards": {"max_skips": 10, "window_steps": 10}},
         {},
         "train.guards.max_skips",
         "10 steps cannot be exceeded within train.guards.window_steps (10), *; lower it",
     ),
-    ({"context_ranks": 2, "gradient_compression": "powersgd"}, FOUR, "train.context_ranks", "* remove one of them"),
-    ({"context_ranks": 3}, FOUR, "train.context_ranks", "3 does not divide 4 ranks; it may be 1, 2 or 4"),
-    ({"context_ranks": 2, "strategy": "zero2"}, FOUR, "train.context_ranks", "* zero2; * may be ddp, fsdp or hsdp"),
-    ({"context_ranks": 2, "local_sgd_steps": 4}, FOUR, "train.context_ranks", "* makes updates alone; remove one *"),
+    (
+        {"context_ranks": 2, "gradient_compression": "powersgd"},
+        FOUR,
+        "train.context_ranks",
+        "* remove one of them",
+    ),
+    (
+        {"context_ranks": 3},
+        FOUR,
+        "train.context_ranks",
+        "3 does not divide 4 ranks; it may be 1, 2 or 4",
+    ),
+    (
+        {"context_ranks": 2, "strategy": "zero2"},
+        FOUR,
+        "train.context_ranks",
+        "* zero2; * may be ddp, fsdp or hsdp",
+    ),
+    (
+        {"context_ranks": 2, "local_sgd_steps": 4},
+        FOUR,
+        "train.context_ranks",
+        "* makes updates alone; remove one *",
+    ),
     (
         {"offload_activations": True, "strategy": "zero3"},
         {"gpus_per_node": 2},
         "train.offload_activations",
         "does not work with train.strategy: zero3; train.strategy may be ddp, fsdp or hsdp",
     ),
-    ({"strategy": "fsdp", "deepspeed_json": "mine.json"}, {}, "train.deepspeed_json", "* may be zero1, zero2 or zero3"),
+    (
+        {"strategy": "fsdp", "deepspeed_json": "mine.json"},
+        {},
+        "train.deepspeed_json",
+        "* may be zero1, zero2 or zero3",
+    ),
     (
         {"strategy": "fsdp", "gradient_compression": "powersgd"},
         {},
         "train.gradient_compression",
         "* may be ddp, or this key bf16",
     ),
-    ({"strategy": "zero1", "local_sgd_steps": 4}, {}, "train.local_sgd_steps", "does not work * may be ddp"),
-    ({"gradient_compression": "powersgd", "local_sgd_steps": 4}, {}, "train.gradient_compression", "* one of them"),
-    ({"gradient_compression": "powersgd", "precision": "fp16"}, {}, "train.gradient_compression", "* be bf16 or fp32"),
-    ({"local_sgd_steps": 4, "precision": "fp16"}, {}, "train.local_sgd_steps", "does not work * may be bf16 or fp32"),
-    ({"powersgd_rank": 8}, {}, "train.powersgd_rank", "has no effect, because * is not 'powersgd'; remove it"),
+    (
+        {"strategy": "zero1", "local_sgd_steps": 4},
+        {},
+        "train.local_sgd_steps",
+        "does not work * may be ddp",
+    ),
+    (
+        {"gradient_compression": "powersgd", "local_sgd_steps": 4},
+        {},
+        "train.gradient_compression",
+        "* one of them",
+    ),
+    (
+        {"gradient_compression": "powersgd", "precision": "fp16"},
+        {},
+        "train.gradient_compression",
+        "* be bf16 or fp32",
+    ),
+    (
+        {"local_sgd_steps": 4, "precision": "fp16"},
+        {},
+        "train.local_sgd_steps",
+        "does not work * may be bf16 or fp32",
+    ),
+    (
+        {"powersgd_rank": 8},
+        {},
+        "train.powersgd_rank",
+        "has no effect, because * is not 'powersgd'; remove it",
+    ),
     (
         {"local_sgd_steps": 8, "save_every_steps": 100, "guards": {"rollback_every_steps": 80}},
         {},
@@ -100,8 +242,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.guards.rollback_every_steps",
         "100 is not a multiple of train.local_sgd_steps * try 104",
     ),
-    ({"local_sgd_steps": 4, "until_step": 50}, {}, "train.until_step", "50 is not a multiple of * try 52"),
-    ({"strategy": "zero2", "precision": "fp16"}, {}, "train.precision", "DeepSpeed has no * it may be bf16 or fp32"),
+    (
+        {"local_sgd_steps": 4, "until_step": 50},
+        {},
+        "train.until_step",
+        "50 is not a multiple of * try 52",
+    ),
+    (
+        {"strategy": "zero2", "precision": "fp16"},
+        {},
+        "train.precision",
+        "DeepSpeed has no * it may be bf16 or fp32",
+    ),
     (
         {"method": "lora", "lora": NF4, "strategy": "zero2"},
         {},
@@ -120,8 +272,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.offload",
         "optimizer+params does not work * set it to none, or train.lora.base to unquantized",
     ),
-    ({"method": "lora", "lora": NF4, "precision": "fp8"}, {"gpus_per_node": 8}, "train.precision", "* may be bf16"),
-    ({"precision": "fp8"}, {}, "train.precision", "fp8 works only for full fine-tuning on GPUs, * may be bf16"),
+    (
+        {"method": "lora", "lora": NF4, "precision": "fp8"},
+        {"gpus_per_node": 8},
+        "train.precision",
+        "* may be bf16",
+    ),
+    (
+        {"precision": "fp8"},
+        {},
+        "train.precision",
+        "fp8 works only for full fine-tuning on GPUs, * may be bf16",
+    ),
     (
         {"precision": "fp8", "method": "lora"},
         {"gpus_per_node": 8},
@@ -134,28 +296,108 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "train.optimizer",
         "adamw_8bit works neither * may be adamw",
     ),
-    ({"strategy": "fsdp", "optimizer": "adamw_8bit", "offload": "optimizer+params"}, {}, "train.optimizer", "* adamw"),
-    ({"warmup_steps": 10, "warmup_fraction": 0.1}, {}, "train.warmup_steps", "cannot be combined * remove one of them"),
-    ({"decay_fraction": 0.2}, {}, "train.decay_fraction", "has no effect, because * is not 'wsd'; remove it"),
-    ({"lr_schedule": "wsd", "warmup_fraction": 0.5, "decay_fraction": 0.6}, {}, "train.decay_fraction", "* of them"),
+    (
+        {"strategy": "fsdp", "optimizer": "adamw_8bit", "offload": "optimizer+params"},
+        {},
+        "train.optimizer",
+        "* adamw",
+    ),
+    (
+        {"warmup_steps": 10, "warmup_fraction": 0.1},
+        {},
+        "train.warmup_steps",
+        "cannot be combined * remove one of them",
+    ),
+    (
+        {"decay_fraction": 0.2},
+        {},
+        "train.decay_fraction",
+        "has no effect, because * is not 'wsd'; remove it",
+    ),
+    (
+        {"lr_schedule": "wsd", "warmup_fraction": 0.5, "decay_fraction": 0.6},
+        {},
+        "train.decay_fraction",
+        "* of them",
+    ),
     (
         {"early_stop_validations": 3},
         {},
         "train.early_stop_validations",
         "needs validations; set train.validate_every_steps",
     ),
-    ({"keep_best": True}, {}, "train.keep_best", "needs validations; set train.validate_every_steps"),
-    ({"strategy": "zero3", "method": "lora", "lora": {"dora": True}}, {}, "train.lora.dora", "* hsdp, zero1 or zero2"),
-    ({}, {"nodes": 2}, "cluster.internode_gbit_s", "* doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"),
-    ({"strategy": "auto"}, {"gpus_per_node": 2}, "cluster.gpu", "* as `h200` or `a100 80gb`, or set cluster.measured"),
-    ({"strategy": "auto", "gradient_compression": "powersgd"}, {}, "train.gradient_compression", "* may be ddp, or *"),
-    ({"strategy": "auto", "local_sgd_steps": 4}, {}, "train.local_sgd_steps", "* the strategy (ddp) or remove it"),
-    ({"strategy": "auto", "unit_layers": 2}, {}, "train.unit_layers", "* the strategy (fsdp or hsdp) or remove it"),
-    ({**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "dropout": 0.1}}, {}, "train.lora.dropout", "* to 0"),
-    ({**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "dora": True}}, {}, "train.lora.dora", "* one of them"),
-    ({**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "rank": 12}}, {}, "train.lora.rank", "12 * try 16"),
-    ({**OF_EXPERTS, "strategy": "zero3"}, {}, "train.strategy", "zero3 does not work with adapters of experts * zero2"),
-    ({"method": "lora", "freeze": ["model.norm.*"]}, {}, "train.freeze", "* it, or choose train.lora.targets"),
+    (
+        {"keep_best": True},
+        {},
+        "train.keep_best",
+        "needs validations; set train.validate_every_steps",
+    ),
+    (
+        {"strategy": "zero3", "method": "lora", "lora": {"dora": True}},
+        {},
+        "train.lora.dora",
+        "* hsdp, zero1 or zero2",
+    ),
+    (
+        {},
+        {"nodes": 2},
+        "cluster.internode_gbit_s",
+        "* doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s",
+    ),
+    (
+        {"strategy": "auto"},
+        {"gpus_per_node": 2},
+        "cluster.gpu",
+        "* as `h200` or `a100 80gb`, or set cluster.measured",
+    ),
+    (
+        {"strategy": "auto", "gradient_compression": "powersgd"},
+        {},
+        "train.gradient_compression",
+        "* may be ddp, or *",
+    ),
+    (
+        {"strategy": "auto", "local_sgd_steps": 4},
+        {},
+        "train.local_sgd_steps",
+        "* the strategy (ddp) or remove it",
+    ),
+    (
+        {"strategy": "auto", "unit_layers": 2},
+        {},
+        "train.unit_layers",
+        "* the strategy (fsdp or hsdp) or remove it",
+    ),
+    (
+        {**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "dropout": 0.1}},
+        {},
+        "train.lora.dropout",
+        "* to 0",
+    ),
+    (
+        {**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "dora": True}},
+        {},
+        "train.lora.dora",
+        "* one of them",
+    ),
+    (
+        {**OF_EXPERTS, "lora": {"targets": ["experts.down_proj"], "rank": 12}},
+        {},
+        "train.lora.rank",
+        "12 * try 16",
+    ),
+    (
+        {**OF_EXPERTS, "strategy": "zero3"},
+        {},
+        "train.strategy",
+        "zero3 does not work with adapters of experts * zero2",
+    ),
+    (
+        {"method": "lora", "freeze": ["model.norm.*"]},
+        {},
+        "train.freeze",
+        "* it, or choose train.lora.targets",
+    ),
 ]
 
 
@@ -170,9 +412,15 @@ def test_what_is_impossible_together_is_refused(
 # The same keys where they are possible.
 ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "compile": ({"strategy": "zero2", "compile": True}, {}),
-    "hsdp": ({"strategy": "hsdp", "shard_ranks": 2, "unit_layers": 4, "offload": "optimizer+params"}, FOUR),
+    "hsdp": (
+        {"strategy": "hsdp", "shard_ranks": 2, "unit_layers": 4, "offload": "optimizer+params"},
+        FOUR,
+    ),
     "bf16 under zero3": ({"gradient_compression": "bf16", "strategy": "zero3"}, {}),
-    "bf16 under auto": ({"gradient_compression": "bf16", "strategy": "auto"}, {"gpus_per_node": 2, "gpu": "h200"}),
+    "bf16 under auto": (
+        {"gradient_compression": "bf16", "strategy": "auto"},
+        {"gpus_per_node": 2, "gpu": "h200"},
+    ),
     "powersgd": ({"gradient_compression": "powersgd", "powersgd_rank": 8}, {}),
     "local SGD": ({"local_sgd_steps": 4}, {}),
     "fp16 on CPUs": ({"strategy": "fsdp", "precision": "fp16"}, {}),
@@ -183,9 +431,15 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DoRA": ({"method": "lora", "lora": {"dora": True}, "strategy": "zero2"}, {}),
     "freeze": ({"freeze": ["model.layers.[0-3].*"]}, {}),
     "auto": ({"strategy": "auto", "shard_ranks": 2}, {"gpus_per_node": 4, "gpu": "h200"}),
-    "auto with an offload": ({"strategy": "auto", "offload": "optimizer"}, {"gpus_per_node": 4, "gpu": "h200"}),
+    "auto with an offload": (
+        {"strategy": "auto", "offload": "optimizer"},
+        {"gpus_per_node": 4, "gpu": "h200"},
+    ),
     "auto on CPUs": ({"strategy": "auto"}, {}),
-    "auto by measurements": ({"strategy": "auto"}, {"gpus_per_node": 4, "measured": "cluster.json"}),
+    "auto by measurements": (
+        {"strategy": "auto"},
+        {"gpus_per_node": 4, "measured": "cluster.json"},
+    ),
     "several nodes": ({}, {"nodes": 2, "internode_gbit_s": 9.0}),
     "several nodes that were measured": ({}, {"nodes": 2, "measured": "cluster.json"}),
     "profile on CPUs": ({"profile_every_steps": 5}, {}),
@@ -207,8 +461,15 @@ def test_what_is_possible_is_not(train: dict[str, Any], cluster: dict[str, Any])
 def test_the_attention_of_long_documents_is_kept_with_every_strategy(strategy: str) -> None:
     train = {"strategy": strategy, "kept_attention_layers": 0, "global_batch_tokens": 65_536}
     for max_tokens, is_refused in ((16_384, False), (16_383, True)):
-        config = {**BASE, "tokenize": {"max_tokens": max_tokens}, "shard": {"block_tokens": 16_384}, "train": train}
-        found = [dotted(keys) for keys, _ in cross_check(Config.model_validate_json(json.dumps(config)))]
+        config = {
+            **BASE,
+            "tokenize": {"max_tokens": max_tokens},
+            "shard": {"block_tokens": 16_384},
+            "train": train,
+        }
+        found = [
+            dotted(keys) for keys, _ in cross_check(Config.model_validate_json(json.dumps(config)))
+        ]
         assert ("train.kept_attention_layers" in found) == is_refused
         assert len(found) == is_refused
 
@@ -223,7 +484,8 @@ def test_a_deepspeed_json_is_read(tmp_path: Path) -> None:
     assert problems(settings) == []
     [of_auto] = problems({**settings, "strategy": "auto"})
     assert of_auto.endswith(
-        "does not work with train.strategy: auto; name the strategy (zero1, zero2 or zero3) or remove it"
+        "does not work with train.strategy: auto; name the strategy (zero1, zero2 or zero3) or "
+        "remove it"
     )
 
 
@@ -242,7 +504,11 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
         "train": {"context_ranks": 4, "global_batch_tokens": 6000},
         "cluster": {"gpus_per_node": 4},
     }
-    for tokens, said in ((1000, None), (1500, None), (750, "750 is not a multiple of 4, as train.context_ranks: 4 *")):
+    for tokens, said in (
+        (1000, None),
+        (1500, None),
+        (750, "750 is not a multiple of 4, as train.context_ranks: 4 *"),
+    ):
         sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": tokens}}
         found = cross_check(Config.model_validate_json(json.dumps({**BASE, **given, **sizes})))
         assert [keys for keys, _ in found] == ([] if said is None else [("shard", "block_tokens")])
@@ -251,7 +517,10 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
     sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": 2000}}
     [(keys, text)] = cross_check(Config.model_validate_json(json.dumps({**BASE, **given, **sizes})))
     assert keys == ("train", "global_batch_tokens")
-    assert text == "it has 3 blocks of 2000 tokens, and that is no multiple of 2 groups of ranks x 1 block; try 8000"
+    assert (
+        text == "it has 3 blocks of 2000 tokens, and that is no multiple of 2 groups of ranks x 1 "
+        "block; try 8000"
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +531,11 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
         ({}, 12, True),  # each rank can have a block of its own
         ({"micro_batch_blocks": 2}, 4, False),
         ({"micro_batch_blocks": 2}, 3, True),
-        ({"micro_batch_blocks": 2}, 8, False),  # 2 ranks to a block, which take 8 blocks at a time instead of 16
+        (
+            {"micro_batch_blocks": 2},
+            8,
+            False,
+        ),  # 2 ranks to a block, which take 8 blocks at a time instead of 16
         ({"micro_batch_blocks": 2}, 12, False),
         ({"micro_batch_blocks": 2}, 24, True),
         ({"context_ranks": 1}, 4, True),
@@ -273,14 +546,21 @@ def test_blocks_that_ranks_share_have_equal_parts_and_a_batch_of_enough_of_them(
 def test_a_batch_of_fewer_blocks_than_ranks_take_at_a_time_is_left_to_ranks_that_share_them(
     train: dict[str, Any], blocks: int, is_refused: bool
 ) -> None:
-    sizes = {"tokenize": {"max_tokens": 512}, "shard": {"block_tokens": 1024}, "cluster": {"gpus_per_node": 8}}
+    sizes = {
+        "tokenize": {"max_tokens": 512},
+        "shard": {"block_tokens": 1024},
+        "cluster": {"gpus_per_node": 8},
+    }
     given = {**BASE, **sizes, "train": {"global_batch_tokens": blocks * 1024, **train}}
     found = cross_check(Config.model_validate_json(json.dumps(given)))
     assert [keys for keys, _ in found] == [("train", "global_batch_tokens")] * is_refused
 
 
 def test_products_in_fp8_take_blocks_of_whole_tiles() -> None:
-    given = {"train": {"precision": "fp8", "global_batch_tokens": 64_000}, "cluster": {"gpus_per_node": 1}}
+    given = {
+        "train": {"precision": "fp8", "global_batch_tokens": 64_000},
+        "cluster": {"gpus_per_node": 1},
+    }
     for tokens, said in (
         (1000, "1000 is not a multiple of 16, as train.precision: fp8 requires; try 1008"),
         (640, ""),
@@ -298,7 +578,10 @@ def test_a_torch_that_casts_integers_shards_no_base_in_4_bits(
     monkeypatch.setattr(checks, "version", lambda package: installed)
     checks.shards_integers.cache_clear()
     try:
-        found = {name: problems({"strategy": name, "method": "lora", "lora": NF4}) for name in ("ddp", "fsdp")}
+        found = {
+            name: problems({"strategy": name, "method": "lora", "lora": NF4})
+            for name in ("ddp", "fsdp")
+        }
     finally:
         checks.shards_integers.cache_clear()
     assert not found["ddp"]
@@ -309,11 +592,24 @@ def test_a_torch_that_casts_integers_shards_no_base_in_4_bits(
 def test_every_offload_that_is_named_as_legal_is(strategy: str) -> None:
     cluster, shard_ranks = (FOUR, 2) if strategy == "hsdp" else ({}, None)
     for offload in OFFLOADS[strategy]:
-        assert problems({"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}, cluster) == []
+        assert (
+            problems(
+                {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}, cluster
+            )
+            == []
+        )
 
 
 def test_all_are_told_at_once() -> None:
-    found = problems({"strategy": "zero3", "compile": True, "keep_best": True, "unit_layers": 2, "local_sgd_steps": 4})
+    found = problems(
+        {
+            "strategy": "zero3",
+            "compile": True,
+            "keep_best": True,
+            "unit_layers": 2,
+            "local_sgd_steps": 4,
+        }
+    )
     assert [text.partition(":")[0] for text in found] == [
         "train.unit_layers",
         "train.compile",
@@ -324,10 +620,14 @@ def test_all_are_told_at_once() -> None:
 
 def test_the_original_base_is_merged_only_where_another_was_trained() -> None:
     def found(train: dict[str, Any]) -> list[str]:
-        config = Config.model_validate_json(json.dumps({**BASE, "train": train, "merge": {"base": "original"}}))
+        config = Config.model_validate_json(
+            json.dumps({**BASE, "train": train, "merge": {"base": "original"}})
+        )
         return [f"{dotted(keys)}: {text}" for keys, text in cross_check(config)]
 
     for train in ({}, {"method": "lora"}):
         [problem] = found(train)
-        assert problem.startswith("merge.base: original has no effect") and problem.endswith("remove it")
+        assert problem.startswith("merge.base: original has no effect") and problem.endswith(
+            "remove it"
+        )
     assert found({"method": "lora", "lora": NF4}) == []

@@ -11,7 +11,10 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Store
 
-CONFIG = "experiment: demo\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ntrain: {lr: 1.0e-4}\n"
+CONFIG = (
+    "experiment: demo\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\ntrain: {lr: "
+    "1.0e-4}\n"
+)
 
 
 @pytest.fixture
@@ -21,7 +24,9 @@ def dag(tmp_path: Path) -> Dag:
     return Dag.compile([str(path)], {}, Store(tmp_path / "store"))
 
 
-def test_a_frozen_experiment_thaws_the_same_after_the_yaml_was_edited(dag: Dag, tmp_path: Path) -> None:
+def test_a_frozen_experiment_thaws_the_same_after_the_yaml_was_edited(
+    dag: Dag, tmp_path: Path
+) -> None:
     frozen = dag.freeze()
     (tmp_path / "config.yaml").write_text("no config: at all")
     thawed = Dag.thaw(frozen, dag.store)
@@ -31,11 +36,16 @@ def test_a_frozen_experiment_thaws_the_same_after_the_yaml_was_edited(dag: Dag, 
         assert thawed.pointers_read_by(spec.digest) == dag.pointers_read_by(spec.digest)
 
 
-def test_the_base_is_evaluated_once_for_a_sweep_after_the_plan_and_not_again_for_another_plan(sweep: Dag) -> None:
+def test_the_base_is_evaluated_once_for_a_sweep_after_the_plan_and_not_again_for_another_plan(
+    sweep: Dag,
+) -> None:
     (base,) = {one.ref("baseline") for one in sweep.experiments}
     assert len({one.ref("evaluate") for one in sweep.experiments}) > 1
     assert "base model" in sweep.title(base.digest) and "shared with" in sweep.title(base.digest)
-    inputs = [str(sweep.store.pointer(sweep.experiment.ref(part))) for part in ("model", "shard", "tokenize")]
+    inputs = [
+        str(sweep.store.pointer(sweep.experiment.ref(part)))
+        for part in ("model", "shard", "tokenize")
+    ]
     assert sweep.pointers_read_by(base.digest) == [*inputs, sweep.pointer("plan")]
     sweep.store.pointer(base).parent.mkdir(parents=True)
     sweep.store.pointer(base).touch()
@@ -49,8 +59,10 @@ def test_two_experiments_freeze_apart(dag: Dag, tmp_path: Path) -> None:
     assert Dag.thaw(dag.freeze(), dag.store) == dag
 
 
-def test_a_frozen_experiment_keeps_its_own_settings_that_are_in_no_digest(dag: Dag, tmp_path: Path) -> None:
-    """Also those that it leaves at their defaults, where another config of the same digests gives others."""
+def test_a_frozen_experiment_keeps_its_own_settings_that_are_in_no_digest(
+    dag: Dag, tmp_path: Path
+) -> None:
+    """Also those left at defaults, where another config of the same digests gives others."""
     frozen, limits = dag.freeze(), "tokenize: {max_dropped_fraction: 0.5}\nshard: {shards: 3}\n"
     (tmp_path / "config.yaml").write_text(CONFIG + limits)
     other = Dag.compile([str(tmp_path / "config.yaml")], {}, dag.store)
@@ -101,7 +113,10 @@ def sweep(tmp_path: Path) -> Dag:
 
 def test_the_stages_of_a_sweep_belong_to_their_experiments(sweep: Dag) -> None:
     assert len(sweep.experiments) == 4
-    counts = {stage: len(sweep.pointers(stage)) for stage in ("download", "shard", "plan", "train", "report")}
+    counts = {
+        stage: len(sweep.pointers(stage))
+        for stage in ("download", "shard", "plan", "train", "report")
+    }
     assert counts == {"download": 2, "shard": 1, "plan": 4, "train": 2, "report": 4}
     for experiment in sweep.experiments:
         assert sweep.config_of(experiment.ref("report").digest) == experiment.config
@@ -130,8 +145,12 @@ def test_a_sweep_freezes_each_experiment_and_a_list_of_them(sweep: Dag, tmp_path
         Dag.thaw(frozen, sweep.store)
 
 
-def test_pointers_to_what_somebody_deleted_and_to_what_was_made_from_it_are_dropped(sweep: Dag) -> None:
-    pointers = [Path(pointer) for part in ("shard", "train", "report") for pointer in sweep.pointers(part)]
+def test_pointers_to_what_somebody_deleted_and_to_what_was_made_from_it_are_dropped(
+    sweep: Dag,
+) -> None:
+    pointers = [
+        Path(pointer) for part in ("shard", "train", "report") for pointer in sweep.pointers(part)
+    ]
     for pointer in pointers:
         pointer.parent.mkdir(parents=True, exist_ok=True)
         pointer.write_text("x")
@@ -140,15 +159,21 @@ def test_pointers_to_what_somebody_deleted_and_to_what_was_made_from_it_are_drop
     assert not [pointer for pointer in pointers if pointer.exists()]
 
 
-def test_what_is_wrong_is_told_at_once_with_its_lines_and_the_experiments_it_is_of(tmp_path: Path) -> None:
-    """Of keys together, of files, and what Snakemake refuses besides; nothing is compiled before."""
+def test_what_is_wrong_is_told_at_once_with_its_lines_and_the_experiments_it_is_of(
+    tmp_path: Path,
+) -> None:
+    """Of keys together, of files, and what Snakemake refuses besides; all before compiling."""
     path = tmp_path / "config.yaml"
 
     def refuse(config: Config) -> None:
         if config.train.lr > 1.5e-4:
-            raise ConfigError(f"experiment {config.experiment!r}", ["train.lr: too high", "a word of its own"])
+            raise ConfigError(
+                f"experiment {config.experiment!r}", ["train.lr: too high", "a word of its own"]
+            )
 
-    wrong = CONFIG.replace("pydoc", "file, path: nowhere.jsonl").replace("lr: 1.0e-4", "lr: 1.0e-4, shard_ranks: 2")
+    wrong = CONFIG.replace("pydoc", "file, path: nowhere.jsonl").replace(
+        "lr: 1.0e-4", "lr: 1.0e-4, shard_ranks: 2"
+    )
     path.write_text(f"{wrong}sweep:\n  train.lr: [1.0e-4, 2.0e-4]\n")
     with pytest.raises(ConfigError) as caught:
         Dag.compile([str(path)], {}, Store(tmp_path / "store"), refuse)
@@ -181,12 +206,20 @@ def test_a_rehearsal_trains_in_the_folder_of_the_run_and_changes_nothing_of_it(d
     assert (rehearsal.first_step, rehearsal.last_step) == (1, 2)
     run = run_digest(experiment.specs["train"])
     assert {run_digest(rehearsal.first), run_digest(rehearsal.second)} == {run}
-    assert not {spec.digest for spec in rehearsal.specs} & {spec.digest for spec in experiment.specs.values()}
+    assert not {spec.digest for spec in rehearsal.specs} & {
+        spec.digest for spec in experiment.specs.values()
+    }
     thawed = Dag.thaw(dag.freeze(), dag.store)
     for each in (dag, thawed):
-        assert each.pointers_read_by(rehearsal.second.digest)[-1] == str(dag.store.pointer(rehearsal.first.ref))
-        assert each.pointers_read_by(rehearsal.first.digest) == each.pointers_read_by(experiment.ref("train").digest)
-        assert str(dag.store.pointer(rehearsal.second.ref)) in each.pointers_read_by(rehearsal.merge.digest)
+        assert each.pointers_read_by(rehearsal.second.digest)[-1] == str(
+            dag.store.pointer(rehearsal.first.ref)
+        )
+        assert each.pointers_read_by(rehearsal.first.digest) == each.pointers_read_by(
+            experiment.ref("train").digest
+        )
+        assert str(dag.store.pointer(rehearsal.second.ref)) in each.pointers_read_by(
+            rehearsal.merge.digest
+        )
         for spec in rehearsal.specs:
             assert each.config_of(spec.digest) == experiment.config
             assert each.plan_pointer(spec.digest) == dag.pointer("plan")
@@ -196,7 +229,11 @@ def test_a_rehearsal_trains_in_the_folder_of_the_run_and_changes_nothing_of_it(d
 
 @pytest.mark.parametrize(
     ("keys", "steps"),
-    [("local_sgd_steps: 4, save_every_steps: 8", (4, 8)), ("until_step: 3", (1, 2)), ("until_step: 2", None)],
+    [
+        ("local_sgd_steps: 4, save_every_steps: 8", (4, 8)),
+        ("until_step: 3", (1, 2)),
+        ("until_step: 2", None),
+    ],
 )
 def test_a_rehearsal_stops_where_that_does_not_change_the_result_or_is_none(
     tmp_path: Path, keys: str, steps: tuple[int, int] | None

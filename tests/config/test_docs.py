@@ -31,9 +31,13 @@ def test_the_schema_for_editors_is_the_present_one() -> None:
 
 def test_what_may_change_in_an_unfinished_run_is_listed() -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    listed = text.partition("and these keys of `train`:\n")[2].partition("\n\nChanging anything else")[0]
+    listed = text.partition("and these keys of `train`:\n")[2].partition(
+        "\n\nChanging anything else"
+    )[0]
 
-    assert set(re.findall(r"`(\w+)`", listed)) == {RENAMED.get(key, key) for key in PLACEMENT_KEYS} | {"until_step"}
+    assert set(re.findall(r"`(\w+)`", listed)) == {
+        RENAMED.get(key, key) for key in PLACEMENT_KEYS
+    } | {"until_step"}
 
 
 def test_the_examples_of_sweeps_pass_beside_the_demo(tmp_path: Path) -> None:
@@ -63,24 +67,35 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' and '=' |",
+        "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' "
+        "and '=' |",
         "| `nodes` | whole number >= 1, <= 10,000 | `1` | "
-        "number of nodes, all of the same kind; training on more than one runs as a SLURM job, on the"
+        "number of nodes, all of the same kind; training on more than one runs as a SLURM job, on "
+        "the"
         " `hosts` of the site file, or on machines that run `join` |",
-        "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank per GPU; 0 trains on the CPU |",
+        "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank per GPU; 0 trains on the "
+        "CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW's beta1 |",
-        "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of `epochs`; the learning rate"
+        "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of "
+        "`epochs`; the learning rate"
         " schedule ends there |",
-        "| `tokenizer` | text | none | folder with a `tokenizer.json`; without it, one is trained |",
-        "| `duplicates` | `keep`, `drop` | `keep` | whether to keep conversations equal to an earlier one; they"
+        "| `tokenizer` | text | none | folder with a `tokenizer.json`; without it, one is trained "
+        "|",
+        "| `duplicates` | `keep`, `drop` | `keep` | whether to keep conversations equal to an "
+        "earlier one; they"
         " are counted either way |",
-        "| `columns` | names to text | `{}` | our name, then yours: `{output: answer}`; `{label: ignore}`"
+        "| `columns` | names to text | `{}` | our name, then yours: `{output: answer}`; `{label: "
+        "ignore}`"
         " skips the column `label` |",
-        "| `sweep` | names to list of any value or object | `{}` | several experiments from one file, named by what"
-        " differs: lists of values for keys of the sections, such as `{train.lr: [1e-4, 2e-4], train.seed: [1, 2]}`;"
+        "| `sweep` | names to list of any value or object | `{}` | several experiments from one "
+        "file, named by what"
+        " differs: lists of values for keys of the sections, such as `{train.lr: [1e-4, 2e-4], "
+        "train.seed: [1, 2]}`;"
         " also `list`, `random` and `halving`: docs/sweeps.md |",
-        "| `prompts` | list of text | `[]` | your own questions, answered beside the held-out prompts; they use"
-        " `tokenize.system` and `tokenize.tools`, and thinking is on only if all trained answers have thinking |",
+        "| `prompts` | list of text | `[]` | your own questions, answered beside the held-out "
+        "prompts; they use"
+        " `tokenize.system` and `tokenize.tools`, and thinking is on only if all trained answers "
+        "have thinking |",
     ],
 )
 def test_rows_say_type_range_default_and_meaning(row: str) -> None:

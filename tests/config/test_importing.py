@@ -1,4 +1,7 @@
-"""`python -m pipeline_lib import`: files of other tools become a config that `check` takes, with all keys accounted."""
+"""`python -m pipeline_lib import`: files of other tools become a config that `check` takes.
+
+All their keys are accounted for.
+"""
 
 import json
 import os
@@ -62,10 +65,18 @@ ALPACA = {"mine": {"file_name": "mine.json"}}
 TUTORIAL = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.1},
+    },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500, "total_num_steps": 4000},
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 3e-5,
+            "warmup_num_steps": 500,
+            "total_num_steps": 4000,
+        },
     },
     "zero_optimization": {
         "stage": 2,
@@ -84,7 +95,10 @@ TUTORIAL = {
 AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto"},
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "optimizer": {
+        "type": "AdamW",
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    },
     "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "none"},
@@ -109,7 +123,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(name: str, content: Any) -> Path:
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=4), encoding="utf-8")
+    path.write_text(
+        content if isinstance(content, str) else json.dumps(content, indent=4), encoding="utf-8"
+    )
     return path
 
 
@@ -172,12 +188,18 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def local(folder: Path) -> Path:
     """A config made of a YAML that names a model and data in the working directory."""
     shutil.copytree(tiny_model(), folder / "model")
-    rows = [{"question": f"What is {number}?", "answer": f"It is {number}. " * 5} for number in range(100)]
+    rows = [
+        {"question": f"What is {number}?", "answer": f"It is {number}. " * 5}
+        for number in range(100)
+    ]
     write("data/mine.json", rows)
     entry = {"file_name": "mine.json", "columns": {"prompt": "question", "response": "answer"}}
     write("data/dataset_info.json", {"mine": entry})
     text = LORA.replace("Qwen/Qwen3-8B", "model").replace("bf16: true", "bf16: true\nuse_cpu: true")
-    write("lora.yaml", text.replace("gradient_accumulation_steps: 8", "gradient_accumulation_steps: 32"))
+    write(
+        "lora.yaml",
+        text.replace("gradient_accumulation_steps: 8", "gradient_accumulation_steps: 32"),
+    )
     made = command("import", "lora.yaml", "-o", "my.yaml")
     assert (made.returncode, made.stderr) == (0, "")
     assert all(part in made.stdout for part in AccountPart)
@@ -251,7 +273,10 @@ def test_of_a_deepspeed_json_check_misses_the_model_and_the_data_alone(document:
     with pytest.raises(ConfigError) as raised:
         load_config(path)
 
-    assert raised.value.problems == ["model: missing; it has no default", "data: missing; it has no default"]
+    assert raised.value.problems == [
+        "model: missing; it has no default",
+        "data: missing; it has no default",
+    ]
     assert result.missing == ("model", "data")
 
 
@@ -285,7 +310,9 @@ def test_every_key_is_in_exactly_one_part(files: dict[str, Any]) -> None:
 
     result = imported(*paths)
 
-    counted = Counter(one.name for row in result.rows for one in row.keys if "default)" not in one.name)
+    counted = Counter(
+        one.name for row in result.rows for one in row.keys if "default)" not in one.name
+    )
     assert counted == expected
 
 
@@ -297,19 +324,29 @@ def test_a_key_that_nothing_is_known_about_is_said_with_the_nearest() -> None:
 
 
 def test_gpus_that_share_a_sequence_are_said_to_have_a_key_here() -> None:
-    result = imported(write("ds.json", AUTO | {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}))
+    result = imported(
+        write(
+            "ds.json", AUTO | {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}
+        )
+    )
 
-    assert "the key for it here is train.context_ranks" in row_of(result, "sequence_parallel_size").why
+    assert (
+        "the key for it here is train.context_ranks" in row_of(result, "sequence_parallel_size").why
+    )
     assert row_of(result, "tensor_parallel.autotp_size").why.endswith("not over tensors or stages")
     off = imported(write("off.json", AUTO | {"sequence_parallel_size": 1}))
     assert row_of(off, "sequence_parallel_size").why == OFF
 
 
-@pytest.mark.parametrize("key", ["hf_hub_token", "swanlab_api_key", "hub_token", "swanlab_lark_secret"])
+@pytest.mark.parametrize(
+    "key", ["hf_hub_token", "swanlab_api_key", "hub_token", "swanlab_lark_secret"]
+)
 def test_a_secret_is_nowhere(key: str) -> None:
     result = from_yaml(f"{LORA}{key}: mellon-mellon\n")
 
-    assert "mellon" not in result.text + repr([(row.there, row.here, row.why) for row in result.rows])
+    assert "mellon" not in result.text + repr(
+        [(row.there, row.here, row.why) for row in result.rows]
+    )
     assert row_of(result, key).there == f"{key}: ***"
 
 
@@ -317,7 +354,10 @@ def test_what_has_no_equivalent_stands_in_the_config_as_a_comment() -> None:
     text = from_yaml(LORA + "quantization_bit: 4\n").text
 
     changed, without = text.partition("# Not converted:\n")[::2]
-    assert "#   - quantization_bit: 4: for a base in 4 bits (QLoRA) set train.lora.base: nf4 yourself; " in without
+    assert (
+        "#   - quantization_bit: 4: for a base in 4 bits (QLoRA) set train.lora.base: nf4 "
+        "yourself; " in without
+    )
     assert "#   - ddp_timeout: 180000000: train.timeout_s stays 300 s" in changed
     assert "resume_from_checkpoint" not in text
 
@@ -333,7 +373,11 @@ def test_the_keys_of_llama_factory_are_ours() -> None:
     assert config["data"]["train"] == [
         {"source": "file", "path": "data/mine.json", "format": "alpaca", "max_rows": 1000}
     ]
-    assert config["tokenize"] == {"max_tokens": 512, "over_long": "truncate", "prompt_thinking": "on"}
+    assert config["tokenize"] == {
+        "max_tokens": 512,
+        "over_long": "truncate",
+        "prompt_thinking": "on",
+    }
     assert config["shard"] == {"block_tokens": 512}
     assert config["cluster"] == {"gpus_per_node": 1}
     assert config["train"] == {
@@ -352,13 +396,21 @@ def test_the_keys_of_llama_factory_are_ours() -> None:
 
 
 def test_what_llama_factory_takes_by_default_is_written_out() -> None:
-    config = config_of(from_yaml("model_name_or_path: Qwen/Qwen3-8B\ndataset: mine\nlora_rank: 4\n"))
+    config = config_of(
+        from_yaml("model_name_or_path: Qwen/Qwen3-8B\ndataset: mine\nlora_rank: 4\n")
+    )
 
     assert config["tokenize"] == {"max_tokens": 2048, "over_long": "truncate"}
-    assert config["data"]["validation_fraction"] == 0  # as there, where nothing is held out by default
+    # as there, where nothing is held out by default
+    assert config["data"]["validation_fraction"] == 0
     train = config["train"]
     assert train["lora"] == {"rank": 4, "alpha": 8}
-    assert (train["method"], train["lr"], train["epochs"], train["lr_schedule"]) == ("lora", 5e-5, 3, "linear")
+    assert (train["method"], train["lr"], train["epochs"], train["lr_schedule"]) == (
+        "lora",
+        5e-5,
+        3,
+        "linear",
+    )
     assert (train["weight_decay"], train["beta2"], train["warmup_fraction"]) == (0, 0.999, 0)
     assert train["global_batch_samples"] == 8
 
@@ -368,9 +420,13 @@ def test_our_table_of_the_trainers_defaults_is_that_of_transformers() -> None:
     every = write("every.json", all_arguments())
     one = write("one.json", {"output_dir": "out", "learning_rate": 5e-5})
 
-    first, second = (load_config(write(f"{path.stem}.yaml", with_sources(imported(path)))) for path in (every, one))
+    first, second = (
+        load_config(write(f"{path.stem}.yaml", with_sources(imported(path))))
+        for path in (every, one)
+    )
 
-    left_out = {"seed", "save_every_steps"}  # no two programs draw alike; what is saved changes no result
+    # no two programs draw alike; what is saved changes no result
+    left_out = {"seed", "save_every_steps"}
     assert first.train.model_dump(exclude=left_out) == second.train.model_dump(exclude=left_out)
 
 
@@ -384,7 +440,10 @@ def with_sources(result: Imported) -> str:
         ("lora_alpha: 32", {"lora": {"alpha": 32}}),
         ("lora_alpha: null", {"lora": {"alpha": 16}}),
         ("lora_target: q_proj, v_proj", {"lora": {"targets": ["q_proj", "v_proj"]}}),
-        ("use_rslora: true\nuse_dora: yes\nloraplus_lr_ratio: 16", {"lora": {"rslora": True, "dora": True}}),
+        (
+            "use_rslora: true\nuse_dora: yes\nloraplus_lr_ratio: 16",
+            {"lora": {"rslora": True, "dora": True}},
+        ),
         ("max_steps: 700", {"max_steps": 700}),
         ("warmup_steps: 500", {"warmup_steps": 500}),
         ("warmup_steps: 0.2", {"warmup_fraction": 0.2}),
@@ -423,12 +482,23 @@ def test_values_of_llama_factory(lines: str, train: dict[str, Any]) -> None:
         ("", {"validation_fraction": 0}, False),
         (
             "eval_dataset: mine",
-            {"validation": [{"source": "file", "path": "data/mine.json", "format": "alpaca", "max_rows": 1000}]},
+            {
+                "validation": [
+                    {
+                        "source": "file",
+                        "path": "data/mine.json",
+                        "format": "alpaca",
+                        "max_rows": 1000,
+                    }
+                ]
+            },
             True,
         ),
     ],
 )
-def test_what_is_held_out_there_is_held_out_here(lines: str, held_out: dict[str, Any], is_validated: bool) -> None:
+def test_what_is_held_out_there_is_held_out_here(
+    lines: str, held_out: dict[str, Any], is_validated: bool
+) -> None:
     config = config_of(from_yaml(f"{LORA}{lines}\neval_strategy: epoch\n"))
 
     assert {key: value for key, value in config["data"].items() if key != "train"} == held_out
@@ -447,7 +517,9 @@ ALPACA_ROW = {"instruction": "Say hello.", "output": "Hello."}
         ("val_size: 1", 400, 0.0025),
     ],
 )
-def test_a_number_of_rows_held_out_becomes_their_share_of_the_rows(lines: str, rows: int, share: float) -> None:
+def test_a_number_of_rows_held_out_becomes_their_share_of_the_rows(
+    lines: str, rows: int, share: float
+) -> None:
     write("data/mine.json", [ALPACA_ROW] * rows)
     result = from_yaml(f"{LORA}{lines}\neval_strategy: epoch\n")
 
@@ -463,7 +535,9 @@ def test_the_rows_of_several_files_and_sets_count_together() -> None:
     write("data/one/b.jsonl", "".join(json.dumps(ALPACA_ROW) + "\n" for _ in range(20)))
     write("data/two.json", [ALPACA_ROW] * 50)
     entries = {"one": {"file_name": "one"}, "two": {"file_name": "two.json", "num_samples": 10}}
-    result = from_yaml(f"{LORA.replace('dataset: mine', 'dataset: one, two')}val_size: 15\n", entries)
+    result = from_yaml(
+        f"{LORA.replace('dataset: mine', 'dataset: one, two')}val_size: 15\n", entries
+    )
 
     assert config_of(result)["data"]["validation_fraction"] == 0.25
 
@@ -491,7 +565,9 @@ def test_where_the_rows_are_not_known_the_share_that_is_taken_is_named_with_the_
 
 def test_more_rows_held_out_than_there_are_is_a_problem() -> None:
     write("data/mine.json", [ALPACA_ROW] * 100)
-    with pytest.raises(ConfigError, match="val_size: 100 rows, and the data have 100; none would be left"):
+    with pytest.raises(
+        ConfigError, match="val_size: 100 rows, and the data have 100; none would be left"
+    ):
         from_yaml(f"{LORA}val_size: 100\n")
 
 
@@ -511,11 +587,17 @@ def test_a_share_and_a_data_set_of_its_own_are_not_both_held_out() -> None:
         ("qwen3_6", "enable_thinking: true", {}),
         ("qwen3_5", "enable_thinking: false", {"thinking": "strip"}),
         ("qwen3_nothink", "", {}),
-        ("qwen3_nothink", "mask_history: true\ndefault_system: Be brief.", {"train_on": "last_assistant"}),
+        (
+            "qwen3_nothink",
+            "mask_history: true\ndefault_system: Be brief.",
+            {"train_on": "last_assistant"},
+        ),
     ],
 )
 def test_thinking_is_trained_as_there(template: str, line: str, tokenize: dict[str, str]) -> None:
-    config = config_of(from_yaml(f"{LORA.replace('template: qwen3', f'template: {template}')}{line}\n"))["tokenize"]
+    config = config_of(
+        from_yaml(f"{LORA.replace('template: qwen3', f'template: {template}')}{line}\n")
+    )["tokenize"]
 
     assert config == {"max_tokens": 512, "over_long": "truncate", **tokenize} | (
         {"system": "Be brief."} if "system" in line else {}
@@ -525,7 +607,9 @@ def test_thinking_is_trained_as_there(template: str, line: str, tokenize: dict[s
 def test_raw_text_is_cut_into_pieces_as_there() -> None:
     text = LORA.replace("stage: sft", "stage: pt")
 
-    config = config_of(from_yaml(text, {"mine": {"file_name": "mine.jsonl", "columns": {"prompt": "body"}}}))
+    config = config_of(
+        from_yaml(text, {"mine": {"file_name": "mine.jsonl", "columns": {"prompt": "body"}}})
+    )
 
     assert config["tokenize"]["over_long"] == "split"
     assert config["data"]["train"][0] == {
@@ -559,10 +643,14 @@ def test_a_deepspeed_json_becomes_our_keys() -> None:
         "max_grad_norm": 0.5,
     }
     assert row_of(result, "zero_optimization.overlap_comm").part == AccountPart.NONE
-    assert "warmup_type (DeepSpeed's default): log" in result.text + repr([row.there for row in result.rows])
+    assert "warmup_type (DeepSpeed's default): log" in result.text + repr(
+        [row.there for row in result.rows]
+    )
 
 
-def test_a_deepspeed_json_without_precision_is_fp32_and_with_few_values_takes_deepspeeds_defaults() -> None:
+def test_a_deepspeed_json_without_precision_is_fp32_and_with_few_values_takes_deepspeeds_defaults() -> (
+    None
+):
     document = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}, "train_batch_size": 32}
 
     train = config_of(imported(write("ds.json", document)))["train"]
@@ -572,7 +660,12 @@ def test_a_deepspeed_json_without_precision_is_fp32_and_with_few_values_takes_de
 
 
 def test_auto_is_what_the_arguments_of_the_other_file_say() -> None:
-    arguments = {"output_dir": "x", "learning_rate": 2e-5, "per_device_train_batch_size": 3, "fp16": True}
+    arguments = {
+        "output_dir": "x",
+        "learning_rate": 2e-5,
+        "per_device_train_batch_size": 3,
+        "fp16": True,
+    }
     paths = write("args.json", arguments), write("ds.json", AUTO)
 
     result = imported(*paths)
@@ -583,7 +676,9 @@ def test_auto_is_what_the_arguments_of_the_other_file_say() -> None:
     assert row_of(result, "optimizer.params.lr") == row_of(result, "learning_rate")
 
 
-@pytest.mark.parametrize("place", ["ds/z3.json", "examples/ds/z3.json", "examples/train/ds/z3.json"])
+@pytest.mark.parametrize(
+    "place", ["ds/z3.json", "examples/ds/z3.json", "examples/train/ds/z3.json"]
+)
 def test_the_json_that_a_yaml_names_is_read(place: str) -> None:
     write(place, AUTO)
     write("data/dataset_info.json", ALPACA)
@@ -607,11 +702,21 @@ def test_a_json_that_is_not_here_is_said() -> None:
     [
         (
             {"hf_hub_url": "o/rows", "ms_hub_url": "m/rows", "subset": "zh", "split": "test"},
-            {"source": "huggingface", "name": "o/rows", "subset": "zh", "split": "test", "format": "alpaca"},
+            {
+                "source": "huggingface",
+                "name": "o/rows",
+                "subset": "zh",
+                "split": "test",
+                "format": "alpaca",
+            },
         ),
         ({"ms_hub_url": "m/rows"}, {"source": "modelscope", "name": "m/rows", "format": "alpaca"}),
         (
-            {"file_name": "x.jsonl", "formatting": "sharegpt", "columns": {"messages": "conversations"}},
+            {
+                "file_name": "x.jsonl",
+                "formatting": "sharegpt",
+                "columns": {"messages": "conversations"},
+            },
             {"source": "file", "path": "data/x.jsonl", "format": "sharegpt"},
         ),
         (
@@ -619,18 +724,33 @@ def test_a_json_that_is_not_here_is_said() -> None:
                 "file_name": "x.jsonl",
                 "formatting": "sharegpt",
                 "columns": {"messages": "turns", "system": "sys", "tools": "tools"},
-                "tags": {"role_tag": "role", "content_tag": "text", "user_tag": "customer", "assistant_tag": "gpt"},
+                "tags": {
+                    "role_tag": "role",
+                    "content_tag": "text",
+                    "user_tag": "customer",
+                    "assistant_tag": "gpt",
+                },
             },
             {
                 "source": "file",
                 "path": "data/x.jsonl",
                 "format": "sharegpt",
-                "columns": {"conversations": "turns", "system": "sys", "from": "role", "value": "text"},
+                "columns": {
+                    "conversations": "turns",
+                    "system": "sys",
+                    "from": "role",
+                    "value": "text",
+                },
                 "roles": {"customer": "user"},
             },
         ),
         (
-            {"file_name": "x.jsonl", "formatting": "openai", "columns": {"messages": "dialog"}, "num_samples": 20},
+            {
+                "file_name": "x.jsonl",
+                "formatting": "openai",
+                "columns": {"messages": "dialog"},
+                "num_samples": 20,
+            },
             {
                 "source": "file",
                 "path": "data/x.jsonl",
@@ -639,14 +759,22 @@ def test_a_json_that_is_not_here_is_said() -> None:
                 "max_rows": 20,
             },
         ),
-        ({"file_name": "x[1].jsonl"}, {"source": "file", "path": "data/x[[]1].jsonl", "format": "alpaca"}),
-        ({"file_name": "parts"}, {"source": "file", "path": "data/parts/*.jsonl", "format": "alpaca"}),
+        (
+            {"file_name": "x[1].jsonl"},
+            {"source": "file", "path": "data/x[[]1].jsonl", "format": "alpaca"},
+        ),
+        (
+            {"file_name": "parts"},
+            {"source": "file", "path": "data/parts/*.jsonl", "format": "alpaca"},
+        ),
         ({"script_url": "code"}, {"source": "file", "path": "data/mine.jsonl", "format": "alpaca"}),
     ],
 )
 def test_entries_of_dataset_info(entry: dict[str, Any], source: dict[str, Any]) -> None:
     write("data/parts/a.jsonl", "")
-    result = from_yaml(LORA.replace("max_samples: 1000\n", ""), {"mine": entry, "other": {"file_name": "o.json"}})
+    result = from_yaml(
+        LORA.replace("max_samples: 1000\n", ""), {"mine": entry, "other": {"file_name": "o.json"}}
+    )
 
     assert config_of(result)["data"]["train"] == [source]
     names = Counter(one.name for row in result.rows for one in row.keys)
@@ -662,10 +790,22 @@ def test_rows_of_a_layout_with_other_names_are_read_as_there() -> None:
         "file_name": "x.jsonl",
         "formatting": "sharegpt",
         "columns": {"messages": "turns"},
-        "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "u", "assistant_tag": "a", "system_tag": "s"},
+        "tags": {
+            "role_tag": "who",
+            "content_tag": "says",
+            "user_tag": "u",
+            "assistant_tag": "a",
+            "system_tag": "s",
+        },
     }
     source = config_of(from_yaml(LORA, {"mine": entry}))["data"]["train"][0]
-    row = {"turns": [{"who": "s", "says": "Be kind."}, {"who": "u", "says": "Hi"}, {"who": "a", "says": "Hello"}]}
+    row = {
+        "turns": [
+            {"who": "s", "says": "Be kind."},
+            {"who": "u", "says": "Hi"},
+            {"who": "a", "says": "Hello"},
+        ]
+    }
 
     content: Any = to_content(row, Layout(source["format"], source["columns"], source["roles"]))
 
@@ -700,10 +840,22 @@ def test_without_a_dataset_info_the_data_alone_are_missing() -> None:
         ("a: &x 1\n", "anchors and aliases"),
         ("hello: 1\n", "unknown kind of file (it has the keys hello)"),
         ("experiment: x\nmodel: {source: tiny}\n", "a config of this project already"),
-        ("base_model: Q/Q\nsequence_len: 2048\nsample_packing: true\ndatasets: []\n", "looks like a config of Axolotl"),
-        ("model: Q/Q\ntrain_type: lora\ndataset: [a]\nlearning_rate: 1\n", "looks like a config of ms-swift"),
-        ("model_name_or_path: Q/Q\ndataset_name: a/b\nuse_peft: true\nlora_r: 4\n", "looks like arguments of a TRL"),
-        ('{"peft_type": "LORA", "r": 8, "target_modules": []}', "looks like peft's config of an adapter"),
+        (
+            "base_model: Q/Q\nsequence_len: 2048\nsample_packing: true\ndatasets: []\n",
+            "looks like a config of Axolotl",
+        ),
+        (
+            "model: Q/Q\ntrain_type: lora\ndataset: [a]\nlearning_rate: 1\n",
+            "looks like a config of ms-swift",
+        ),
+        (
+            "model_name_or_path: Q/Q\ndataset_name: a/b\nuse_peft: true\nlora_r: 4\n",
+            "looks like arguments of a TRL",
+        ),
+        (
+            '{"peft_type": "LORA", "r": 8, "target_modules": []}',
+            "looks like peft's config of an adapter",
+        ),
         ('{"mine": {"file_name": "x.json"}}', "dataset_info.json lists data sets only"),
     ],
 )
@@ -720,7 +872,12 @@ def test_files_that_cannot_be_read_are_all_named(folder: Path) -> None:
 
     found = problems(folder, Path("none.yaml"), Path("binary"), Path("large"))
 
-    assert [problem.partition(": ")[0] for problem in found] == [str(folder), "none.yaml", "binary", "large"]
+    assert [problem.partition(": ")[0] for problem in found] == [
+        str(folder),
+        "none.yaml",
+        "binary",
+        "large",
+    ]
     assert found[0].endswith("is a folder; name the YAML or JSON file in it")
     assert "No such file" in found[1]
 
@@ -765,7 +922,8 @@ def test_files_that_contradict_each_other_are_refused_with_both_keys() -> None:
     [problem] = problems(arguments, write("ds.json", {**TUTORIAL, "scheduler": {}}))
 
     assert problem == (
-        "ds.json: optimizer.params.lr: 3e-05: contradicts args.json: learning_rate: 2e-05; correct one of the files"
+        "ds.json: optimizer.params.lr: 3e-05: contradicts args.json: learning_rate: 2e-05; correct "
+        "one of the files"
     )
 
 
@@ -778,4 +936,6 @@ def test_a_batch_that_no_number_of_gpus_makes_is_refused() -> None:
 def test_two_files_of_one_kind_are_refused() -> None:
     found = problems(write("a.json", TUTORIAL), write("b.json", AUTO))
 
-    assert found == ["a.json and b.json are both of the kind DeepSpeed; import one of them at a time"]
+    assert found == [
+        "a.json and b.json are both of the kind DeepSpeed; import one of them at a time"
+    ]

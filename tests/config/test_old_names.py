@@ -16,8 +16,14 @@ NAMES = {
     "recompute": ("activation_checkpointing", "[none, full]"),
     "reshard": ("reshard_after_forward", "[true, false]"),
 }
-SWEEPS = ("KEY: VALUES", "list: [{KEY: VALUE}, {train.seed: 3}]", "random: {experiments: 6, seed: 1, KEY: VALUES}")
-old_and_new = pytest.mark.parametrize(("old", "new", "values"), [(old, *new) for old, new in NAMES.items()])
+SWEEPS = (
+    "KEY: VALUES",
+    "list: [{KEY: VALUE}, {train.seed: 3}]",
+    "random: {experiments: 6, seed: 1, KEY: VALUES}",
+)
+old_and_new = pytest.mark.parametrize(
+    ("old", "new", "values"), [(old, *new) for old, new in NAMES.items()]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +54,10 @@ def test_an_old_name_is_taken_and_the_new_one_named_once(
 
     path = config_at(tmp_path, "old", text.replace("KEY", old))
     assert load_config(path) == load_config(path) == by_new
-    assert capsys.readouterr().err == f"warning: {path}: line 4: train.{old} is now called train.{new}\n"
+    assert (
+        capsys.readouterr().err
+        == f"warning: {path}: line 4: train.{old} is now called train.{new}\n"
+    )
 
     assert load_config(config_at(tmp_path, "plain", BASE), [f"train.{old}={value}"]).train == (
         by_new.train.model_copy(update={"lr": 1.0e-4})
@@ -63,7 +72,9 @@ def test_a_sweep_over_either_name_has_the_same_digests(
 ) -> None:
     def specs_of(name: str) -> list[Experiment]:
         filled = sweep.replace("VALUES", values).replace("VALUE", values.strip("[]").split(", ")[1])
-        path = config_at(tmp_path, name, f"{BASE}sweep: {{{filled.replace('KEY', f'train.{name}')}}}\n")
+        path = config_at(
+            tmp_path, name, f"{BASE}sweep: {{{filled.replace('KEY', f'train.{name}')}}}\n"
+        )
         return list(open_experiments(path, Store(tmp_path / "store")))
 
     by_new = specs_of(new)
@@ -72,7 +83,9 @@ def test_a_sweep_over_either_name_has_the_same_digests(
 
     assert len(by_new) > 1
     assert [one.specs for one in by_old] == [one.specs for one in by_new]
-    assert {one.name.rpartition("=")[0] for one in by_old if "seed" not in one.name} == {f"demo-{old}"}
+    assert {one.name.rpartition("=")[0] for one in by_old if "seed" not in one.name} == {
+        f"demo-{old}"
+    }
     assert f"train.{old} is now called train.{new}\n" in capsys.readouterr().err
 
 
@@ -86,17 +99,23 @@ def test_both_names_at_once_are_an_error(tmp_path: Path, old: str, new: str, val
         f"line 4: train.{old}: old name of {new}, which is given too; remove the old one"
     ]
     assert problems_of(config_at(tmp_path, "list", in_list)) == [
-        f"line 5: sweep.list[0].'train.{old}': old name of train.{new}, which is given too; remove the old one"
+        f"line 5: sweep.list[0].'train.{old}': old name of train.{new}, which is given too; remove "
+        "the old one"
     ]
 
 
 def test_problems_name_the_new_key(tmp_path: Path) -> None:
     for given, problem in {
-        "recompute: most": 'train.activation_checkpointing: "most" is not one of auto, none, selective, full',
-        "strategy: ddp, reshard: false": "train.reshard_after_forward: has no effect with train.strategy: ddp",
-        "activation_checkpoint: full": "train.activation_checkpoint: unknown key; did you mean 'activation_checkp",
+        "recompute: most": 'train.activation_checkpointing: "most" is not one of auto, none, '
+        "selective, full",
+        "strategy: ddp, reshard: false": "train.reshard_after_forward: has no effect with "
+        "train.strategy: ddp",
+        "activation_checkpoint: full": "train.activation_checkpoint: unknown key; did you mean "
+        "'activation_checkp",
     }.items():
-        [found] = problems_of(config_at(tmp_path, "config", test_sweep.BASE.replace("lr: 1.0e-4", given)))
+        [found] = problems_of(
+            config_at(tmp_path, "config", test_sweep.BASE.replace("lr: 1.0e-4", given))
+        )
         assert found.startswith(f"line 4: {problem}")
     assert problems_of(config_at(tmp_path, "config", f"{BASE}recompute: full\n")) == [
         "line 5: recompute: unknown key; here it is train.activation_checkpointing"

@@ -1,4 +1,4 @@
-"""One config file, many experiments: which, under which names, and what is said of those that cannot be."""
+"""One config file, many experiments: which, by what names, and what is said of impossible ones."""
 
 from pathlib import Path
 
@@ -57,13 +57,18 @@ def test_a_grid_is_the_product_of_its_lists_and_the_last_changes_fastest(tmp_pat
         ("{train.warmup_steps: [null, 2]}", ["demo-warmup_steps=none", "demo-warmup_steps=2"]),
         ("{train.compile: [false, true]}", ["demo-compile=false", "demo-compile=true"]),
         ("{tokenize.system: [Be short., BE SHORT!]}", ["demo-system=1", "demo-system=2"]),
-        ("{tokenize.system: [Be short., Be kind/nice]}", ["demo-system=Be_short", "demo-system=Be_kind_nice"]),
+        (
+            "{tokenize.system: [Be short., Be kind/nice]}",
+            ["demo-system=Be_short", "demo-system=Be_kind_nice"],
+        ),
         (f"{{tokenize.system: [{'x' * 25}, y]}}", ["demo-system=1", "demo-system=2"]),
         ("{train.freeze: [[], [model.norm.*]]}", ["demo-freeze=1", "demo-freeze=2"]),
         ("{'data.train[0].weight': [1.0, 2.5]}", ["demo-weight=1.0", "demo-weight=2.5"]),
     ],
 )
-def test_experiments_are_named_by_what_differs(tmp_path: Path, sweep: str, expected: list[str]) -> None:
+def test_experiments_are_named_by_what_differs(
+    tmp_path: Path, sweep: str, expected: list[str]
+) -> None:
     assert names(written(tmp_path, sweep)) == expected
 
 
@@ -73,15 +78,24 @@ def test_a_key_whose_section_is_not_in_the_file_makes_it(tmp_path: Path) -> None
 
 
 WRONG = {
-    "not a mapping": ("[1]", ["line 5: sweep: holds no keys with lists of values, as in train.lr: [1.0e-4, 2.0e-4]"]),
-    "empty": ("", ["line 5: sweep: holds no keys with lists of values, as in train.lr: [1.0e-4, 2.0e-4]"]),
+    "not a mapping": (
+        "[1]",
+        ["line 5: sweep: holds no keys with lists of values, as in train.lr: [1.0e-4, 2.0e-4]"],
+    ),
+    "empty": (
+        "",
+        ["line 5: sweep: holds no keys with lists of values, as in train.lr: [1.0e-4, 2.0e-4]"],
+    ),
     "nested": (
         "{train: {lr: [1.0e-4]}}",
         ["line 5: sweep: train: write the whole key and a list of values, as in train.lr: [...]"],
     ),
     "no list": ("{train.lr: 1.0e-4}", ["line 5: sweep: train.lr: 0.0001 is not a list of values"]),
     "empty list": ("{train.lr: []}", ["line 5: sweep: train.lr: [] is not a list of values"]),
-    "no key": ("{train..lr: [1]}", ["line 5: sweep: train..lr: not a key of a section, such as train.lr"]),
+    "no key": (
+        "{train..lr: [1]}",
+        ["line 5: sweep: train..lr: not a key of a section, such as train.lr"],
+    ),
     "name": (
         "{experiment: [a, b]}",
         ["line 5: sweep: experiment: a section or a name; sweep one of its keys, as in train.lr"],
@@ -89,7 +103,10 @@ WRONG = {
     "twice": ("{train.seed: [1, 1]}", ["line 5: sweep: train.seed: holds a value twice"]),
     "within": (
         "{train.lora: [{rank: 4}], train.lora.rank: [4, 8]}",
-        ["line 5: sweep: train.lora.rank: lies within train.lora, which is swept too; keep one of them"],
+        [
+            "line 5: sweep: train.lora.rank: lies within train.lora, which is swept too; keep one "
+            "of them"
+        ],
     ),
     "too many": (
         f"{{train.seed: {list(range(40))}, shard.seed: {list(range(40))}}}",
@@ -99,8 +116,14 @@ WRONG = {
         "{data.train.path: [a, b]}",
         ["line 5: sweep: data.train.path: the file has a value or a list there, and no keys"],
     ),
-    "unknown key of all": ("{train.lrr: [1, 2]}", ["line 5: train.lrr: unknown key; did you mean 'lr'?"]),
-    "value of one": ("{train.lr: [1.0, -1.0]}", ["line 5: train.lr: -1.0 should be greater than 0 (with lr=-1.0)"]),
+    "unknown key of all": (
+        "{train.lrr: [1, 2]}",
+        ["line 5: train.lrr: unknown key; did you mean 'lr'?"],
+    ),
+    "value of one": (
+        "{train.lr: [1.0, -1.0]}",
+        ["line 5: train.lr: -1.0 should be greater than 0 (with lr=-1.0)"],
+    ),
     "value of some": (
         "{train.lr: [-1.0, 1.0], train.seed: [1, 2, 3]}",
         ["line 5: train.lr: -1.0 should be greater than 0 (with lr=-1.0-seed=1, and 2 more)"],
@@ -108,7 +131,8 @@ WRONG = {
     "between keys, of one": (
         "{train.method: [full, lora], train.freeze: [[model.norm.*]]}",
         [
-            "line 5: train.freeze: has no effect with train.method: lora, which freezes every weight of the model;"
+            "line 5: train.freeze: has no effect with train.method: lora, which freezes every "
+            "weight of the model;"
             " remove it, or choose train.lora.targets (with method=lora)"
         ],
     ),
@@ -116,7 +140,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("sweep", "said"), WRONG.values(), ids=WRONG)
-def test_every_mistake_is_named_once_with_its_experiments(tmp_path: Path, sweep: str, said: list[str]) -> None:
+def test_every_mistake_is_named_once_with_its_experiments(
+    tmp_path: Path, sweep: str, said: list[str]
+) -> None:
     assert problems_of(written(tmp_path, sweep)) == said
 
 
@@ -126,13 +152,16 @@ def test_mistakes_of_all_experiments_and_of_the_sweep_are_told_at_once(tmp_path:
     assert problems_of(path) == [
         "line 5: train.lr: -1.0 should be greater than 0 (with lr=-1.0-seed=1, and 1 more)",
         "line 4: train.beta1: 2.0 should be less than 1",
-        "line 5: train.seed: -2 should be greater than or equal to 0 (with lr=-1.0-seed=-2, and 1 more)",
+        "line 5: train.seed: -2 should be greater than or equal to 0 (with lr=-1.0-seed=-2, and 1 "
+        "more)",
     ]
 
 
 def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     base = BASE.replace("demo", "d" * 120)
-    [problem] = problems_of(written(tmp_path, "{train.seed: [1, 2], train.lr: [1.0e-4, 2.0e-4]}", base))
+    [problem] = problems_of(
+        written(tmp_path, "{train.seed: [1, 2], train.lr: [1.0e-4, 2.0e-4]}", base)
+    )
     assert "experiment: " in problem
     assert "is not a name of up to 128 letters" in problem
 
@@ -143,7 +172,9 @@ def test_overrides_come_after_the_sweep(tmp_path: Path) -> None:
 
 
 def test_what_experiments_have_in_common_is_one_stage(tmp_path: Path) -> None:
-    found = open_experiments(written(tmp_path, "{train.lr: [1.0e-4, 2.0e-4]}"), Store(tmp_path / "store"))
+    found = open_experiments(
+        written(tmp_path, "{train.lr: [1.0e-4, 2.0e-4]}"), Store(tmp_path / "store")
+    )
     first, second = (experiment.specs for experiment in found)
     shared = [part for part in first if first[part].digest == second[part].digest]
     assert shared == ["model", "data.0", "tokenize", "shard", "baseline"]
@@ -152,9 +183,14 @@ def test_what_experiments_have_in_common_is_one_stage(tmp_path: Path) -> None:
 def test_one_experiment_of_a_sweep_is_chosen_by_name(tmp_path: Path) -> None:
     path, store = written(tmp_path, "{train.lr: [1.0e-4, 2.0e-4]}"), Store(tmp_path / "store")
     assert open_experiment(path, store, "demo-lr=0.0002").config.train.lr == 2e-4
-    with pytest.raises(ConfigError, match="a sweep of 2 experiments; name one with --experiment NAME: demo-lr=0.0001"):
+    with pytest.raises(
+        ConfigError,
+        match="a sweep of 2 experiments; name one with --experiment NAME: demo-lr=0.0001",
+    ):
         open_experiment(path, store)
-    with pytest.raises(ConfigError, match="no experiment is called 'demo-lr=2'; did you mean 'demo-lr=0.0002'"):
+    with pytest.raises(
+        ConfigError, match="no experiment is called 'demo-lr=2'; did you mean 'demo-lr=0.0002'"
+    ):
         open_experiment(path, store, "demo-lr=2")
 
 

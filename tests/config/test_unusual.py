@@ -17,13 +17,19 @@ def found(folder: Path, text: str) -> list[str]:
         ("train: {lr: 5}", ["train.lr: 5 is unusual; 5e-6 to 5e-5 is usual for all weights"]),
         ("train: {lr: 1e-300}", ["train.lr: 1e-300 is unusual; 5e-6 to 5e-5"]),
         ("train: {lr: 5, method: lora}", ["train.lr: 5 is unusual; 1e-4 to 4e-4"]),
-        ("train: {global_batch_tokens: 1024000000000}", ["train.global_batch_tokens: 1.024e+12 is unusual"]),
+        (
+            "train: {global_batch_tokens: 1024000000000}",
+            ["train.global_batch_tokens: 1.024e+12 is unusual"],
+        ),
         ("train: {epochs: 5000}", ["train.epochs: 5000 is unusual; 1 to 5 are usual"]),
         (
             "train: {method: lora, lora: {rank: 2000, alpha: 1000000}}",
             ["train.lora.rank: 2000 is unusual", "train.lora.alpha: 1e+06 is unusual"],
         ),
-        ("train: {weight_decay: 5, warmup_fraction: 0.9}", ["train.warmup_fraction: 0.9", "train.weight_decay: 5"]),
+        (
+            "train: {weight_decay: 5, warmup_fraction: 0.9}",
+            ["train.warmup_fraction: 0.9", "train.weight_decay: 5"],
+        ),
         ("sweep: {train.lr: [1, 2]}", ["train.lr: 1 is unusual", "train.lr: 2 is unusual"]),
         ("train: {lr: 0.004, epochs: 20, method: lora, lora: {rank: 512, alpha: 1024}}", []),
     ],
@@ -38,14 +44,24 @@ def test_what_nobody_trains_with_is_warned_of(tmp_path: Path, text: str, said: l
     ("text", "idle"),
     [
         ("cluster: {gpu: h200, gpu_hour_price: 2}", ["cluster.gpu", "cluster.gpu_hour_price"]),
-        ("train: {attention: flash, deterministic: true}", ["train.attention", "train.deterministic"]),
+        (
+            "train: {attention: flash, deterministic: true}",
+            ["train.attention", "train.deterministic"],
+        ),
         ("cluster: {gpus_per_node: 2, cpu_ranks: 2}", ["cluster.cpu_ranks"]),
-        ("train: {gradient_compression: bf16}\ncluster: {cpu_ranks: 1}", ["train.gradient_compression"]),
+        (
+            "train: {gradient_compression: bf16}\ncluster: {cpu_ranks: 1}",
+            ["train.gradient_compression"],
+        ),
         ("train: {local_sgd_steps: 4}\ncluster: {cpu_ranks: 1}", ["train.local_sgd_steps"]),
         ("tracking: {project: mine}", ["tracking.project"]),
         ("evaluate: {generations: 0, max_new_tokens: 9}", ["evaluate.max_new_tokens"]),
         ("evaluate: {generations: 0, max_new_tokens: 9, prompts: [Who?]}", []),
-        ("train: {gradient_compression: bf16, deterministic: true}\ncluster: {gpus_per_node: 2, gpu: h200}", []),
+        (
+            "train: {gradient_compression: bf16, deterministic: true}\ncluster: {gpus_per_node: 2, "
+            "gpu: h200}",
+            [],
+        ),
     ],
 )
 def test_what_has_no_effect_here_is_warned_of(tmp_path: Path, text: str, idle: list[str]) -> None:
@@ -53,10 +69,14 @@ def test_what_has_no_effect_here_is_warned_of(tmp_path: Path, text: str, idle: l
 
 
 def test_a_weight_far_from_one_is_warned_of(tmp_path: Path) -> None:
-    [warning] = warnings_of(load_configs(written(tmp_path, VALID.replace("pydoc}", "pydoc, weight: 1000}"))))
+    [warning] = warnings_of(
+        load_configs(written(tmp_path, VALID.replace("pydoc}", "pydoc, weight: 1000}")))
+    )
     assert warning.startswith("data.train[0].weight: 1000 is unusual")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.name
+)
 def test_the_shipped_configs_are_usual(path: Path) -> None:
     assert warnings_of(load_configs(path)) == []

@@ -17,7 +17,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small disk needs root")
     disk = tmp_path / "small"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
+    )
     if mounted.returncode != 0:
         pytest.skip(f"this root cannot mount: {mounted.stderr.decode().strip()}")
     try:
@@ -39,7 +41,7 @@ def verified(tmp_path: Path) -> VerifiedFiles:
 
 
 def edit_unseen(path: Path) -> None:
-    """Change a byte under the same size and mtime, as somebody would who wants that nobody notices."""
+    """Change a byte under the same size and mtime, as somebody would who hides a change."""
     times = path.stat()
     with path.open("r+b") as file:
         first = file.read(1)[0]

@@ -1,4 +1,4 @@
-"""A file that is taken into the store is read once for its hash, and never taken with another content."""
+"""A file taken into the store is read once for its hash, and never taken with other content."""
 
 import os
 import shutil
@@ -38,7 +38,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     read, copied = VerifiedFiles._read, arrival._copy_hashed
 
-    def note_read(self: VerifiedFiles, path: Path, beside: Path) -> tuple[str, os.stat_result | None]:
+    def note_read(
+        self: VerifiedFiles, path: Path, beside: Path
+    ) -> tuple[str, os.stat_result | None]:
         found.append(path)
         return read(self, path, beside)
 
@@ -83,7 +85,11 @@ def test_what_was_hashed_elsewhere_is_hashed_once(
 @pytest.mark.parametrize("bring", [arrival.link, arrival.copy])
 @pytest.mark.parametrize("change", [edit_unseen, lambda path: path.write_bytes(bytes(SIZE_BYTES))])
 def test_another_content_is_not_taken(
-    source: Path, target: Path, verified: VerifiedFiles, bring: Bring, change: Callable[[Path], object]
+    source: Path,
+    target: Path,
+    verified: VerifiedFiles,
+    bring: Bring,
+    change: Callable[[Path], object],
 ) -> None:
     sha256 = verified.sha256(source, source.parent)
     change(source)
@@ -94,9 +100,16 @@ def test_another_content_is_not_taken(
 
 @pytest.mark.parametrize("bring", [arrival.link, arrival.copy])
 def test_an_edit_while_it_is_taken_is_found(
-    source: Path, target: Path, verified: VerifiedFiles, bring: Bring, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    target: Path,
+    verified: VerifiedFiles,
+    bring: Bring,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a link is made, or while a file is copied; of the copy, bytes from before and after are no use."""
+    """Before a link is made, or while a file is copied; a copy of bytes of both is no use.
+
+    These are bytes from before and from after.
+    """
     sha256 = verified.sha256(source, source.parent)
 
     def edited(take: Callable[[Path, Path], object]) -> Callable[[Path, Path], object]:
@@ -113,7 +126,9 @@ def test_an_edit_while_it_is_taken_is_found(
     assert not verified.is_marked(target, sha256)
 
 
-def test_an_edit_through_either_name_of_a_link_is_found(source: Path, target: Path, verified: VerifiedFiles) -> None:
+def test_an_edit_through_either_name_of_a_link_is_found(
+    source: Path, target: Path, verified: VerifiedFiles
+) -> None:
     sha256 = verified.sha256(source, source.parent)
     assert arrival.link(source, target, sha256, verified)
 

@@ -31,7 +31,10 @@ def test_exit_codes_are_part_of_the_surface() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Exception("No space left on device (os error 28)")],
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        Exception("No space left on device (os error 28)"),
+    ],
     ids=["Python", "Rust"],
 )
 def test_a_full_disk_is_no_bug_wherever_it_is_met(

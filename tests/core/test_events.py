@@ -70,7 +70,9 @@ def test_a_line_that_a_kill_cut_short_costs_that_event_only(tmp_path: Path, cut_
     assert [event["event"] for event in read_events(path)] == complete
 
 
-@pytest.mark.parametrize("text", ["a\nb", "a\u2028b", "a\x85b", "a\x0b\x0c\x1cb", '"', "\\", "\u4f60"])
+@pytest.mark.parametrize(
+    "text", ["a\nb", "a\u2028b", "a\x85b", "a\x0b\x0c\x1cb", '"', "\\", "\u4f60"]
+)
 def test_text_comes_back_as_it_was(tmp_path: Path, text: str) -> None:
     EventLog(tmp_path / "events").emit("said", text=text)
 

@@ -46,8 +46,11 @@ def test_a_killed_publisher_leaves_a_whole_directory_or_none(tmp_path: Path) -> 
     folder, acknowledged = tmp_path / "store", tmp_path / "acknowledged"
     chance = random.Random(0)
     kills = cut_short = 0
-    # On a busy machine most kills come before the first file: then there are more, each a little later.
-    while kills < KILLS or (kills < 10 * KILLS and (len(list(folder.glob("step-*"))) <= 10 or cut_short <= 5)):
+    # On a busy machine most kills come before the first file: then there are more, each a little
+    # later.
+    while kills < KILLS or (
+        kills < 10 * KILLS and (len(list(folder.glob("step-*"))) <= 10 or cut_short <= 5)
+    ):
         kills += 1
         with running(publish_for_ever, folder, acknowledged) as child:
             sleep(chance.uniform(0.0, 0.05 * (1 + kills // KILLS)))
@@ -91,7 +94,10 @@ def test_of_several_publishers_one_wins_and_nothing_is_mixed(tmp_path: Path) -> 
     for round_ in range(10):
         final, won = tmp_path / f"final-{round_}", tmp_path / f"won-{round_}"
         barrier = FORK.Barrier(3)
-        racers = [FORK.Process(target=publish_once, args=(final, bytes([65 + i]), barrier, won)) for i in range(3)]
+        racers = [
+            FORK.Process(target=publish_once, args=(final, bytes([65 + i]), barrier, won))
+            for i in range(3)
+        ]
         for racer in racers:
             racer.start()
         finish(list(racers))
@@ -241,7 +247,9 @@ def test_files_from_the_future_are_taken_to_now_and_others_keep_their_times(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["future", "output", "past"]
 
 
-def test_in_a_folder_of_another_user_times_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_folder_of_another_user_times_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     future = tmp_path / "future"
     future.touch()
     os.utime(future, (time.time() + 86400, time.time() + 86400))

@@ -1,4 +1,7 @@
-"""The hint at the files that a command leaves for git, asked of real repositories and followed by a shell."""
+"""The hint at files that a command leaves for git, asked of real repositories and followed.
+
+A shell follows it.
+"""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +10,12 @@ import pytest
 
 from pipeline_lib.core.git import how_to_commit
 
-WRITTEN = [Path("results/made anew"), Path("results/changed"), Path("results/removed"), Path("results/same")]
+WRITTEN = [
+    Path("results/made anew"),
+    Path("results/changed"),
+    Path("results/removed"),
+    Path("results/same"),
+]
 
 
 def git(*arguments: str) -> str:
@@ -17,21 +25,27 @@ def git(*arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository, which is the current folder, with a commit; what is in `ignored` git ignores."""
+    """A repository, the current folder, with a commit; git ignores what is in `ignored`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     Path("results").mkdir()
     for name in ("changed", "removed", "same"):
         Path("results", name).write_text("before")
     Path(".gitignore").write_text("ignored\n")
-    for command in (["init", "-q"], ["config", "user.name", "test"], ["config", "user.email", "test@localhost"]):
+    for command in (
+        ["init", "-q"],
+        ["config", "user.name", "test"],
+        ["config", "user.email", "test@localhost"],
+    ):
         git(*command)
     git("add", "--all")
     git("commit", "-q", "-m", "first")
     return tmp_path
 
 
-def test_files_that_were_made_changed_and_removed_are_named_and_the_command_commits_them(repository: Path) -> None:
+def test_files_that_were_made_changed_and_removed_are_named_and_the_command_commits_them(
+    repository: Path,
+) -> None:
     WRITTEN[0].write_text("new")
     WRITTEN[1].write_text("after")
     WRITTEN[2].unlink()
@@ -44,7 +58,8 @@ def test_files_that_were_made_changed_and_removed_are_named_and_the_command_comm
     assert said is not None
     named, command = said.splitlines()
     assert named == (
-        "git has not committed results/made anew, results/changed, results/removed; to commit what changed:"
+        "git has not committed results/made anew, results/changed, results/removed; to commit what "
+        "changed:"
     )
     subprocess.run(command, shell=True, check=True, capture_output=True)  # noqa: S602
     assert git("status", "--porcelain") == "A  mine\n"

@@ -25,7 +25,9 @@ def files_in(folder: Path) -> list[str]:
 def test_the_living_owner_is_named_and_a_killed_one_is_nobody(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert holder(path) is None
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"

@@ -97,7 +97,10 @@ def test_a_living_owner_is_waited_for_and_announced_once(tmp_path: Path) -> None
         with locked(path, said.append, POLL_S):
             assert held.read_text() == "released"
 
-    expected = f"waiting for process {owner.pid} on {socket.gethostname()}, which is doing this already ({path})"
+    expected = (
+        f"waiting for process {owner.pid} on {socket.gethostname()}, which is doing this "
+        f"already ({path})"
+    )
     assert said == [expected]
 
 
@@ -116,7 +119,7 @@ def test_the_lock_of_a_killed_owner_is_taken_at_once(tmp_path: Path) -> None:
 
 
 def is_taken_over(path: Path, owner: dict[str, Any], age_s: float, patience_s: float) -> bool:
-    """Whether somebody takes the lock of `owner`, whose last heartbeat was `age_s` ago, within `patience_s`."""
+    """Whether somebody takes the lock of `owner`, last alive `age_s` ago, in `patience_s`."""
     path.write_text(json.dumps(owner))
     os.utime(path, (time() - age_s, time() - age_s))
     taken = path.with_name("taken")
@@ -133,13 +136,19 @@ def is_free(path: Path, owner: dict[str, Any], age_s: float = 0.0) -> bool:
     return is_taken_over(path, owner, age_s, patience_s=DEADLINE_S)
 
 
-def test_the_heartbeat_of_a_process_that_is_there_does_not_matter(tmp_path: Path, me: dict[str, Any]) -> None:
+def test_the_heartbeat_of_a_process_that_is_there_does_not_matter(
+    tmp_path: Path, me: dict[str, Any]
+) -> None:
     """A stopped process (a debugger, a suspended machine) comes back and goes on."""
     assert is_held(tmp_path / "lock", me, age_s=1e6)
 
 
-@pytest.mark.parametrize("change", [{"process_start": "1"}, {"pid": 2**22 + 1}], ids=["reused pid", "no such process"])
-def test_a_dead_process_loses_its_lock_at_once(tmp_path: Path, me: dict[str, Any], change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"process_start": "1"}, {"pid": 2**22 + 1}], ids=["reused pid", "no such process"]
+)
+def test_a_dead_process_loses_its_lock_at_once(
+    tmp_path: Path, me: dict[str, Any], change: dict[str, Any]
+) -> None:
     assert is_free(tmp_path / "lock", me | change)
 
 
@@ -161,8 +170,10 @@ UNKNOWN_OWNERS = {
 }
 
 
-def seconds_until_taken(path: Path, owner: dict[str, Any], beat: Callable[[], None], patience_s: float) -> float | None:
-    """When somebody else takes the lock of `owner`, whose heart beats by `beat`; None if not within `patience_s`."""
+def seconds_until_taken(
+    path: Path, owner: dict[str, Any], beat: Callable[[], None], patience_s: float
+) -> float | None:
+    """When somebody takes the lock of `owner`, who beats by `beat`; None after `patience_s`."""
     path.write_text(json.dumps(owner))
     beat()
     taken, begun_s = path.with_name("taken"), monotonic()
@@ -201,7 +212,9 @@ def test_an_owner_elsewhere_lives_while_its_heartbeat_moves_whatever_its_clock(
     tmp_path: Path, me: dict[str, Any], change: dict[str, Any], offset_s: float
 ) -> None:
     path = tmp_path / "lock"
-    assert seconds_until_taken(path, me | change, beats_by_clock(path, offset_s), 1.5 * DEAD_S) is None
+    assert (
+        seconds_until_taken(path, me | change, beats_by_clock(path, offset_s), 1.5 * DEAD_S) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +222,10 @@ def test_an_owner_elsewhere_lives_while_its_heartbeat_moves_whatever_its_clock(
     [
         pytest.param(ELSEWHERE, 0.0, OLD_DEAD_S, id="just now"),
         pytest.param(ELSEWHERE, -3600.0, DEAD_S, id="in the future"),
-        *(pytest.param(change, 3600.0, OLD_DEAD_S, id=name) for name, change in UNKNOWN_OWNERS.items()),
+        *(
+            pytest.param(change, 3600.0, OLD_DEAD_S, id=name)
+            for name, change in UNKNOWN_OWNERS.items()
+        ),
     ],
 )
 @pytest.mark.usefixtures("fast")
@@ -223,8 +239,10 @@ def test_an_owner_elsewhere_is_dead_once_its_heartbeat_stood_still(
 
 
 @pytest.mark.usefixtures("fast")
-def test_who_does_not_wait_takes_the_lock_of_an_owner_that_is_long_dead(tmp_path: Path, me: dict[str, Any]) -> None:
-    """Commands that refuse to wait end when they are told of the owner: an old heartbeat is watched before that."""
+def test_who_does_not_wait_takes_the_lock_of_an_owner_that_is_long_dead(
+    tmp_path: Path, me: dict[str, Any]
+) -> None:
+    """Commands that refuse to wait end when told of the owner: they watch a heartbeat first."""
     path, said = tmp_path / "lock", list[str]()
     path.write_text(json.dumps(me | {"host": "elsewhere"}))
     os.utime(path, (0, 0))
@@ -281,7 +299,9 @@ def test_an_error_of_the_file_server_does_not_end_the_heartbeat(
         wait_for(lambda: path.stat().st_mtime > 0, "a heartbeat after it")
 
 
-def test_the_owner_keeps_its_heartbeat_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_owner_keeps_its_heartbeat_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
     path = tmp_path / "lock"
     with locked(path, silent):
@@ -309,7 +329,10 @@ def test_where_times_are_set_by_name_only_the_heartbeat_goes_on(
 
 def test_an_owner_that_lost_its_lock_leaves_the_next_one_alone(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with pytest.raises(LockLost, match="was taken over by process 4711 on elsewhere"), locked(path, silent):
+    with (
+        pytest.raises(LockLost, match="was taken over by process 4711 on elsewhere"),
+        locked(path, silent),
+    ):
         take_over(path)
 
     assert owner_of(path)["token"] == "theirs"
@@ -351,7 +374,7 @@ def test_an_owner_that_lost_its_lock_ends_whatever_it_does(
 
 
 def lose_unread(path: Path) -> None:
-    """Hold the lock, lose it, and be stuck in a write to what nobody reads, as standard error is too."""
+    """Hold the lock, lose it, and be stuck in a write that nobody reads, as standard error."""
     _, pipe = os.pipe()
     os.dup2(pipe, 2)
     with locked(path, silent):
@@ -360,7 +383,9 @@ def lose_unread(path: Path) -> None:
             os.write(pipe, bytes(4096))
 
 
-def test_an_owner_whose_output_nobody_reads_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_whose_output_nobody_reads_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lock, "LAST_WORDS_S", 0.1)
     with running(lose_unread, tmp_path / "lock") as owner:
@@ -412,7 +437,8 @@ def test_without_hard_links_no_update_is_lost_either(tmp_path: Path) -> None:
     path, history, acknowledged = tmp_path / "lock", tmp_path / "history", tmp_path / "acknowledged"
     history.write_text("")
     workers = [
-        FORK.Process(target=add_lines, args=(path, history, acknowledged, f"worker{number}", 20)) for number in range(4)
+        FORK.Process(target=add_lines, args=(path, history, acknowledged, f"worker{number}", 20))
+        for number in range(4)
     ]
     for worker in workers:
         worker.start()
@@ -460,7 +486,7 @@ def test_a_link_that_is_there_since_the_server_was_asked_twice_is_ours(
 
 
 def test_a_late_remover_leaves_the_next_owner_alone(tmp_path: Path, me: dict[str, Any]) -> None:
-    """Two waiters see the same dead owner; one is done and holds the lock before the other begins to remove it."""
+    """Two waiters see the same dead owner; one holds the lock before the other removes it."""
     path = tmp_path / "lock"
     dead = me | {"pid": 2**22 + 1, "token": "dead"}
     path.write_text(json.dumps(dead))

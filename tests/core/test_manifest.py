@@ -51,15 +51,25 @@ def test_it_lists_every_file_but_itself(sealed: Path) -> None:
     files = verify(sealed).files
 
     assert {name: entry.bytes for name, entry in files.items()} == {"a.txt": 5, "deep/b.bin": 256}
-    assert files["a.txt"].sha256 == "8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8"
+    assert (
+        files["a.txt"].sha256 == "8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8"
+    )
 
 
 B = "deep/b.bin"
 DAMAGE: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda root: (root / B).unlink(), B, "missing"),
-    (lambda root: (root / "deep" / "stray.txt").write_text(""), "deep/stray.txt", "not in the manifest"),
+    (
+        lambda root: (root / "deep" / "stray.txt").write_text(""),
+        "deep/stray.txt",
+        "not in the manifest",
+    ),
     (lambda root: (root / B).write_bytes(bytes(range(255))), B, "255 bytes, sealed with 256"),
-    (lambda root: (root / B).write_bytes(bytes(range(255)) + b"\xfe"), B, "content differs from what was sealed"),
+    (
+        lambda root: (root / B).write_bytes(bytes(range(255)) + b"\xfe"),
+        B,
+        "content differs from what was sealed",
+    ),
 ]
 
 
@@ -72,7 +82,9 @@ def test_damage_is_named_with_its_remedy(
     with pytest.raises(IntegrityError) as raised:
         verify(sealed)
 
-    assert str(raised.value) == f"{sealed / culprit}: {what}; delete {sealed} and run snakemake again"
+    assert (
+        str(raised.value) == f"{sealed / culprit}: {what}; delete {sealed} and run snakemake again"
+    )
 
 
 @pytest.mark.parametrize("size", [0, 255, 257])
@@ -112,9 +124,14 @@ def test_a_manifest_that_does_not_read_is_damaged(sealed: Path, content: bytes) 
 
 @pytest.mark.parametrize(
     ("key", "value", "named"),
-    [("files", {"a.txt": {"bytes": "many", "sha256": "0"}}, "files.a.txt.bytes"), ("surplus", 1, "surplus")],
+    [
+        ("files", {"a.txt": {"bytes": "many", "sha256": "0"}}, "files.a.txt.bytes"),
+        ("surplus", 1, "surplus"),
+    ],
 )
-def test_a_wrong_entry_of_the_manifest_is_named(sealed: Path, key: str, value: object, named: str) -> None:
+def test_a_wrong_entry_of_the_manifest_is_named(
+    sealed: Path, key: str, value: object, named: str
+) -> None:
     edit_manifest(sealed, key, value)
 
     with pytest.raises(IntegrityError, match=rf"damaged \({named}: "):
@@ -130,7 +147,10 @@ def test_a_manifest_of_another_schema_is_refused_even_if_it_has_other_keys(seale
 
 
 def test_the_schema_version_changes_only_with_the_fields() -> None:
-    """Code that does not know a field takes the manifest for damaged, unless SCHEMA says that it is of other code."""
+    """Code that does not know a field calls the manifest damaged, unless SCHEMA differs.
+
+    SCHEMA then says that it is of other code.
+    """
     assert SCHEMA == 2
     assert set(Manifest.model_fields) == {
         "schema_version",

@@ -17,12 +17,15 @@ def unfrozen() -> None:
 
 
 @pytest.mark.usefixtures("unfrozen")
-def test_nothing_is_collected_while_modules_are_imported_and_they_are_not_looked_through_later() -> None:
+def test_nothing_is_collected_while_modules_are_imported_and_they_are_not_looked_through_later() -> (
+    None
+):
     collections = []
     gc.callbacks.append(lambda phase, _: collections.append(phase))
     try:
         with importing():
-            made = [[number] for number in range(100_000)]  # as many as would start a hundred collections
+            # as many as would start a hundred collections
+            made = [[number] for number in range(100_000)]
             assert collections == []
         assert gc.get_freeze_count() > len(made)
         assert gc.isenabled()
@@ -49,7 +52,7 @@ print("sklearn" in sys.modules, "boto3" in sys.modules, needy.scipy.VALUE)
 
 
 def test_what_is_not_needed_is_not_imported_and_what_needs_it_finds_it(tmp_path: Path) -> None:
-    """scikit-learn imports scipy, and transformers scikit-learn where it finds it: many machines have both."""
+    """scikit-learn imports scipy, and transformers scikit-learn if present: many have both."""
     for name, text in {
         "scipy": "VALUE = 3",
         "sklearn": "import scipy",
@@ -61,5 +64,7 @@ def test_what_is_not_needed_is_not_imported_and_what_needs_it_finds_it(tmp_path:
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
     path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", IMPORT], env=path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], env=path, capture_output=True, text=True, check=False
+    )
     assert done.stdout.splitlines()[-1:] == ["False False 3"], done.stderr

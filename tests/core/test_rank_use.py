@@ -7,11 +7,17 @@ from pipeline_lib.core.rank_use import RankUse
 GIB = 2**30
 
 
-def rows(utilization: list[float] | None, memory: list[float], count: int = 3) -> list[dict[str, Any]]:
+def rows(
+    utilization: list[float] | None, memory: list[float], count: int = 3
+) -> list[dict[str, Any]]:
     """Rows of steps, of which every second has the readings of all ranks."""
     known = {} if utilization is None else {"gpu_utilization_of_ranks": utilization}
     reading = {**known, "peak_memory_bytes_of_ranks": [value * GIB for value in memory]}
-    return [row for step in range(count) for row in ({"step": 2 * step}, {"step": 2 * step + 1, **reading})]
+    return [
+        row
+        for step in range(count)
+        for row in ({"step": 2 * step}, {"step": 2 * step + 1, **reading})
+    ]
 
 
 def test_the_median_utilization_and_the_largest_memory_count() -> None:

@@ -65,7 +65,8 @@ def test_credentials_are_masked_and_their_kind_stays(text: str, shown: str) -> N
         "the task-oriented ms-dos disk, risk-averse",
         "https://host:8080/path?query=1",
         "git@github.com:org/name.git, ssh://git@host/x, glaiveai/glaive-function-calling-v2",
-        "data/global-mmlu-lite-test.jsonl, THUDM/glm-4.1v-9b-thinking, eos_token: <|im_end|>, pad_token=x",
+        "data/global-mmlu-lite-test.jsonl, THUDM/glm-4.1v-9b-thinking, eos_token: <|im_end|>, "
+        "pad_token=x",
         "mail ann@host, ratio 3:4",
         '{"instruction": "你好", "output": "hi"}',
     ],
@@ -97,7 +98,21 @@ def test_no_secret_survives_whatever_stands_around_it(before: str, kind: str, af
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "token", "://", "x:", "bearer ", "hf_", '\\"', "token=", " ", "eyJ", "xoxb-", "authorization: "]
+    "piece",
+    [
+        "a",
+        "token",
+        "://",
+        "x:",
+        "bearer ",
+        "hf_",
+        '\\"',
+        "token=",
+        " ",
+        "eyJ",
+        "xoxb-",
+        "authorization: ",
+    ],
 )
 def test_long_text_costs_time_in_proportion(piece: str) -> None:
     def seconds(size: int) -> float:
@@ -122,15 +137,21 @@ def test_long_text_costs_time_in_proportion(piece: str) -> None:
         ("", 10, ""),
     ],
 )
-def test_what_is_cut_ends_with_a_whole_word_where_that_leaves_half(text: str, most_chars: int, short: str) -> None:
+def test_what_is_cut_ends_with_a_whole_word_where_that_leaves_half(
+    text: str, most_chars: int, short: str
+) -> None:
     assert cut(text, most_chars) == short
 
 
 @given(st.text("ab \n", max_size=60), st.integers(8, 40))
-def test_what_is_cut_is_no_longer_than_asked_and_says_that_it_was_cut(text: str, most_chars: int) -> None:
+def test_what_is_cut_is_no_longer_than_asked_and_says_that_it_was_cut(
+    text: str, most_chars: int
+) -> None:
     short = cut(text, most_chars)
     assert len(short) <= most_chars
-    assert short == text or (short.endswith("...") and text.startswith(short.removesuffix("...").rstrip()))
+    assert short == text or (
+        short.endswith("...") and text.startswith(short.removesuffix("...").rstrip())
+    )
 
 
 def test_words_of_others_are_one_line_that_moves_no_cursor_and_holds_no_credentials() -> None:

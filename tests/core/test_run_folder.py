@@ -29,7 +29,9 @@ def folder(tmp_path: Path) -> Path:
         (one / "tensors").mkdir(parents=True)
         (one / "tensors" / "weights").write_bytes(bytes([step]) * 1000)
         (one / "state.json").write_text(json.dumps({"step": step}))
-        manifest = Manifest(stage="checkpoint", digest="0123456789abcdef", spec={}, files=describe_files(one))
+        manifest = Manifest(
+            stage="checkpoint", digest="0123456789abcdef", spec={}, files=describe_files(one)
+        )
         write_manifest(one, manifest)
     return path
 
@@ -52,7 +54,10 @@ def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_stays(
     folder: Path, name: str, unreadable: Callable[[Path], AbstractContextManager[None]]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    with unreadable(folder / "step-00000006" / name), pytest.raises(Unreadable, match="cannot be read") as raised:
+    with (
+        unreadable(folder / "step-00000006" / name),
+        pytest.raises(Unreadable, match="cannot be read") as raised,
+    ):
         rejects(folder)
 
     assert str(folder) in str(raised.value)
@@ -80,7 +85,9 @@ def test_a_damaged_checkpoint_is_brought_back_by_the_command_that_is_told(folder
 
     def run() -> "subprocess.CompletedProcess[str]":
         arguments = [sys.executable, *command[1].split()]
-        return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HOME": "/"})
+        return subprocess.run(
+            arguments, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HOME": "/"}
+        )
 
     still_damaged = run()
     assert (still_damaged.returncode, "state.json" in still_damaged.stderr) == (66, True)
@@ -89,11 +96,16 @@ def test_a_damaged_checkpoint_is_brought_back_by_the_command_that_is_told(folder
     assert rejects(folder) == (path.parent, [])
 
 
-def test_nothing_is_brought_back_over_a_step_that_was_saved_again_or_while_the_run_is_locked(folder: Path) -> None:
+def test_nothing_is_brought_back_over_a_step_that_was_saved_again_or_while_the_run_is_locked(
+    folder: Path,
+) -> None:
     spoil(folder)
     _, [(aside, _)] = rejects(folder)
     (aside / "state.json").write_text(json.dumps({"step": 6}))
-    with locked(folder.parent.parent / "locks" / folder.parent.name, print), pytest.raises(Interrupted):
+    with (
+        locked(folder.parent.parent / "locks" / folder.parent.name, print),
+        pytest.raises(Interrupted),
+    ):
         restore(aside)
     (folder / "step-00000006").mkdir()
     with pytest.raises(PipelineError, match="saved again"):
@@ -104,7 +116,8 @@ def test_nothing_is_brought_back_over_a_step_that_was_saved_again_or_while_the_r
 
 
 @pytest.mark.parametrize(
-    "name", ["step-00000003", "rejected-notes", "../rejected-step-00000003", "rejected-step-00000009"]
+    "name",
+    ["step-00000003", "rejected-notes", "../rejected-step-00000003", "rejected-step-00000009"],
 )
 def test_what_was_not_set_aside_is_not_brought_back(folder: Path, name: str) -> None:
     with pytest.raises((PipelineError, IntegrityError), match=r"not a (checkpoint|sealed)"):

@@ -7,7 +7,14 @@ from pipeline_lib.core import units
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (999_600, "1.00 MB"), (14_523_000, "14.5 MB"), (3.2e12, "3.20 TB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1234, "1.23 kB"),
+        (999_600, "1.00 MB"),
+        (14_523_000, "14.5 MB"),
+        (3.2e12, "3.20 TB"),
+    ],
 )
 def test_sizes(value: float, text: str) -> None:
     assert units.size(value) == text
@@ -70,7 +77,9 @@ def test_a_figure_of_the_plan_is_shown_by_its_kind(value: float, kind: str, text
         (None, "launch_s", "n/a"),
     ],
 )
-def test_rates_have_the_unit_that_their_name_ends_in(value: float | None, name: str, text: str) -> None:
+def test_rates_have_the_unit_that_their_name_ends_in(
+    value: float | None, name: str, text: str
+) -> None:
     assert units.rate(value, name) == text
 
 
@@ -80,7 +89,20 @@ def test_deviations_have_a_sign() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["brief", "gib", "signed", "size", "seconds", "count", "compact", "real", "rounded", "small", "percent"]
+    "name",
+    [
+        "brief",
+        "gib",
+        "signed",
+        "size",
+        "seconds",
+        "count",
+        "compact",
+        "real",
+        "rounded",
+        "small",
+        "percent",
+    ],
 )
 def test_a_missing_number_is_a_word(name: str) -> None:
     assert getattr(units, name)(None) == "n/a"

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-# It stands for `chat`, which goes on after Ctrl-C: it waits for a signal, and says what it was told.
-# A signal may come while it speaks: what is written at once is not written again.
+# It stands for `chat`, which goes on after Ctrl-C: it waits for a signal, and says what it was
+# told. A signal may come while it speaks: what is written at once is not written again.
 WAITING = """
 import os, signal, sys, time
 from pipeline_lib.core.signals import Terminated, stops_interrupt

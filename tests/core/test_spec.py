@@ -10,13 +10,16 @@ EXAMPLE = Spec(
     stage="train",
     version=1,
     settings={"lr": 0.0001, "epochs": 2, "lora": {"rank": 8}, "name": "\u4f60\u597d"},
-    inputs={"shard": Ref("shard", "fedcba9876543210"), "model": Ref("download", "0123456789abcdef")},
+    inputs={
+        "shard": Ref("shard", "fedcba9876543210"),
+        "model": Ref("download", "0123456789abcdef"),
+    },
     where={"path": "/data/model"},
 )
 
 
 def test_the_digest_of_a_spec_never_changes() -> None:
-    """Everything that users have in their stores is named by it: another digest makes all of it anew."""
+    """Everything in users' stores is named by it: another digest makes all of it anew."""
     hashed = (
         '{"inputs":{"model":{"digest":"0123456789abcdef","stage":"download"},'
         '"shard":{"digest":"fedcba9876543210","stage":"shard"}},'
@@ -36,9 +39,22 @@ def test_the_digest_of_a_spec_never_changes() -> None:
         Spec("train", 1, {**EXAMPLE.settings, "lora": {"rank": 9}}, EXAMPLE.inputs),
         Spec("train", 1, {**EXAMPLE.settings, "new": None}, EXAMPLE.inputs),
         Spec("train", 1, EXAMPLE.settings, {**EXAMPLE.inputs, "shard": Ref("shard", "0" * 16)}),
-        Spec("train", 1, EXAMPLE.settings, {"data": EXAMPLE.inputs["shard"], "model": EXAMPLE.inputs["model"]}),
+        Spec(
+            "train",
+            1,
+            EXAMPLE.settings,
+            {"data": EXAMPLE.inputs["shard"], "model": EXAMPLE.inputs["model"]},
+        ),
     ],
-    ids=["stage", "version", "setting", "inner setting", "new setting", "input digest", "input name"],
+    ids=[
+        "stage",
+        "version",
+        "setting",
+        "inner setting",
+        "new setting",
+        "input digest",
+        "input name",
+    ],
 )
 def test_what_is_computed_decides_the_digest(other: Spec) -> None:
     assert other.digest != EXAMPLE.digest

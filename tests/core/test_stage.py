@@ -74,7 +74,8 @@ def test_a_file_whose_hash_the_stage_knows_is_not_read_to_be_sealed(store: Store
         (job.out / "weights").mkdir()
         for name in ("weights/known", "weights/other"):
             (job.out / name).write_text("some")
-        job.hashes["weights/known"] = "0" * 64  # that of another content, so that it shows where it came from
+        # that of another content, so that it shows where it came from
+        job.hashes["weights/known"] = "0" * 64
         return {}
 
     files_of = run_stage(write, SPEC, store, silent).files
@@ -88,7 +89,10 @@ def test_a_file_whose_hash_the_stage_knows_is_not_read_to_be_sealed(store: Store
 def test_what_is_sealed_has_the_modes_of_the_umask_whoever_wrote_it(
     store: Store, tmp_path: Path, umask: int, of_folder: int
 ) -> None:
-    """Libraries write through private temporary files and folders; hard links stay as their other name has them."""
+    """Libraries write through private temporary files; hard links stay as their other name.
+
+    Also through private temporary folders.
+    """
     linked = tmp_path / "linked"
     linked.write_text("a user's")
     linked.chmod(0o604)
@@ -131,10 +135,16 @@ def test_the_manifest_says_what_was_made_from_what_and_with_what(store: Store) -
     assert processor({}) in manifest.machine
     assert "ATEN_CPU_CAPABILITY=default" in manifest.machine
     assert "/home/me" not in manifest.machine
-    assert (manifest.stage, manifest.digest, manifest.spec) == ("shard", spec.digest, spec.to_json())
+    assert (manifest.stage, manifest.digest, manifest.spec) == (
+        "shard",
+        spec.digest,
+        spec.to_json(),
+    )
     assert manifest.counts == {"blocks": 3}
     assert manifest.inputs["tokens"].digest == upstream.digest
-    assert manifest.inputs["tokens"].manifest_sha256 == sha256_file(store.sealed(SPEC.ref) / MANIFEST_NAME)
+    assert manifest.inputs["tokens"].manifest_sha256 == sha256_file(
+        store.sealed(SPEC.ref) / MANIFEST_NAME
+    )
     assert {"python", "numpy", "torch", "transformers"} <= manifest.versions.keys()
     assert manifest.peak_rss_bytes > 10_000_000
     assert manifest.duration_s >= 0
@@ -271,7 +281,10 @@ def test_the_loser_of_a_race_keeps_the_verified_winner(store: Store) -> None:
     manifest = run_stage(publish_behind_its_back, SPEC, store, silent)
 
     assert manifest.counts == {"rows": 2}
-    assert sorted(path.name for path in (store.root / "tokenize").iterdir()) == [SPEC.digest, f"{SPEC.digest}.ok"]
+    assert sorted(path.name for path in (store.root / "tokenize").iterdir()) == [
+        SPEC.digest,
+        f"{SPEC.digest}.ok",
+    ]
 
 
 def test_a_stage_that_lost_its_lock_seals_nothing(store: Store) -> None:
@@ -305,7 +318,10 @@ def test_after_a_kill_the_same_command_does_the_work(store: Store) -> None:
     run_stage(write_rows, SPEC, store, silent)
 
     assert verify(store.sealed(SPEC.ref)).counts == {"rows": 2}
-    assert sorted(path.name for path in (store.root / "tokenize").iterdir()) == [SPEC.digest, f"{SPEC.digest}.ok"]
+    assert sorted(path.name for path in (store.root / "tokenize").iterdir()) == [
+        SPEC.digest,
+        f"{SPEC.digest}.ok",
+    ]
 
 
 def test_specs_that_share_a_working_directory_exclude_each_other(store: Store) -> None:
@@ -331,7 +347,9 @@ def test_a_disk_too_full_for_the_lock_is_named(small_disk: Path) -> None:
         run_stage(write_rows, SPEC, small, silent)
 
 
-def test_a_disk_too_full_for_the_folder_of_the_stage_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_full_for_the_folder_of_the_stage_is_named(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(final: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -350,7 +368,9 @@ def write_tensors(out: Path) -> None:
 
 def write_tokenizer(out: Path) -> None:
     vocabulary = {f"word{number}": number for number in range(100_000)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word0")).save(str(out / "tokenizer.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="word0")).save(
+        str(out / "tokenizer.json")
+    )
 
 
 @pytest.mark.root

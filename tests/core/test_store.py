@@ -7,7 +7,9 @@ from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import sha256_file
 from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Spec, Store, write_manifest
 
-SPEC = Spec("tokenize", 1, {"max_tokens": 64}, {"model": Ref("download", "0" * 16)}, {"path": "/here"})
+SPEC = Spec(
+    "tokenize", 1, {"max_tokens": 64}, {"model": Ref("download", "0" * 16)}, {"path": "/here"}
+)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_a_spec_reads_back_from_the_store(tmp_path: Path) -> None:
 
 
 def test_a_spec_that_is_there_is_not_written_again(tmp_path: Path) -> None:
-    """Snakemake compares times: a spec that is newer than what was made from it would run the stage again."""
+    """Snakemake compares times: a spec newer than what was made from it reruns the stage."""
     store = Store(tmp_path)
     store.write_specs([SPEC])
     path = store.spec_path(SPEC.digest)
@@ -119,5 +121,6 @@ def test_only_pointers_to_nothing_dangle(tmp_path: Path) -> None:
 
     found = store.dangling_pointers([kept, dangling, never_made, lost, after, beside, after_lost])
 
-    # Of what was made from what is gone too: Snakemake has to look at it again, also if a pointer is gone as well.
+    # Of what was made from what is gone too: Snakemake has to look at it again, also if a pointer
+    # is gone as well.
     assert found == [store.pointer(spec.ref) for spec in (dangling, after, after_lost)]

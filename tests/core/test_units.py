@@ -91,7 +91,8 @@ def test_shown_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value_h", "text"), [(2.5e-5, "0"), (0.0123, "0.0123"), (48.51, "48.5"), (999.7, "1,000"), (1234.4, "1,234")]
+    ("value_h", "text"),
+    [(2.5e-5, "0"), (0.0123, "0.0123"), (48.51, "48.5"), (999.7, "1,000"), (1234.4, "1,234")],
 )
 def test_no_number_has_an_exponent(value_h: float, text: str) -> None:
     assert units.gpu_hours(value_h) == f"{text} GPU-hours"
@@ -102,17 +103,26 @@ PLAN = Path(units.__file__).parents[1] / "plan"
 # Counts of parameters that a library has as its limits: 10^9 of them are no gigabyte.
 COUNTS = {("moments.py", "ZERO3_LIVE")}
 MAGNITUDES = {10.0**power for power in (6, 9, 12, 15)} | {2.0**power for power in (20, 30, 40)}
-FACTORS = {8.0, 1024.0}  # bits of a byte, bytes of a KiB: but of sizes and rates only, for models have them as widths
+# bits of a byte, bytes of a KiB: but of sizes and rates only, for models have them as widths
+FACTORS = {8.0, 1024.0}
 OF_SIZE = re.compile(r"byte|bits?(_|$)|gib|mib|size|rate|memory", re.IGNORECASE)
 
 
 def constant(node: ast.AST) -> float | None:
     """The value of a number, or of a product or power of numbers."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    ):
         return float(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow):
         left, right = constant(node.left), constant(node.right)
-        if left is not None and right is not None and (isinstance(node.op, ast.Mult) or abs(right) < 64):
+        if (
+            left is not None
+            and right is not None
+            and (isinstance(node.op, ast.Mult) or abs(right) < 64)
+        ):
             return left * right if isinstance(node.op, ast.Mult) else left**right
     return None
 
@@ -124,26 +134,33 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def conversions(source: str, file: str = "any.py") -> list[str]:
-    """Expressions that turn units into others: magnitudes as they stand, and an 8 or 1024 that meets a size."""
+    """Expressions that convert units: magnitudes as they stand, and an 8 or 1024 with a size."""
     tree = ast.parse(source)
     allowed = {
         id(node)
         for statement in tree.body
         if isinstance(statement, ast.Assign)
-        and any(isinstance(target, ast.Name) and (file, target.id) in COUNTS for target in statement.targets)
+        and any(
+            isinstance(target, ast.Name) and (file, target.id) in COUNTS
+            for target in statement.targets
+        )
         for node in ast.walk(statement)
     }
     return [
         f"{file}:{node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.expr) and id(node) not in allowed and (is_magnitude(node) or is_by_factor(node))
+        if isinstance(node, ast.expr)
+        and id(node) not in allowed
+        and (is_magnitude(node) or is_by_factor(node))
     ]
 
 
 def is_magnitude(node: ast.expr) -> bool:
     """10^9 and the like in any spelling, and numbers written as so many of them, as 989e12 is."""
     value = constant(node)
-    is_scaled = isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value >= 1e9
+    is_scaled = (
+        isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value >= 1e9
+    )
     return value in MAGNITUDES or is_scaled
 
 
@@ -175,7 +192,15 @@ def test_a_conversion_is_seen(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["x = 8 * hidden", "x = layers / 8", "x = size_bytes * 4", "x = 20e-6", "x = 1e-9", "x = (1024, 3072)"]
+    "source",
+    [
+        "x = 8 * hidden",
+        "x = layers / 8",
+        "x = size_bytes * 4",
+        "x = 20e-6",
+        "x = 1e-9",
+        "x = (1024, 3072)",
+    ],
 )
 def test_other_arithmetic_is_none(source: str) -> None:
     assert conversions(source) == []
@@ -189,4 +214,6 @@ def test_only_units_converts(file: str) -> None:
 def test_what_is_allowed_exists() -> None:
     """An exception that nothing needs any more is removed."""
     for file, name in COUNTS:
-        assert re.search(rf"^{name} = 10\*\*9", (PLAN / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert re.search(
+            rf"^{name} = 10\*\*9", (PLAN / file).read_text(encoding="utf-8"), re.MULTILINE
+        )

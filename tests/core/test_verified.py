@@ -50,15 +50,22 @@ def bytes_read(act: Callable[[], object]) -> int:
 def reads(verified: VerifiedFiles, path: Path, sha256: str, beside: Path | None = None) -> bool:
     """Whether the file is read, and whatever it takes found to be the right one."""
     found = []
-    count = bytes_read(lambda: found.append(verified.has_sha256(path, sha256, beside or path.parent.parent)))
+    count = bytes_read(
+        lambda: found.append(verified.has_sha256(path, sha256, beside or path.parent.parent))
+    )
     assert found == [True]
     assert count >= SIZE_BYTES or count < SMALL_BYTES // 2
     return count >= SIZE_BYTES
 
 
-def test_an_unchanged_file_is_read_once_by_all_processes(verified: VerifiedFiles, large: Path) -> None:
+def test_an_unchanged_file_is_read_once_by_all_processes(
+    verified: VerifiedFiles, large: Path
+) -> None:
     sha256 = sha256_file(large)
-    racers = [FORK.Process(target=verified.has_sha256, args=(large, sha256, large.parent.parent)) for _ in range(4)]
+    racers = [
+        FORK.Process(target=verified.has_sha256, args=(large, sha256, large.parent.parent))
+        for _ in range(4)
+    ]
     for racer in racers:
         racer.start()
     finish([*racers])
@@ -78,15 +85,21 @@ def replace_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [edit_unseen, replace_it])
-def test_a_changed_file_is_read_again(verified: VerifiedFiles, large: Path, change: Callable[[Path], None]) -> None:
+def test_a_changed_file_is_read_again(
+    verified: VerifiedFiles, large: Path, change: Callable[[Path], None]
+) -> None:
     sha256 = sha256_file(large)
     assert reads(verified, large, sha256)
 
     change(large)
 
     assert not verified.has_sha256(large, sha256, large.parent.parent)
-    assert not verified.has_sha256(large, sha256, large.parent.parent), "and what is wrong is not remembered as right"
-    assert reads(verified, large, sha256_file(large)), "a hash that was asked for is remembered, no other"
+    assert not verified.has_sha256(large, sha256, large.parent.parent), (
+        "and what is wrong is not remembered as right"
+    )
+    assert reads(verified, large, sha256_file(large)), (
+        "a hash that was asked for is remembered, no other"
+    )
 
 
 def test_new_times_alone_mean_reading_again(verified: VerifiedFiles, large: Path) -> None:
@@ -98,7 +111,9 @@ def test_new_times_alone_mean_reading_again(verified: VerifiedFiles, large: Path
     assert not reads(verified, large, sha256)
 
 
-def test_a_young_file_is_not_remembered(verified: VerifiedFiles, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_young_file_is_not_remembered(
+    verified: VerifiedFiles, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within the resolution of its times it could change again, and they would not show it."""
     sha256 = sha256_file(large)
     monkeypatch.setattr(store, "SETTLED_NS", 3600 * 10**9)
@@ -198,7 +213,9 @@ def test_where_it_lies() -> None:
     assert UserCache.from_env({}).folder is None
 
 
-def test_the_oldest_marks_go(verified: VerifiedFiles, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_marks_go(
+    verified: VerifiedFiles, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "MOST_MARKS", 4)
     assert verified.cache.folder is not None
     verified.cache.folder.mkdir(parents=True, mode=0o700)
@@ -210,7 +227,9 @@ def test_the_oldest_marks_go(verified: VerifiedFiles, large: Path, monkeypatch: 
 
     assert reads(verified, large, sha256)
     assert not reads(verified, large, sha256)
-    left = sorted(path.name for path in verified.cache.folder.iterdir() if path.name.startswith("old"))
+    left = sorted(
+        path.name for path in verified.cache.folder.iterdir() if path.name.startswith("old")
+    )
     assert left == [f"old-{number}" for number in range(4, 9)]
 
 
@@ -218,7 +237,9 @@ def test_a_sealed_directory_is_read_once_and_wholly_where_that_is_asked_for(
     verified: VerifiedFiles, large: Path
 ) -> None:
     root = large.parent
-    write_manifest(root, Manifest(stage="download", digest="0" * 16, spec={}, files=describe_files(root)))
+    write_manifest(
+        root, Manifest(stage="download", digest="0" * 16, spec={}, files=describe_files(root))
+    )
 
     assert bytes_read(lambda: verify(root, verified)) > SIZE_BYTES
     assert bytes_read(lambda: verify(root, verified)) < SMALL_BYTES

@@ -14,7 +14,8 @@ NOBODY = 65534
 @contextmanager
 def no_permission(path: Path) -> Iterator[None]:
     """EACCES: a file of mode 000, for somebody who is not root."""
-    mode, parents = path.stat().st_mode, [one for one in path.parents if one.stat().st_uid == os.getuid()]
+    mode = path.stat().st_mode
+    parents = [one for one in path.parents if one.stat().st_uid == os.getuid()]
     modes = [one.stat().st_mode for one in parents]
     for one, its in zip(parents, modes, strict=True):
         one.chmod(its | 0o055)

@@ -1,4 +1,4 @@
-"""Conversations for tests, templates in the manner of other models, and transformers as the judge of both."""
+"""Conversations for tests, templates like other models', and transformers as judge of both."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -48,9 +48,10 @@ THINKING = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
 
-# As Qwen3.5, 3.6 and 3.8: the prompt opens the thinking block, or holds an empty one, and the arguments of calls are
-# elements. Qwen3.5 and 3.6 leave out what earlier answers thought; 3.6 keeps it where it is told to, and 3.8 unless it
-# is told not to. 3.8 reads thinking from reasoning_content alone, and begins the system message with the effort.
+# As Qwen3.5, 3.6 and 3.8: the prompt opens the thinking block, or holds an empty one, and the
+# arguments of calls are elements. Qwen3.5 and 3.6 leave out what earlier answers thought; 3.6 keeps
+# it where it is told to, and 3.8 unless it is told not to. 3.8 reads thinking from
+# reasoning_content alone, and begins the system message with the effort.
 _EFFORT = """\
 {%- if enable_thinking is undefined or enable_thinking %}
     {%- set effort = reasoning_effort | default('xhigh') %}
@@ -116,12 +117,17 @@ def _family(thinks: str, keeps: str, splits_text: str = "true", before: str = ""
 _UNLESS_OFF = "enable_thinking is undefined or enable_thinking"
 FAMILIES = {
     "qwen3.5": _family(_UNLESS_OFF, "false"),
-    "qwen3.5-2b": _family("enable_thinking is defined and enable_thinking", "false"),  # up to 2B: off by default
+    "qwen3.5-2b": _family(
+        "enable_thinking is defined and enable_thinking", "false"
+    ),  # up to 2B: off by default
     "qwen3.6": _family(_UNLESS_OFF, "preserve_thinking is defined and preserve_thinking"),
-    "qwen3.8": _family(_UNLESS_OFF, "preserve_thinking is undefined or preserve_thinking", "false", _EFFORT),
+    "qwen3.8": _family(
+        _UNLESS_OFF, "preserve_thinking is undefined or preserve_thinking", "false", _EFFORT
+    ),
 }
 
-# The manners of the published templates, written anew: what each renders of a conversation, not its words.
+# The manners of the published templates, written anew: what each renders of a conversation, not its
+# words.
 _TOOLS = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' + (about + '\\n\\n' if about else '') + '# Tools\\n<tools>' }}
@@ -147,13 +153,17 @@ _TOOLS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 _GIVEN = "{%- set about = messages[0].content if messages[0].role == 'system' else '' %}"
-_BY_DEFAULT = "{%- set about = messages[0].content if messages[0].role == 'system' else 'You help.' %}"
-# Reads text as it stands, and neither calls nor tools. It writes `message['content']` as published ones do.
+_BY_DEFAULT = (
+    "{%- set about = messages[0].content if messages[0].role == 'system' else 'You help.' %}"
+)
+# Reads text as it stands, and neither calls nor tools. It writes `message['content']` as published
+# ones do.
 _EACH = """\
 {% for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
 {%- endfor %}"""
-# Cuts what answers think, and opens a block itself; the arguments of calls have to be text, and their content null.
+# Cuts what answers think, and opens a block itself; the arguments of calls have to be text, and
+# their content null.
 _R1 = """\
 {%- set now = namespace(system='', is_tool=false, outputs=0) %}
 {%- for message in messages if message['role'] == 'system' %}{% set now.system = message['content'] %}{% endfor %}
@@ -175,7 +185,8 @@ _R1 = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt and not now.is_tool %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
-HYBRID = Path(chat_template.__file__).with_name("chat_template.jinja").read_text()  # the project's own, as Qwen3's
+# the project's own, as Qwen3's
+HYBRID = Path(chat_template.__file__).with_name("chat_template.jinja").read_text()
 NO_TEMPLATE = "none"
 TEMPLATES = {
     "hybrid": HYBRID,
@@ -188,7 +199,8 @@ TEMPLATES = {
     "no generation prompt": _EACH,
     NO_TEMPLATE: "",
 }
-R1_TOKENS = {"<｜User｜>": False, "<｜Assistant｜>": False, "<｜end▁of▁sentence｜>": True}  # whether it is special
+# whether it is special
+R1_TOKENS = {"<｜User｜>": False, "<｜Assistant｜>": False, "<｜end▁of▁sentence｜>": True}
 TEXT_ONLY = ("r1-distill", NO_TEMPLATE)  # no answer can be rendered as it would be written
 
 
@@ -208,14 +220,24 @@ def talk(
     return Conversation(list(messages), tools, supervised or answers)
 
 
-SYSTEM, QUESTION, ANSWER = say("system", "Be brief."), say("user", "How are you?"), say("assistant", "Fine, 谢谢!")
+SYSTEM = say("system", "Be brief.")
+QUESTION = say("user", "How are you?")
+ANSWER = say("assistant", "Fine, 谢谢!")
 THOUGHTFUL = say("assistant", "<think>\nThey ask.\n</think>\n\nFine.")
 REASONED = say("assistant", "Fine.", reasoning_content="They ask.")
 UNTHINKING = say("assistant", "<think>\n\n</think>\n\nFine.")
-CALLING = say("assistant", "", reasoning_content="Look it up.", tool_calls=[call(place="北京"), call(place="Bonn")])
+CALLING = say(
+    "assistant",
+    "",
+    reasoning_content="Look it up.",
+    tool_calls=[call(place="北京"), call(place="Bonn")],
+)
 SUNNY, RAINY = say("tool", "sunny"), say("tool", '{"sky": "rain"}')
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "of a <place>", "parameters": PARAMETERS}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a <place>", "parameters": PARAMETERS},
+}
 
 
 @cache
@@ -238,7 +260,7 @@ def change_template(tiny_folder: Path, folder: Path, template: str) -> Path:
 
 
 def set_template(folder: Path, template: str) -> None:
-    """Give the model in `folder` another template, or none, and the control tokens that it writes."""
+    """Give the model in `folder` another template, or none, and its control tokens."""
     (folder / "chat_template.jinja").write_text(template)
     if not template:
         (folder / "chat_template.jinja").unlink()
@@ -259,16 +281,21 @@ def add_tokens(folder: Path, tokens: Mapping[str, bool]) -> None:
 
 
 def is_thinking_on(messages: Sequence[Message], number: int) -> bool:
-    """Whether the user, for whom `number` is a step towards an answer, gets thinking in any of the steps."""
+    """Whether the user, for whom `number` is a step towards an answer, ever gets thinking."""
     start = end = number
     while start and messages[start - 1]["role"] != "user":
         start -= 1
     while end < len(messages) and messages[end]["role"] != "user":
         end += 1
     said = [message["content"] for message in messages[start:end] if message["role"] == "assistant"]
-    in_text = [text.removeprefix("<think>").split("</think>")[0] for text in said if text.startswith("<think>")]
+    in_text = [
+        text.removeprefix("<think>").split("</think>")[0]
+        for text in said
+        if text.startswith("<think>")
+    ]
     return any(
-        thought.strip() for thought in [*in_text, *(m.get("reasoning_content", "") for m in messages[start:end])]
+        thought.strip()
+        for thought in [*in_text, *(m.get("reasoning_content", "") for m in messages[start:end])]
     )
 
 
@@ -277,11 +304,15 @@ def thinking_apart(message: Message) -> Message:
     before, end, after = message["content"].partition("</think>")
     if message["role"] != "assistant" or not end:
         return message
-    return {**message, "reasoning_content": before.removeprefix("<think>").strip(), "content": after.lstrip("\n")}
+    return {
+        **message,
+        "reasoning_content": before.removeprefix("<think>").strip(),
+        "content": after.lstrip("\n"),
+    }
 
 
 def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None]:
-    """For each supervised turn what inference is given and what it should write, or None if it cannot be said."""
+    """For each supervised turn, what inference gets and should write; None if unknown."""
     found: list[Turn | None] = []
     tokenizer = judge(folder)
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -294,7 +325,9 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         if tokenizer.decode(prompt).endswith("<think>\n") and not is_thinking_on(messages[-1:], 0):
             options["enable_thinking"] = False
-            prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+            prompt = tokenizer.apply_chat_template(
+                messages[:-1], add_generation_prompt=True, **options
+            )
         full = tokenizer.apply_chat_template(messages, **options)
         written, opens = full[len(prompt) :], tokenizer.decode(prompt).endswith("<think>\n")
         thought = conversation.messages[number].get("reasoning_content", "")
@@ -302,11 +335,17 @@ def expected_turns(folder: Path, conversation: Conversation) -> list[Turn | None
         if full[: len(prompt)] != prompt and (is_thinking_on(messages[-1:], 0) or not opens):
             # The model's answer begins with a token of its own, which may be a line end.
             before, whole = tokenizer.decode(prompt), tokenizer.decode(full)
-            if whole.startswith(before) and before.endswith("\n") and whole[len(before) :][:1].isspace():
+            if (
+                whole.startswith(before)
+                and before.endswith("\n")
+                and whole[len(before) :][:1].isspace()
+            ):
                 written = tokenizer.encode(whole[len(before) :], add_special_tokens=False)
                 full = prompt + written
         fits = full[: len(prompt)] == prompt and not is_lost
-        found.append((prompt, written[: len(written) - written[::-1].index(end_of_turn)]) if fits else None)
+        found.append(
+            (prompt, written[: len(written) - written[::-1].index(end_of_turn)]) if fits else None
+        )
     return found
 
 
@@ -315,7 +354,10 @@ def supervised_turns(sample: Any) -> list[Turn]:
     assert isinstance(sample, Sample)
     edges = np.flatnonzero(np.diff(sample.supervised, prepend=False, append=False)).tolist()
     tokens = sample.tokens.tolist()
-    return [(tokens[:start], tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        (tokens[:start], tokens[start:end])
+        for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def learned(folder: Path, samples: Sequence[Any]) -> list[list[str]]:
@@ -325,10 +367,24 @@ def learned(folder: Path, samples: Sequence[Any]) -> list[list[str]]:
 
 
 texts = st.text(max_size=20) | st.sampled_from(
-    ["\n\na", " \r\n", "<think>", "</think>\n", "e\u0301", "\u0301a", "١٢", "</tool_call>", "\U0001f1e9\U0001f1ea", "ő"]
+    [
+        "\n\na",
+        " \r\n",
+        "<think>",
+        "</think>\n",
+        "e\u0301",
+        "\u0301a",
+        "١٢",
+        "</tool_call>",
+        "\U0001f1e9\U0001f1ea",
+        "ő",
+    ]
 )
-untagged = texts.filter(lambda text: "<think>" not in text and "</think>" not in text)  # others are refused as rows
-calls = st.builds(lambda place, times: call(place=place, times=times), texts, st.none() | st.integers())
+# others are refused as rows
+untagged = texts.filter(lambda text: "<think>" not in text and "</think>" not in text)
+calls = st.builds(
+    lambda place, times: call(place=place, times=times), texts, st.none() | st.integers()
+)
 
 
 @st.composite
@@ -336,13 +392,19 @@ def _answers(draw: st.DrawFn, /, **more: Any) -> Message:
     thought, kind = draw(untagged), draw(st.sampled_from(["none", "field", "text"]))
     if kind == "field":
         more["reasoning_content"] = thought
-    return say("assistant", (f"<think>\n{thought}\n</think>\n\n" if kind == "text" else "") + draw(untagged), **more)
+    return say(
+        "assistant",
+        (f"<think>\n{thought}\n</think>\n\n" if kind == "text" else "") + draw(untagged),
+        **more,
+    )
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> Conversation:
-    """With system message or not, tools or not, thinking or not, calls in several steps, in any Unicode."""
-    tools = draw(st.none() | st.just([TOOL]) | texts.map(lambda text: [TOOL, {**TOOL, "note": text}]))
+    """With system message or not, tools or not, thinking or not, calls in steps, any Unicode."""
+    tools = draw(
+        st.none() | st.just([TOOL]) | texts.map(lambda text: [TOOL, {**TOOL, "note": text}])
+    )
     messages = draw(st.lists(texts.map(lambda text: say("system", text)), max_size=1))
     for _ in range(draw(st.integers(1, 3))):
         messages.append(say("user", draw(texts)))

@@ -23,7 +23,7 @@ SMALL = TinyModel(source="tiny", vocab_tokens=600, hidden_size=32, layers=2, hea
 
 @pytest.fixture(autouse=True)
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare the workers of the stages their imports; test_pool.py has them as they are in a pipeline."""
+    """Spare the workers of the stages their imports; test_pool.py has them as in a pipeline."""
     fork_workers(monkeypatch)
 
 
@@ -58,7 +58,9 @@ def folder(request: pytest.FixtureRequest) -> Path:
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
     def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
         path = tmp_path / name
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+        )
         return path
 
     return write
@@ -77,7 +79,7 @@ class Pipeline:
         return Store(self.root / "store", UserCache(self.root / "cache"))
 
     def compile(self, **config: Any) -> Experiment:
-        """The specs of `config`, by default on a tiny model; `data` and `validation` are its sources."""
+        """The specs of `config` (default: a tiny model); `data` and `validation` are sources."""
         sections: dict[str, Any] = {"model": {"source": "local", "path": str(self.model)}}
         sections |= {"shard": {"block_tokens": 64}, "train": {"global_batch_tokens": 64 * 2}}
         sections["tokenize"] = {"max_tokens": 64, **config.pop("tokenize", {})}
@@ -102,7 +104,10 @@ class Pipeline:
 
     def tokenize(self, *sources: Path | dict[str, Any], **config: Any) -> Sealed:
         """The output of the tokenize stage for data files and other sources."""
-        data = [{"source": "file", "path": str(source)} if isinstance(source, Path) else source for source in sources]
+        data = [
+            {"source": "file", "path": str(source)} if isinstance(source, Path) else source
+            for source in sources
+        ]
         return self.run(self.compile(data=data, **config), "tokenize")["tokenize"]
 
 

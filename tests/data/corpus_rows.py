@@ -1,4 +1,4 @@
-"""Rows for the tests of the readers: a good one, and every kind of bad one (fault F20 of the reliability notes)."""
+"""Rows for the tests of readers: a good one, and every kind of bad one (reliability fault F20)."""
 
 import json
 import subprocess
@@ -11,7 +11,9 @@ from pipeline_lib.data.layouts import Layout, to_content
 from pipeline_lib.data.read_files import CorpusFile, Rejected, rejected, value_of
 from pipeline_lib.data.read_json import RawRow
 
-GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
+GOOD: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+}
 GOOD_LINE = json.dumps(GOOD).encode()
 
 
@@ -102,8 +104,9 @@ def read(path: Path, layout: Layout | None = None) -> tuple[list[Content], list[
     return good, [row for row in rows if isinstance(row, Rejected)]
 
 
-# Prints how far the memory of a process grows while it reads, beyond what importing and a small file take. The peak
-# is that of /proc: the one of getrusage begins with the memory of the process that started this one.
+# Prints how far the memory of a process grows while it reads, beyond what importing and a small
+# file take. The peak is that of /proc: the one of getrusage begins with the memory of the process
+# that started this one.
 MEASURE = """
 import sys
 from pathlib import Path
@@ -122,10 +125,12 @@ print(characters, peak_bytes() - before)
 
 
 def memory_growth(small: Path, large: Path) -> tuple[int, int]:
-    """Characters of all texts of `large`, and bytes by which the memory of a process grows that reads them.
+    """Characters of all texts of `large`, and by how many bytes a process that reads them grows.
 
     It reads `small` first, so that what every reading takes is not counted.
     """
-    done = subprocess.run([sys.executable, "-c", MEASURE, small, large], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, small, large], capture_output=True, text=True, check=True
+    )
     characters, growth_bytes = map(int, done.stdout.split())
     return characters, growth_bytes

@@ -64,7 +64,9 @@ class Look:
     def __call__(self, state: int, guard: Guard) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
-            "sum": float(np.ones((400, 400)).dot(np.ones((400, 400))).sum()),  # on all threads that BLAS has
+            "sum": float(
+                np.ones((400, 400)).dot(np.ones((400, 400))).sum()
+            ),  # on all threads that BLAS has
             "threads": psutil.Process().num_threads(),
             "core": resource.getrlimit(resource.RLIMIT_CORE),
         }
@@ -101,7 +103,10 @@ class WrongEncoder(Encoder):
 
 
 class LossyEncoder(Encoder):
-    """What a worker has, with an encoder that loses the last of three turns, or samples where somebody asks about 7."""
+    """What a worker has, with an encoder that loses a turn, or samples where 7 is asked about.
+
+    The turn that it loses is the last of three.
+    """
 
     def __init__(self, folder: Path, settings: Tokenize, fast: bool = True) -> None:
         """Load it, and damage it."""
@@ -111,7 +116,10 @@ class LossyEncoder(Encoder):
         def lossy(batch: Sequence[Sequence[Rendered]]) -> list[list[Sample | Drop]]:
             outcomes = whole([turns[:2] for turns in batch])
             asked = [turns[0].full for turns in batch]
-            return [[] if "is 7?" in text else samples for text, samples in zip(asked, outcomes, strict=True)]
+            return [
+                [] if "is 7?" in text else samples
+                for text, samples in zip(asked, outcomes, strict=True)
+            ]
 
         self.encode_rendered = lossy  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""A model whose tokenizer or template is not the one that transformers has of its folder is refused when it arrives."""
+"""A model whose tokenizer or template transformers reads otherwise is refused on arrival."""
 
 import json
 import shutil
@@ -109,14 +109,22 @@ def test_tokens_that_stand_in_another_file_alone_are_refused(model: Path) -> Non
     """Transformers adds them from tokenizer_config.json."""
     config = read_json(model / "tokenizer_config.json")
     number = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
-    entry = {"content": "<|new|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+    entry = {
+        "content": "<|new|>",
+        "special": True,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
     added = {**config.get("added_tokens_decoder", {}), str(number): {**entry, "single_word": False}}
     write_json(model / "tokenizer_config.json", {**config, "added_tokens_decoder": added})
     with pytest.raises(DataError, match="gives other ids than transformers"):
         refuse_differences(model)
 
 
-def test_files_that_only_transformers_reads_are_compared_where_they_are(model: Path, tmp_path: Path) -> None:
+def test_files_that_only_transformers_reads_are_compared_where_they_are(
+    model: Path, tmp_path: Path
+) -> None:
     taken = Path(shutil.copytree(model, tmp_path / "taken"))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken("<|late|>", special=True, normalized=False)])

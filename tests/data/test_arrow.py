@@ -1,4 +1,4 @@
-"""Arrow files, and the folders that `datasets` saves: the rows of parquet, whole and in order, or an error."""
+"""Arrow files, and folders that `datasets` saves: the rows of parquet in order, or an error."""
 
 import json
 from collections.abc import Callable
@@ -21,11 +21,16 @@ from tests.data.corpus_rows import memory_growth, read
 
 
 def conversation(number: int) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": f"{number}."}]
+    return [
+        {"role": "user", "content": f"What is {number}?"},
+        {"role": "assistant", "content": f"{number}."},
+    ]
 
 
 def rows_of(count: int) -> Any:
-    return datasets.Dataset.from_list([{"messages": conversation(number)} for number in range(count)])
+    return datasets.Dataset.from_list(
+        [{"messages": conversation(number)} for number in range(count)]
+    )
 
 
 def read_folder(path: Path, split: str | None = None) -> list[str]:
@@ -70,7 +75,12 @@ def test_a_saved_data_set_is_read_in_its_order_shard_after_shard(tmp_path: Path)
 
 
 def test_selected_and_shuffled_rows_are_those_that_are_read(tmp_path: Path) -> None:
-    chosen = rows_of(100).filter(lambda row: row["messages"][1]["content"] != "3.").shuffle(seed=1).select(range(40))
+    chosen = (
+        rows_of(100)
+        .filter(lambda row: row["messages"][1]["content"] != "3.")
+        .shuffle(seed=1)
+        .select(range(40))
+    )
     chosen.save_to_disk(tmp_path / "saved", num_shards=2)
     expected = [row["messages"][1]["content"] for row in chosen]
     assert expected != sorted(expected)
@@ -101,17 +111,28 @@ def test_the_split_of_a_saved_dict_is_chosen(tmp_path: Path) -> None:
 
 
 UNUSABLE: dict[str, tuple[dict[str, Any] | str, str]] = {
-    "a selection beside the rows": ({"_indices_data_files": [{"filename": "i.arrow"}]}, r"flatten_indices\(\)"),
+    "a selection beside the rows": (
+        {"_indices_data_files": [{"filename": "i.arrow"}]},
+        r"flatten_indices\(\)",
+    ),
     "no rows": ({"_data_files": []}, "is a data set without rows"),
-    "a shard is missing": ({"_data_files": [{"filename": "b.arrow"}]}, r"lists b\.arrow, which is not there"),
-    "another folder": ({"_data_files": [{"filename": "../b.arrow"}]}, r"lists '\.\./b\.arrow', which is not a file"),
+    "a shard is missing": (
+        {"_data_files": [{"filename": "b.arrow"}]},
+        r"lists b\.arrow, which is not there",
+    ),
+    "another folder": (
+        {"_data_files": [{"filename": "../b.arrow"}]},
+        r"lists '\.\./b\.arrow', which is not a file",
+    ),
     "no list": ({"_data_files": 3}, "does not read"),
     "no JSON": ("{", "does not read"),
 }
 
 
 @pytest.mark.parametrize(("state", "problem"), UNUSABLE.values(), ids=UNUSABLE)
-def test_a_saved_folder_that_is_not_whole_is_refused(tmp_path: Path, state: Any, problem: str) -> None:
+def test_a_saved_folder_that_is_not_whole_is_refused(
+    tmp_path: Path, state: Any, problem: str
+) -> None:
     (tmp_path / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
     with pytest.raises(DataError, match=problem):
         data_files(str(tmp_path))
@@ -119,11 +140,16 @@ def test_a_saved_folder_that_is_not_whole_is_refused(tmp_path: Path, state: Any,
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("rows", [7, None])
-def test_arrow_files_of_every_kind_have_the_rows_of_parquet(tmp_path: Path, write: Writer, rows: int | None) -> None:
+def test_arrow_files_of_every_kind_have_the_rows_of_parquet(
+    tmp_path: Path, write: Writer, rows: int | None
+) -> None:
     """Calls with different arguments: Arrow gives each the keys of the others."""
     table = pa.Table.from_pylist(
         [
-            {"messages": [*conversation(number), {"role": "user", "content": "x"}, call], "system": None}
+            {
+                "messages": [*conversation(number), {"role": "user", "content": "x"}, call],
+                "system": None,
+            }
             for number, call in enumerate([called(city="x"), called(days=[1, 2])] * 50)
         ]
     )
@@ -133,16 +159,22 @@ def test_arrow_files_of_every_kind_have_the_rows_of_parquet(tmp_path: Path, writ
     assert [row.value for row in found] == expected
     assert [row.place.row for row in found] == list(range(1, 101))
     assert found[0].value["messages"][3] == called(city="x")
-    assert CorpusFile(tmp_path / "rows.arrow").schema_names() == CorpusFile(tmp_path / "rows.parquet").schema_names()
+    assert (
+        CorpusFile(tmp_path / "rows.arrow").schema_names()
+        == CorpusFile(tmp_path / "rows.parquet").schema_names()
+    )
 
 
 def called(**arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
 def test_objects_that_datasets_stores_as_json_are_objects(tmp_path: Path, suffix: str) -> None:
-    """It does where the rows of a column have different types; nulls are values there, for nothing was filled in."""
+    """It does where rows of a column differ in type; nulls are values there, not fillers."""
     messages = [*conversation(1), {"role": "user", "content": "x"}, called(city=None, days=3)]
     features = datasets.Features({"messages": datasets.List(datasets.Json())})
     saved = datasets.Dataset.from_dict({"messages": [messages]}, features=features)
@@ -164,9 +196,17 @@ def test_json_that_does_not_parse_costs_its_own_row_only(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
-def test_pictures_are_refused_by_the_features_unless_they_are_left_out(tmp_path: Path, suffix: str) -> None:
-    features = {"text": datasets.Value("string"), "photo": datasets.Image(), "clips": datasets.List(datasets.Audio())}
-    table = pa.table({"text": ["a"], "photo": pa.array([None], datasets.Image().pa_type), "clips": [None]})
+def test_pictures_are_refused_by_the_features_unless_they_are_left_out(
+    tmp_path: Path, suffix: str
+) -> None:
+    features = {
+        "text": datasets.Value("string"),
+        "photo": datasets.Image(),
+        "clips": datasets.List(datasets.Audio()),
+    }
+    table = pa.table(
+        {"text": ["a"], "photo": pa.array([None], datasets.Image().pa_type), "clips": [None]}
+    )
     schema = datasets.Features({name: features[name] for name in table.column_names}).arrow_schema
     table = table.cast(schema).replace_schema_metadata(schema.metadata)
     path = tmp_path / f"rows.{suffix}"
@@ -175,7 +215,9 @@ def test_pictures_are_refused_by_the_features_unless_they_are_left_out(tmp_path:
     else:
         write_stream(path, table)
     file = CorpusFile(path, "rows")
-    with pytest.raises(DataError, match=r"rows: 'photo' is of type Image.*set columns: \{photo: ignore\}"):
+    with pytest.raises(
+        DataError, match=r"rows: 'photo' is of type Image.*set columns: \{photo: ignore\}"
+    ):
         file.refuse_media(())
     with pytest.raises(DataError, match=r"rows: 'clips' is of type Audio"):
         file.refuse_media({"photo"})
@@ -183,7 +225,9 @@ def test_pictures_are_refused_by_the_features_unless_they_are_left_out(tmp_path:
     assert read(path, Layout("text"))[0] == [Text("a")]
 
 
-@pytest.mark.parametrize("metadata", [b"{", b"[]", b'{"info": null}', b'{"info": {"features": [[[1]]]}}'])
+@pytest.mark.parametrize(
+    "metadata", [b"{", b"[]", b'{"info": null}', b'{"info": {"features": [[[1]]]}}']
+)
 def test_features_that_do_not_read_say_nothing(tmp_path: Path, metadata: bytes) -> None:
     table = pa.table({"text": ["a"]}).replace_schema_metadata({"huggingface": metadata})
     CorpusFile(write_stream(tmp_path / "rows.arrow", table)).refuse_media(())
@@ -219,7 +263,9 @@ def test_offsets_that_lead_out_of_the_file_are_an_error(tmp_path: Path, write: W
     content = path.read_bytes()
     place = content.index((2400 * 100).to_bytes(4, "little") + (2401 * 100).to_bytes(4, "little"))
     path.write_bytes(content[:place] + (2**30).to_bytes(4, "little") + content[place + 4 :])
-    with pytest.raises(DataError, match=r"not Arrow, or damaged, after row 0: .*get the file again"):
+    with pytest.raises(
+        DataError, match=r"not Arrow, or damaged, after row 0: .*get the file again"
+    ):
         list(CorpusFile(path, "rows.arrow"))
 
 
@@ -241,15 +287,19 @@ def test_texts_of_a_dictionary_are_counted_by_the_rows_that_use_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
-    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int32()), pa.array(["a" * 900, "b" * 1100]))
-    good, refused = read(write_stream(tmp_path / "rows.arrow", pa.table({"text": texts})), Layout("text"))
+    texts = pa.DictionaryArray.from_arrays(
+        pa.array([0, 1, 0], pa.int32()), pa.array(["a" * 900, "b" * 1100])
+    )
+    good, refused = read(
+        write_stream(tmp_path / "rows.arrow", pa.table({"text": texts})), Layout("text")
+    )
     assert good == [Text("a" * 900)] * 2
     assert [(row.reason, row.place.row) for row in refused] == [(Reason.LINE_TOO_LONG, 2)]
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """The pages of a mapped file count, but only the kernel decides how many it keeps; those of a batch are read."""
+    """Pages of a mapped file count, but the kernel decides how many stay; a batch's are read."""
     paths = []
     for rows in (500, 60_000):
         table = pa.table({"text": [f"{number} " * 700 for number in range(rows)]})

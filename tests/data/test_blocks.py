@@ -50,14 +50,19 @@ def test_what_is_written_is_read(
     written = write_blocks(folder, bins, block_tokens=32, shards=shards)
     reader = BlockReader(folder)
     assert reader.index == written and len(reader) == len(bins) and reader.block_tokens == 32
-    assert len(written.shards) == min(shards, len(bins)) and max(written.shards) - min(written.shards) <= 1
+    assert (
+        len(written.shards) == min(shards, len(bins))
+        and max(written.shards) - min(written.shards) <= 1
+    )
     for number, documents in enumerate(bins):
         assert reader.costs[number] == sum(len(document.tokens) ** 2 for document in documents)
         found = list(documents_of(reader[number]))
         assert len(found) == len(documents)
         for got, wanted in zip(found, documents, strict=True):
             assert got.tokens.dtype == np.int32 and got.supervised.dtype == np.bool_
-            assert np.array_equal(got.tokens, wanted.tokens) and np.array_equal(got.supervised, wanted.supervised)
+            assert np.array_equal(got.tokens, wanted.tokens) and np.array_equal(
+                got.supervised, wanted.supervised
+            )
     every = [document for documents in bins for document in documents]
     assert written.documents == len(every)
     assert written.tokens == sum(len(document.tokens) for document in every)
@@ -87,7 +92,11 @@ def test_shards_are_plain_safetensors_of_the_promised_types(tmp_path: Path) -> N
     ]
     raw = (tmp_path / "train" / "shard-00001.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    types = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    types = {
+        name: (tensor["dtype"], tensor["shape"])
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }
     assert types == {
         "tokens": ("I32", [2, 8]),
         "supervised": ("U8", [2, 8]),
@@ -114,13 +123,19 @@ def test_groups_are_recorded_in_the_order_of_their_blocks(tmp_path: Path) -> Non
     assert BlockReader(tmp_path / "train").index == written
 
 
-def test_a_file_is_no_larger_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_no_larger_than_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shard_stage, "SHARD_BYTES", 3 * 8 * shard_stage.PACKED_BYTES_PER_POSITION)
     bins = make_bins([[number % 8 + 1] for number in range(10)])
     index = write_blocks(tmp_path / "train", bins, block_tokens=8, shards=1)
     assert sum(index.shards) == 10 and max(index.shards) == 3
     reader = BlockReader(tmp_path / "train")
-    assert [len(next(documents_of(reader[number])).tokens) for number in range(10)] == [*range(1, 9), 1, 2]
+    assert [len(next(documents_of(reader[number])).tokens) for number in range(10)] == [
+        *range(1, 9),
+        1,
+        2,
+    ]
 
 
 @contextmanager
@@ -140,7 +155,9 @@ def test_any_number_of_shards_can_be_read_with_few_open_files(tmp_path: Path) ->
     write_blocks(tmp_path / "train", bins, block_tokens=8, shards=300)
     with open_files_limited(20):
         reader = BlockReader(tmp_path / "train")
-        assert [int(reader[number].tokens[0]) for number in range(300)] == [1 + 8 * number for number in range(300)]
+        assert [int(reader[number].tokens[0]) for number in range(300)] == [
+            1 + 8 * number for number in range(300)
+        ]
 
 
 def test_opening_reads_no_shard_and_reading_only_one(tmp_path: Path) -> None:
@@ -166,21 +183,36 @@ def edit_index(folder: Path, **changes: Any) -> None:
         {"groups": [{"weight": 2.0, "blocks": 3}]},
     ],
 )
-def test_an_index_that_contradicts_itself_is_refused_at_open(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_index_that_contradicts_itself_is_refused_at_open(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     write_blocks(tmp_path / "train", make_bins([[3, 2], [8], [1]]), block_tokens=8, shards=1)
     edit_index(tmp_path / "train", **changes)
-    with pytest.raises(IntegrityError, match=r"index\.json: shards and groups do not make up its \d blocks"):
+    with pytest.raises(
+        IntegrityError, match=r"index\.json: shards and groups do not make up its \d blocks"
+    ):
         BlockReader(tmp_path / "train")
 
 
 @pytest.mark.parametrize(
-    "changes", [{"groups": None}, {"groups": [{"weight": 1.0}]}, {"groups": "one"}, {"shards": "two"}, {"extra": 1}]
+    "changes",
+    [
+        {"groups": None},
+        {"groups": [{"weight": 1.0}]},
+        {"groups": "one"},
+        {"shards": "two"},
+        {"extra": 1},
+    ],
 )
-def test_an_index_of_another_kind_is_refused_at_open(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_index_of_another_kind_is_refused_at_open(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     write_blocks(tmp_path / "train", make_bins([[3]]), block_tokens=8, shards=1)
     edit_index(tmp_path / "train", **changes)
     for folder in (tmp_path / "train", tmp_path):  # the second has no index at all
-        with pytest.raises(IntegrityError, match=r"index\.json: cannot read .* run snakemake again"):
+        with pytest.raises(
+            IntegrityError, match=r"index\.json: cannot read .* run snakemake again"
+        ):
             BlockReader(folder)
 
 
@@ -203,7 +235,11 @@ GOOD: dict[str, Any] = {"starts": [0, 3, 5, 0, 8], "block_offsets": [0, 3, 5]}
     [
         ("tokens", np.zeros((1, 8), np.int32), r"tokens are I32\[1, 8\], expected I32\[2, 8\]"),
         ("tokens", np.zeros((2, 8), np.int64), r"tokens are I64\[2, 8\], expected"),
-        ("supervised", np.zeros((3, 8), np.uint8), r"supervised are U8\[3, 8\], expected U8\[2, 8\]"),
+        (
+            "supervised",
+            np.zeros((3, 8), np.uint8),
+            r"supervised are U8\[3, 8\], expected U8\[2, 8\]",
+        ),
         ("block_offsets", np.array([0, 3]), "starts of its documents"),
         ("block_offsets", np.array([0, 6, 5]), "starts of its documents"),
         ("block_offsets", np.array([0, 0, 5]), "starts of its documents"),
@@ -216,7 +252,9 @@ GOOD: dict[str, Any] = {"starts": [0, 3, 5, 0, 8], "block_offsets": [0, 3, 5]}
         ("starts", None, "cannot read"),
     ],
 )
-def test_a_shard_that_does_not_fit_its_index_is_refused(tmp_path: Path, name: str, values: Any, message: str) -> None:
+def test_a_shard_that_does_not_fit_its_index_is_refused(
+    tmp_path: Path, name: str, values: Any, message: str
+) -> None:
     write_blocks(tmp_path / "train", make_bins([[3, 2], [8]]), block_tokens=8, shards=1)
     path = tmp_path / "train" / "shard-00000.safetensors"
     arrays = load_file(path)

@@ -62,7 +62,19 @@ added = st.sampled_from(
 )
 whitespace = st.text(" \t\r\n\u00a0\u3000\u2028\x85\x1c", max_size=6)
 words = st.sampled_from(
-    ["don't", "I'LL", "'\u017f", "\u212a", "e\u0301", "한\u11a8", "１２", "Ⅷ", "👩\u200d👧", "क्ष", "ﷺ"]
+    [
+        "don't",
+        "I'LL",
+        "'\u017f",
+        "\u212a",
+        "e\u0301",
+        "한\u11a8",
+        "１２",
+        "Ⅷ",
+        "👩\u200d👧",
+        "क्ष",
+        "ﷺ",
+    ]
 )
 mixed = st.lists(st.text(max_size=12) | added | whitespace | words, max_size=8).map("".join)
 
@@ -112,8 +124,12 @@ def converted(folder: Path) -> Any:
 
 
 def test_tiktoken_splits_at_every_kind_of_character_as_tokenizers_does(folder: Path) -> None:
-    def is_many(name: str) -> bool:  # tens of thousands of one kind: every hundredth of them is enough
-        return name.startswith(("CJK UNIFIED", "HANGUL SYLLABLE", "TANGUT", "EGYPTIAN", "CUNEIFORM", "CJK COMPAT"))
+    def is_many(
+        name: str,
+    ) -> bool:  # tens of thousands of one kind: every hundredth of them is enough
+        return name.startswith(
+            ("CJK UNIFIED", "HANGUL SYLLABLE", "TANGUT", "EGYPTIAN", "CUNEIFORM", "CJK COMPAT")
+        )
 
     tokenizer, _ = load(folder)
     chosen = [
@@ -125,15 +141,29 @@ def test_tiktoken_splits_at_every_kind_of_character_as_tokenizers_does(folder: P
     texts = [text for c in chosen if is_plain(text := f"{c}a{c}1{c}  {c}{c}!{c}\n{c} {c}'{c}s")]
     assert len(texts) > 30_000
     encode = converted(folder).encode_ordinary
-    assert [text for text, ids in zip(texts, fast(tokenizer, texts), strict=True) if encode(text) != ids] == []
+    assert [
+        text for text, ids in zip(texts, fast(tokenizer, texts), strict=True) if encode(text) != ids
+    ] == []
 
 
 def fast(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    return [
+        encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 @pytest.mark.parametrize(
-    "text", ["", " " * 200_000 + "a", "\n" * 150_000, "ab" * 60_000, "\u0301", "a\u0301", "\U00011f02\U00011f41", "<"]
+    "text",
+    [
+        "",
+        " " * 200_000 + "a",
+        "\n" * 150_000,
+        "ab" * 60_000,
+        "\u0301",
+        "a\u0301",
+        "\U00011f02\U00011f41",
+        "<",
+    ],
 )
 def test_odd_texts_have_the_same_ids(folder: Path, text: str) -> None:
     assert ids_of(batches(folder).encode([text, f"<|im_end|>{text}<think>"])) == expected(
@@ -143,7 +173,9 @@ def test_odd_texts_have_the_same_ids(folder: Path, text: str) -> None:
 
 def test_text_that_another_unicode_version_could_compose_is_not_plain() -> None:
     assert is_plain("") and is_plain("a\nb") and is_plain("caf\u00e9, 你好 \U0001f600 한국어 क्ष")
-    unknown = next(char for char in map(chr, range(0x10000, 0x110000)) if unicodedata.category(char) == "Cn")
+    unknown = next(
+        char for char in map(chr, range(0x10000, 0x110000)) if unicodedata.category(char) == "Cn"
+    )
     assert not any(map(is_plain, ("e\u0301", "\u212b", unknown, "\ud800", " " * 100_001)))
 
 
@@ -198,8 +230,14 @@ def change_split(description: dict[str, Any]) -> None:
     ("change", "reason"),
     [
         (set_model(ignore_merges=True), "not a plain BPE"),
-        (lambda description: description.update(normalizer={"type": "NFKC"}), "normalizer is not NFC"),
-        (lambda description: description.update(pre_tokenizer={"type": "Whitespace"}), "splits texts in another way"),
+        (
+            lambda description: description.update(normalizer={"type": "NFKC"}),
+            "normalizer is not NFC",
+        ),
+        (
+            lambda description: description.update(pre_tokenizer={"type": "Whitespace"}),
+            "splits texts in another way",
+        ),
         (change_split, "splits texts in another way"),
         (swap_merges, "not in the order of ids"),
         (drop_merge, "not all made of bytes"),
@@ -241,7 +279,9 @@ def test_it_is_converted_exactly_if_each_token_is_what_becomes_of_its_own_text(
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: number for number, text in enumerate([*letters, *map("".join, pairs)])}
     own = Tokenizer(models.BPE(vocab, [(first, second) for first, second in pairs])).model
-    makes_each = all([token.id for token in own.tokenize(text)] == [number] for text, number in vocab.items())
+    makes_each = all(
+        [token.id for token in own.tokenize(text)] == [number] for text, number in vocab.items()
+    )
     description = load(tiny_folder)[1]
     model = {**description["model"], "vocab": vocab, "merges": pairs}
     try:
@@ -253,7 +293,9 @@ def test_it_is_converted_exactly_if_each_token_is_what_becomes_of_its_own_text(
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
-def test_added_tokens_with_rules_of_their_own_are_left_to_tokenizers(tiny_folder: Path, flag: str) -> None:
+def test_added_tokens_with_rules_of_their_own_are_left_to_tokenizers(
+    tiny_folder: Path, flag: str
+) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(load(tiny_folder)[1]))
     tokenizer.add_tokens([AddedToken("<odd>", **{"normalized": False, flag: True})])
     both = BatchTokenizer(tokenizer, json.loads(tokenizer.to_str()))
@@ -273,7 +315,9 @@ def test_texts_whose_beginning_is_special_are_not_cut() -> None:
 
 def test_of_overlapping_added_tokens_the_longest_wins(tiny_folder: Path) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(load(tiny_folder)[1]))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<a", "<a><b", "a><b>", "><b>c")])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("<a", "<a><b", "a><b>", "><b>c")]
+    )
     both = BatchTokenizer(tokenizer, json.loads(tokenizer.to_str()))
     texts = ["x<a><b>c", "a><b>c", "<<a><a><b><a>"]
     assert both.how == "tiktoken" and ids_of(both.encode(texts)) == expected(tokenizer, texts)
@@ -303,6 +347,7 @@ def test_a_difference_later_on_is_found_by_samples(folder: Path) -> None:
 
 def test_the_slow_way_is_that_of_tokenizers(folder: Path) -> None:
     tokenizer, description = load(folder)
-    slow, texts = BatchTokenizer(tokenizer, description, fast=False), ["<|im_start|>user\nx<|im_end|>", ""]
+    slow = BatchTokenizer(tokenizer, description, fast=False)
+    texts = ["<|im_start|>user\nx<|im_end|>", ""]
     assert slow.how == "tokenizers, whole texts"
     assert ids_of(slow.encode(texts)) == expected(tokenizer, texts)

@@ -20,7 +20,13 @@ CALLING = {
     "content": "Let me see.",
     "reasoning_content": None,
     "tool_calls": [
-        {"type": "function", "function": {"name": "weather", "arguments": {"place": "北京 <b>\n", "days": [1, None]}}},
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "arguments": {"place": "北京 <b>\n", "days": [1, None]},
+            },
+        },
         {"type": "function", "function": {"name": "time", "arguments": {}}},
     ],
 }
@@ -54,7 +60,9 @@ def load_reference(folder: Path) -> Any:
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-@pytest.mark.parametrize("tools", [None, [], [TOOL, TOOL]], ids=["tools not given", "no tools", "two tools"])
+@pytest.mark.parametrize(
+    "tools", [None, [], [TOOL, TOOL]], ids=["tools not given", "no tools", "two tools"]
+)
 def test_it_renders_what_transformers_renders(
     folder: Path,
     messages: list[dict[str, Any]],
@@ -63,32 +71,48 @@ def test_it_renders_what_transformers_renders(
     tools: list[dict[str, Any]] | None,
 ) -> None:
     reference = load_reference(folder).apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+        messages,
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
     )
-    assert load_template(folder).render(messages, tools, add_generation_prompt, **variables) == reference
+    assert (
+        load_template(folder).render(messages, tools, add_generation_prompt, **variables)
+        == reference
+    )
 
 
 # The dialect of transformers: what templates in the wild use, one by one.
 DIALECT = [
-    "{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m.content }}]\n  {% endif %}\n{% endfor %}\n",
-    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
-    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+    "{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m.content }}]\n  {% endif %}\n{% "
+    "endfor %}\n",
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': '<é>'} | "
+    "tojson(sort_keys=true) }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% "
+    "endfor %}",
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
     "{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}",
-    "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a + 1 %}{% endfor %}{{ ns.a }}",
+    "{% set ns = namespace(a=1) %}{% for m in messages %}{% set ns.a = ns.a + 1 %}{% endfor %}{{ "
+    "ns.a }}",
     "{{ dict(a=1, b=2) }}{{ dict.fromkeys(['x'], 0) }}",
     "{% if tools %}t{% else %}no tools{% endif %}{{ documents is none }}",
     "{{ eos_token }}|{{ pad_token }}|{{ bos_token is defined }}",
-    "{%- macro f(x) %}{{ x | upper }}{% endmacro %}{{ f(messages[0].content) }}{{ messages[::-1] | length }}",
+    "{%- macro f(x) %}{{ x | upper }}{% endmacro %}{{ f(messages[0].content) }}{{ messages[::-1] | "
+    "length }}",
     "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content is none }}{% endfor %}",
     "{% for m in messages %}{{ m.content.split(' ', maxsplit=1) }}{% endfor %}",
-    "{{ messages[0].items() | list }}{{ messages[0].nothing is defined }}{{ messages[0].content.nothing is defined }}",
-    "{% for m in messages %}{{ loop.index }}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{% endfor %}",
+    "{{ messages[0].items() | list }}{{ messages[0].nothing is defined }}{{ "
+    "messages[0].content.nothing is defined }}",
+    "{% for m in messages %}{{ loop.index }}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{% "
+    "endfor %}",
     "{% for m in messages %}{{ loop.length }}{{ loop.cycle('a', 'b') }}{% endfor %}",
     "{% for m in messages %}{{ loop.nothing }}{{ (loop.previtem or m).role }}{% endfor %}",
-    "{% set n = namespace(b=true, t='x', d={'k': 1}) %}{{ n.b }}{{ n.t }}{{ n.d.k }}{{ n.missing is defined }}",
+    "{% set n = namespace(b=true, t='x', d={'k': 1}) %}{{ n.b }}{{ n.t }}{{ n.d.k }}{{ n.missing "
+    "is defined }}",
     "{{ 'a,b'.strip('a').upper().startswith(',') }}{{ (tools or [1])[0].type }}",
-    "{{ '%s-%d' | format('a', 1) }}{{ '{}'.format('x') }}{{ 'abc'.endswith(('b', 'c')) }}{{ ' x '.lstrip().rstrip() }}",
+    "{{ '%s-%d' | format('a', 1) }}{{ '{}'.format('x') }}{{ 'abc'.endswith(('b', 'c')) }}{{ ' x "
+    "'.lstrip().rstrip() }}",
 ]
 
 
@@ -98,14 +122,19 @@ def test_the_dialect_is_that_of_transformers(source: str) -> None:
     tokens: dict[str, Any] = {"eos_token": "<e>", "pad_token": "<p>"}
     every: tuple[Any, ...] = (None, [TOOL])
     for tools in every:
-        rendered: Any = render_jinja_template([messages], tools=tools, chat_template=source, **tokens)
+        rendered: Any = render_jinja_template(
+            [messages], tools=tools, chat_template=source, **tokens
+        )
         assert ChatTemplate(source, tokens, "x").render(messages, tools) == rendered[0][0]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "fails on messages of user: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "fails on messages of user: roles must alternate",
+        ),
         ("{{ messages[0].nothing.more }}", "fails on messages of user"),
         ("{{ messages[0].content + 1 }}", "fails on messages of user"),
         ("{{ 1 // 0 }}", "fails on messages of user"),
@@ -135,7 +164,8 @@ def test_a_text_that_is_no_template_is_a_data_error(source: str) -> None:
         "{{ ''.format_map.__self__.upper() }}",
         "{{ ''.split.__class__.__mro__ }}",
         "{{ ''.split.__self__.__class__.__mro__ }}",
-        "{% set n = namespace(f=''.format) %}{{ n.f('{0.__class__.__mro__}', 1) }}{{ n.__class__.__mro__ }}",
+        "{% set n = namespace(f=''.format) %}{{ n.f('{0.__class__.__mro__}', 1) }}{{ "
+        "n.__class__.__mro__ }}",
         "{% for m in messages %}{{ loop.__class__.__mro__ }}{% endfor %}",
         "{{ messages[0].pop('role') }}",
         "{{ range(999999999) | list }}",
@@ -155,7 +185,10 @@ def write_config(folder: Path, **config: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["old {{ eos_token }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "old <e>"}]],
+    [
+        "old {{ eos_token }}",
+        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "old <e>"}],
+    ],
 )
 def test_older_models_keep_the_template_in_their_config(tmp_path: Path, value: Any) -> None:
     write_config(tmp_path, chat_template=value, eos_token={"content": "<e>", "lstrip": False})
@@ -165,7 +198,10 @@ def test_older_models_keep_the_template_in_their_config(tmp_path: Path, value: A
 
 
 def test_some_models_have_another_template_for_tools(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }}"},
+    ]
     write_config(tmp_path, chat_template=named)
     template = ChatTemplate.load(tmp_path)
     assert (template.render([USER]), template.render([USER], [TOOL])) == ("plain", "1")
@@ -186,7 +222,12 @@ def test_a_damaged_tokenizer_config_is_a_data_error(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_texts() -> None:
-    config = {"eos_token": {"content": "<e>"}, "pad_token": "<p>", "bos_token": None, "unk_token": 3}
+    config = {
+        "eos_token": {"content": "<e>"},
+        "pad_token": "<p>",
+        "bos_token": None,
+        "unk_token": 3,
+    }
     assert special_tokens(config) == {"eos_token": "<e>", "pad_token": "<p>"}
 
 
@@ -199,7 +240,13 @@ def test_a_template_that_writes_the_date_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ raise_exception }}", "{{ messages[0].content.upper }}", "{{ namespace(a=1) }}", "{{ range }}", "{{ cycler }}"],
+    [
+        "{{ raise_exception }}",
+        "{{ messages[0].content.upper }}",
+        "{{ namespace(a=1) }}",
+        "{{ range }}",
+        "{{ cycler }}",
+    ],
 )
 def test_a_template_that_writes_what_is_no_text_is_refused(template: str) -> None:
     """Its text would hold an address of this very process."""

@@ -33,9 +33,12 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.json.gz", "ROWS.JSONL"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.json.gz", "ROWS.JSONL"]
+)
 def test_every_bad_line_is_accounted_for_and_costs_no_good_one(tmp_path: Path, name: str) -> None:
-    content = b"\n".join(line for bad, _ in KINDS.values() for line in (GOOD_LINE, bad))  # and no newline at the end
+    # and no newline at the end
+    content = b"\n".join(line for bad, _ in KINDS.values() for line in (GOOD_LINE, bad))
     good, refused = read(write(tmp_path / name, content))
 
     assert len(good) == len(KINDS) >= 40
@@ -91,17 +94,27 @@ def test_harmless_differences_are_harmless(tmp_path: Path, name: str, content: b
 
 def test_a_row_of_ten_megabytes_is_a_row(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "x" * 10_000_000}, GOOD["messages"][1]]}
-    for name, content in {"rows.jsonl": json.dumps(row), "rows.json": json.dumps([row, GOOD])}.items():
+    for name, content in {
+        "rows.jsonl": json.dumps(row),
+        "rows.json": json.dumps([row, GOOD]),
+    }.items():
         good, refused = read(write(tmp_path / name, content.encode()))
         assert isinstance(good[0], Conversation) and good[0].messages == row["messages"]
         assert refused == []
 
 
-def test_a_line_without_end_is_refused_and_the_next_one_is_read(tmp_path: Path, short_lines: None) -> None:
+def test_a_line_without_end_is_refused_and_the_next_one_is_read(
+    tmp_path: Path, short_lines: None
+) -> None:
     content = b"x" * 4500 + b"\n" + GOOD_LINE + b"\n" + b"x" * 1000 + b"\n" + b"x" * 1001
     rows = list(CorpusFile(write(tmp_path / "rows.jsonl", content)))
 
-    assert [row.place.byte_offset for row in rows] == [0, 4501, 4502 + len(GOOD_LINE), 5503 + len(GOOD_LINE)]
+    assert [row.place.byte_offset for row in rows] == [
+        0,
+        4501,
+        4502 + len(GOOD_LINE),
+        5503 + len(GOOD_LINE),
+    ]
     assert [row.bad.reason if row.bad else None for row in rows] == [
         Reason.LINE_TOO_LONG,
         None,
@@ -127,25 +140,38 @@ def test_lines_without_a_row_are_an_error(tmp_path: Path, content: bytes) -> Non
     [
         (b" \n", r"rows\.json: the file is empty; expected an array"),
         (b"hello", r"rows\.json: begins with 'h'; expected an array"),
-        (b'{\n  "messages": [\n}', r"rows\.json:1: begins with an object that is not whole on its line; .*one array"),
+        (
+            b'{\n  "messages": [\n}',
+            r"rows\.json:1: begins with an object that is not whole on its line; .*one array",
+        ),
         (b'\n{"a": 1', r"rows\.json:2: begins with an object that is not whole"),
     ],
 )
-def test_a_json_file_that_is_neither_array_nor_lines_says_so(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_json_file_that_is_neither_array_nor_lines_says_so(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         read(write(tmp_path / "rows.json", content))
 
 
-QUESTION = json.dumps({"instruction": "你好吗？今天天气怎么样", "output": "很好"}, ensure_ascii=False)
+QUESTION = json.dumps(
+    {"instruction": "你好吗？今天天气怎么样", "output": "很好"}, ensure_ascii=False
+)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.json"])
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-16"])
-def test_utf_16_is_told_also_without_a_byte_order_mark(tmp_path: Path, name: str, codec: str) -> None:
+def test_utf_16_is_told_also_without_a_byte_order_mark(
+    tmp_path: Path, name: str, codec: str
+) -> None:
     text = (
-        "instruction,output\na,b\n" if name.endswith(".csv") else f"[{QUESTION}]" * name.endswith(".json") or QUESTION
+        "instruction,output\na,b\n"
+        if name.endswith(".csv")
+        else f"[{QUESTION}]" * name.endswith(".json") or QUESTION
     )
-    with pytest.raises(DataError, match=r"the text is UTF-16; .*: iconv -f UTF-16(LE|BE)? -t UTF-8"):
+    with pytest.raises(
+        DataError, match=r"the text is UTF-16; .*: iconv -f UTF-16(LE|BE)? -t UTF-8"
+    ):
         read(write(tmp_path / name, text.encode(codec)), Layout("alpaca"))
 
 
@@ -161,7 +187,9 @@ def test_utf_16_is_told_also_without_a_byte_order_mark(tmp_path: Path, name: str
         ('{"instruction": "“Why?”", "output": "–"}', "cp1252", "Windows-1252"),
     ],
 )
-def test_rows_in_another_encoding_say_which_it_probably_is(tmp_path: Path, text: str, codec: str, said: str) -> None:
+def test_rows_in_another_encoding_say_which_it_probably_is(
+    tmp_path: Path, text: str, codec: str, said: str
+) -> None:
     for name, content in {"rows.jsonl": text, "rows.json": f"[{text}]"}.items():
         good, refused = read(write(tmp_path / name, content.encode(codec)), Layout("alpaca"))
         assert good == [] and [row.reason for row in refused] == [Reason.BAD_UTF8]
@@ -175,12 +203,17 @@ def test_rows_in_another_encoding_say_which_it_probably_is(tmp_path: Path, text:
 def test_an_array_in_a_jsonl_file_is_told(tmp_path: Path, start: bytes) -> None:
     for content in (b"[" + GOOD_LINE + b"]", b"[\n" + GOOD_LINE + b",\n" + GOOD_LINE + b"\n]"):
         _, refused = read(write(tmp_path / "rows.jsonl", start + content))
-        assert refused[0].detail == "begins with '[': a file that is one array is called .json; rename it"
+        assert (
+            refused[0].detail
+            == "begins with '[': a file that is one array is called .json; rename it"
+        )
 
 
 def test_lines_that_end_in_cr_alone_are_told(tmp_path: Path, short_lines: None) -> None:
     _, refused = read(write(tmp_path / "rows.jsonl", GOOD_LINE + b"\r" + GOOD_LINE + b"\r"))
-    assert refused[0].detail.endswith("; lines that end in CR alone are not told apart: let them end in LF")
+    assert refused[0].detail.endswith(
+        "; lines that end in CR alone are not told apart: let them end in LF"
+    )
     _, refused = read(write(tmp_path / "rows.jsonl", (GOOD_LINE + b"\r") * 20))
     assert refused[0].detail.endswith("in one line; its lines may end in CR alone")
 
@@ -192,21 +225,30 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.csv.gz"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "no gzip", "more behind it"])
-def test_a_damaged_gz_file_is_one_error_that_tells_how_far_it_went(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_gz_file_is_one_error_that_tells_how_far_it_went(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     rows = [json.dumps({"text": f"{number}: {number * 7919 % 10007}"}) for number in range(20_000)]
-    plain = {"l": "\n".join(rows), "n": "[" + ",".join(rows) + "]", "v": "text\n" + "\n".join(map(str, range(50000)))}
+    plain = {
+        "l": "\n".join(rows),
+        "n": "[" + ",".join(rows) + "]",
+        "v": "text\n" + "\n".join(map(str, range(50000))),
+    }
     packed = gzip.compress(plain[name[-4]].encode())
     middle = len(packed) // 2
     damaged = {
         "cut": packed[:middle],
-        "changed": packed[:middle] + bytes(byte ^ 255 for byte in packed[middle : middle + 50]) + packed[middle + 50 :],
+        "changed": packed[:middle]
+        + bytes(byte ^ 255 for byte in packed[middle : middle + 50])
+        + packed[middle + 50 :],
         "no gzip": b"text\nhello\n",
         "more behind it": packed + b"and more",
     }
     (tmp_path / name).write_bytes(damaged[damage])
 
     cut = rf"{name}: the compressed data is cut or damaged after row \d+: .*; get the file again"
-    spoilt = rf"|{name}:1:\d+: not JSON" if damage == "changed" else ""  # it can be seen before its checksum is
+    # it can be seen before its checksum is
+    spoilt = rf"|{name}:1:\d+: not JSON" if damage == "changed" else ""
     with pytest.raises(DataError, match=cut + spoilt) as caught:
         list(CorpusFile(tmp_path / name))
     assert (" row 0:" in str(caught.value)) == (damage == "no gzip")
@@ -226,13 +268,18 @@ def test_excerpts_and_details_are_short_printable_and_without_credentials() -> N
     secret = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
     place = RowPosition("rows.jsonl", line=1)
     rows = [
-        RawRow(place, b'{"text": "' + secret.encode() + b'", "password": "hunter2", \xff}' + b"x" * 1000),
+        RawRow(
+            place,
+            b'{"text": "' + secret.encode() + b'", "password": "hunter2", \xff}' + b"x" * 1000,
+        ),
         RawRow(place, None, {"text": secret, "password": "hunter2", "more": "x" * 1000}),
         RawRow(place, b"x" * (200 - 8) + secret.encode()),
         RawRow(place, None, {"when": object(), "half": "\ud800"}),
     ]
     for row in rows:
-        shown = rejected(row, BadRow(Reason.BAD_VALUE, f"role: '{secret}\ud800' is not one of user"))
+        shown = rejected(
+            row, BadRow(Reason.BAD_VALUE, f"role: '{secret}\ud800' is not one of user")
+        )
         text = json.dumps(shown.to_json(), ensure_ascii=False).encode().decode()
         assert secret[:10] not in text and "hunter2" not in text
         assert "role: 'hf_***?' is not one of user" in text
@@ -262,7 +309,9 @@ LINES = (
 
 
 @given(st.lists(LINES, min_size=1, max_size=8))
-def test_any_lines_are_each_one_row(tmp_path_factory: pytest.TempPathFactory, some: list[bytes]) -> None:
+def test_any_lines_are_each_one_row(
+    tmp_path_factory: pytest.TempPathFactory, some: list[bytes]
+) -> None:
     some = [line.replace(b"\n", b" ").removeprefix(read_json.BOM) for line in some]
     assume(utf_16_name(some[0]) is None)
     path = write(tmp_path_factory.mktemp("any") / "rows.jsonl", b"\n".join([*some, GOOD_LINE]))
@@ -315,7 +364,9 @@ def test_the_real_file_is_read_to_the_last_row() -> None:
     good, refused = read(path, Layout("alpaca"))
 
     assert refused == []
-    expected = [to_content(row, Layout("alpaca")) for row in json.loads(path.read_text(encoding="utf-8"))]
+    expected = [
+        to_content(row, Layout("alpaca")) for row in json.loads(path.read_text(encoding="utf-8"))
+    ]
     assert good == expected and len(good) > 3000
 
 
@@ -337,11 +388,16 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         ("rows.jsonl", PRETTY),
         ("rows.json", PRETTY + "\n\n"),
         ("rows.jsonl", PRETTY.replace("\n", "\r\n")),
-        ("rows.jsonl", "\n".join(json.dumps({**row, "pad": "a" * 2_000_000}, indent=2) for row in ROWS)),
+        (
+            "rows.jsonl",
+            "\n".join(json.dumps({**row, "pad": "a" * 2_000_000}, indent=2) for row in ROWS),
+        ),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_rows_in_another_outer_shape_are_read(tmp_path: Path, name: str, text: str, suffix: str) -> None:
+def test_rows_in_another_outer_shape_are_read(
+    tmp_path: Path, name: str, text: str, suffix: str
+) -> None:
     content = text.encode()
     path = write(tmp_path / (name + suffix), content)
     rows = list(CorpusFile(path))
@@ -369,7 +425,9 @@ def test_what_may_be_rows_of_their_own_is_left_as_it_is(
 
 
 def test_a_wrapped_list_with_more_beside_it_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.json", json.dumps({"data": ROWS, "version": 1}, indent=1).encode())
+    path = write(
+        tmp_path / "rows.json", json.dumps({"data": ROWS, "version": 1}, indent=1).encode()
+    )
     with pytest.raises(DataError, match="more than its list of rows: write that list alone"):
         list(CorpusFile(path))
 
@@ -377,7 +435,10 @@ def test_a_wrapped_list_with_more_beside_it_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "remedy"),
     [
-        (b"{'instruction': 'q'}", "as Python prints it, in single quotes: write each row with json.dumps"),
+        (
+            b"{'instruction': 'q'}",
+            "as Python prints it, in single quotes: write each row with json.dumps",
+        ),
         (b"[{'role': 'user'}]", "as Python prints it"),
         (b"{", "an object goes over several lines: write one row a line"),
     ],
@@ -389,7 +450,10 @@ def test_shapes_that_are_no_json_are_named(tmp_path: Path, line: bytes, remedy: 
 
 
 def test_a_conversation_without_a_key_is_a_row(tmp_path: Path) -> None:
-    for name, text in (("a.json", json.dumps([TURNS, TURNS])), ("a.jsonl", f"{json.dumps(TURNS)}\n" * 2)):
+    for name, text in (
+        ("a.json", json.dumps([TURNS, TURNS])),
+        ("a.jsonl", f"{json.dumps(TURNS)}\n" * 2),
+    ):
         values = [value_of(row) for row in CorpusFile(write(tmp_path / name, text.encode()))]
         assert [to_content(value, Layout(detect(value, {}))) for value in values] == [
             Conversation(TURNS, None, (1,)) for _ in values
@@ -405,9 +469,15 @@ def test_a_conversation_without_a_key_is_a_row(tmp_path: Path) -> None:
     [
         ({"data": TURNS}, r"its turns are under 'data': set columns: \{messages: data\}"),
         ({"chat": [{"from": "human", "value": "q"}]}, r"set columns: \{conversations: chat\}"),
-        ({"examples": ROWS, "version": 1}, "if its rows are under 'examples', write that list alone"),
+        (
+            {"examples": ROWS, "version": 1},
+            "if its rows are under 'examples', write that list alone",
+        ),
         (TURNS[0], "it is a turn, not a row"),
-        ({"instruction": ["q", "q2"], "output": ["a", "a2"]}, "holds columns, not rows: all of instruction and output"),
+        (
+            {"instruction": ["q", "q2"], "output": ["a", "a2"]},
+            "holds columns, not rows: all of instruction and output",
+        ),
         ({"instruction": {"0": "q"}, "output": {"0": "a"}}, "holds columns, not rows"),
         ({"messages": [TURNS, TURNS]}, "holds columns, not rows: all of messages"),
         ({"text": ["a", "b"]}, "holds columns, not rows: all of text"),

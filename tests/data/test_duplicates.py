@@ -39,11 +39,20 @@ def test_a_million_hashes_take_sixteen_bytes_each_at_the_most() -> None:
     assert all(larger >= 2 * smaller for larger, smaller in zip(levels, levels[1:], strict=False))
 
 
-TEXT = "The quick brown fox jumps over the lazy dog, again and again, until it is tired of the dog and of jumping."
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, again and again, until it is tired of the "
+    "dog "
+    "and of jumping."
+)
 
 
 def test_similar_texts_are_seen_and_different_ones_are_not() -> None:
-    texts = [TEXT, "Nothing of the kind was ever written about a cat.", TEXT.replace("quick", "quack"), TEXT[::-1]]
+    texts = [
+        TEXT,
+        "Nothing of the kind was ever written about a cat.",
+        TEXT.replace("quick", "quack"),
+        TEXT[::-1],
+    ]
     signatures = np.stack([signature_of(text) for text in texts])
     nothing = np.zeros(4, dtype=np.bool_)
     assert NearDuplicates(0.8).seen(signatures, nothing).tolist() == [False, False, True, False]
@@ -72,7 +81,11 @@ def test_a_long_text_has_the_signature_of_the_whole(monkeypatch: pytest.MonkeyPa
 MARKS = [*map(chr, range(0x300, 0x345)), *"\u0f71\u0f72\u0f73\u0f74\u0f75\u0323\u0307\u3099\u09be"]
 
 
-@given(text=st.text(st.sampled_from([*MARKS, *"aAé\u1ebf\u212bか\u09c7\u1100\u1161\u11a8가 "]), max_size=20))
+@given(
+    text=st.text(
+        st.sampled_from([*MARKS, *"aAé\u1ebf\u212bか\u09c7\u1100\u1161\u11a8가 "]), max_size=20
+    )
+)
 def test_texts_are_compared_in_nfc(text: str) -> None:
     assert row_hashes._composed(text) == unicodedata.normalize("NFC", text.strip())
 

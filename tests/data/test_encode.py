@@ -1,4 +1,7 @@
-"""The encoder's settings and refusals, one by one. That samples are exact is in test_encode_exact.py."""
+"""The encoder's settings and refusals, one by one.
+
+That samples are exact is in test_encode_exact.py.
+"""
 
 import json
 from pathlib import Path
@@ -41,7 +44,9 @@ from .chats import (
     talk,
 )
 
-LOOKED_UP = talk(SYSTEM, QUESTION, CALLING, SUNNY, RAINY, THOUGHTFUL, QUESTION, ANSWER, tools=[TOOL])
+LOOKED_UP = talk(
+    SYSTEM, QUESTION, CALLING, SUNNY, RAINY, THOUGHTFUL, QUESTION, ANSWER, tools=[TOOL]
+)
 CONVERSATIONS = [
     talk(QUESTION, ANSWER),
     talk(QUESTION, ANSWER, QUESTION),
@@ -62,7 +67,9 @@ def only(found: list[Sample | Drop]) -> Sample:
     return sample
 
 
-def test_turns_share_a_sample_where_the_history_stays_as_it_was(tiny_folder: Path, tmp_path: Path) -> None:
+def test_turns_share_a_sample_where_the_history_stays_as_it_was(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     folder = change_template(tiny_folder, tmp_path, INSTRUCT)
     for supervised in ((1, 3, 5), (1, 5)):
         chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER, supervised=supervised)
@@ -94,7 +101,9 @@ def test_the_steps_of_one_question_share_a_sample(folder: Path) -> None:
 
 def test_the_empty_thinking_block_is_given_and_not_learned(folder: Path) -> None:
     for answer in (say("assistant", "Fine."), UNTHINKING):
-        ((prompt, written),) = supervised_turns(only(encoder(folder).encode([talk(QUESTION, answer)])[0]))
+        ((prompt, written),) = supervised_turns(
+            only(encoder(folder).encode([talk(QUESTION, answer)])[0])
+        )
         assert decode(folder, prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
         assert decode(folder, written) == "Fine.<|im_end|>"
 
@@ -103,7 +112,9 @@ def test_the_empty_thinking_block_is_given_and_not_learned(folder: Path) -> None
 def test_thinking_can_be_stripped(folder: Path, answer: dict[str, Any]) -> None:
     found = encoder(folder, thinking="strip").encode([talk(QUESTION, answer, QUESTION, answer)])[0]
     assert learned(folder, found) == [["Fine.<|im_end|>"]] * 2
-    assert "They ask." not in decode(folder, [t for sample in found for t in getattr(sample, "tokens", [])])
+    assert "They ask." not in decode(
+        folder, [t for sample in found for t in getattr(sample, "tokens", [])]
+    )
 
 
 @pytest.mark.parametrize("answer", [THOUGHTFUL, REASONED])
@@ -116,17 +127,22 @@ def test_thinking_can_be_masked(folder: Path, answer: dict[str, Any]) -> None:
     assert np.array_equal(sample.tokens, kept.tokens)
 
 
-def test_thinking_that_a_token_joins_to_the_answer_cannot_be_masked(tiny_folder: Path, tmp_path: Path) -> None:
+def test_thinking_that_a_token_joins_to_the_answer_cannot_be_masked(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     folder = change_template(tiny_folder, tmp_path, INSTRUCT)
     content = json.loads((folder / "tokenizer.json").read_text())
-    content["added_tokens"] = [token for token in content["added_tokens"] if "think" not in token["content"]]
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if "think" not in token["content"]
+    ]
     last = content["model"]["merges"][-1] = [">", "!"]  # instead of the last token one that is ">!"
     vocab = content["model"]["vocab"]
     *_, dropped = sorted(vocab, key=lambda text: vocab[text])
     vocab["".join(last)] = vocab.pop(dropped)
     (folder / "tokenizer.json").write_text(json.dumps(content))
     joined, parted = (
-        talk(QUESTION, say("assistant", f"<think>They ask.</think>{rest}")) for rest in ("!", "\n\nFine!")
+        talk(QUESTION, say("assistant", f"<think>They ask.</think>{rest}"))
+        for rest in ("!", "\n\nFine!")
     )
     refused, taken = encoder(folder, thinking="mask").encode([joined, parted])
     assert refused == [Drop.THINKING_NOT_SEPARABLE]
@@ -143,8 +159,12 @@ LOOKING = {**CALLING, "reasoning_content": "place"}  # stands in the call as wel
     "chat",
     [
         talk(QUESTION, REASONED),
-        talk(QUESTION, say("assistant", "Fine.", reasoning_content="Fine.")),  # the answer alone holds these words
-        talk(QUESTION, say("assistant", "m", reasoning_content="im")),  # so does the end of the turn
+        talk(
+            QUESTION, say("assistant", "Fine.", reasoning_content="Fine.")
+        ),  # the answer alone holds these words
+        talk(
+            QUESTION, say("assistant", "m", reasoning_content="im")
+        ),  # so does the end of the turn
         talk(QUESTION, say("assistant", "word " * 50, reasoning_content="word " * 20)),
         talk(QUESTION, LOOKING, SUNNY, RAINY, ANSWER, tools=[TOOL], supervised=(1,)),
     ],
@@ -156,34 +176,47 @@ def test_thinking_that_the_template_leaves_out_drops_the_turn(
     assert encoder(folder, thinking=thinking).encode([chat]) == [[Drop.THINKING_NOT_RENDERED]]
     assert isinstance(encoder(folder, thinking="strip").encode([chat])[0][0], Sample)
     written = THINKING.replace("if loop.last", "if true")
-    folder = change_template(tiny_folder, tmp_path / "thinks", written.replace("assistant\n<think>\n'", "assistant\n'"))
+    folder = change_template(
+        tiny_folder, tmp_path / "thinks", written.replace("assistant\n<think>\n'", "assistant\n'")
+    )
     assert isinstance(encoder(folder, thinking=thinking).encode([chat])[0][0], Sample)
 
 
-def test_thinking_in_the_text_that_the_template_cuts_out_drops_the_turn(tiny_folder: Path, tmp_path: Path) -> None:
+def test_thinking_in_the_text_that_the_template_cuts_out_drops_the_turn(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     # As templates of DeepSeek's distilled models do with every answer.
     template = INSTRUCT.replace("message.content }}", "message.content.split('</think>')[-1] }}")
     folder = change_template(tiny_folder, tmp_path, template)
     chat = talk(QUESTION, THOUGHTFUL, QUESTION, ANSWER)
     dropped, kept = encoder(folder).encode([chat])[0]
     assert dropped == Drop.THINKING_NOT_RENDERED
-    assert learned(folder, [kept]) == [["Fine, 谢谢!<|im_end|>"]]  # the thinking of an earlier turn is history
+    # the thinking of an earlier turn is history
+    assert learned(folder, [kept]) == [["Fine, 谢谢!<|im_end|>"]]
 
 
-def test_masked_thinking_that_ends_in_another_way_is_not_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_masked_thinking_that_ends_in_another_way_is_not_trained_on(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     template = INSTRUCT.replace(
-        "message.content }}", "(message.reasoning_content or 'nothing') + '[answer]' + message.content }}"
+        "message.content }}",
+        "(message.reasoning_content or 'nothing') + '[answer]' + message.content }}",
     )
     folder = change_template(tiny_folder, tmp_path, template)
     for answer in ("Fine.", "</think>"):
         chat = talk(QUESTION, say("assistant", answer, reasoning_content="They ask."))
         assert encoder(folder, thinking="mask").encode([chat]) == [[Drop.THINKING_NOT_SEPARABLE]]
-        assert learned(folder, encoder(folder).encode([chat])[0]) == [[f"They ask.[answer]{answer}<|im_end|>"]]
+        assert learned(folder, encoder(folder).encode([chat])[0]) == [
+            [f"They ask.[answer]{answer}<|im_end|>"]
+        ]
 
 
-# Qwen's vocabulary joins the two line ends of an empty thinking block; the tiny one does not, so there is no block.
+# Qwen's vocabulary joins the two line ends of an empty thinking block; the tiny one does not, so
+# there is no block.
 @pytest.mark.parametrize("thinking", ["keep", "strip", "mask"])
-@pytest.mark.parametrize(("kind", "condition"), [("qwen", "loop.last"), ("tiny", "loop.last and thought")])
+@pytest.mark.parametrize(
+    ("kind", "condition"), [("qwen", "loop.last"), ("tiny", "loop.last and thought")]
+)
 def test_a_model_that_always_thinks_learns_only_from_data_that_does(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, condition: str, thinking: str
 ) -> None:
@@ -192,11 +225,15 @@ def test_a_model_that_always_thinks_learns_only_from_data_that_does(
     encoding = encoder(folder, thinking=thinking)
     refused, taken = encoding.encode([talk(QUESTION, ANSWER), talk(QUESTION, REASONED)])
     assert refused == [Drop.PROMPT_NOT_PREFIX]
-    assert "opens a thinking block, and these turns do not think" in encoding.hint(Drop.PROMPT_NOT_PREFIX)
+    assert "opens a thinking block, and these turns do not think" in encoding.hint(
+        Drop.PROMPT_NOT_PREFIX
+    )
     if thinking == "strip":
         assert taken == [Drop.PROMPT_NOT_PREFIX]
     else:
-        written = "They ask.\n</think>\n\nFine.<|im_end|>" if thinking == "keep" else "Fine.<|im_end|>"
+        written = (
+            "They ask.\n</think>\n\nFine.<|im_end|>" if thinking == "keep" else "Fine.<|im_end|>"
+        )
         assert learned(folder, taken) == [[written]]
 
 
@@ -210,22 +247,31 @@ def test_of_all_turns_only_the_last_is_trained_on_or_none(folder: Path) -> None:
     last = encoder(folder, train_on="last_assistant")
     messages = [QUESTION, THOUGHTFUL, QUESTION, ANSWER, QUESTION]
     for supervised in ((1, 3), (3,)):
-        assert learned(folder, last.encode([talk(*messages, supervised=supervised)])[0]) == [["Fine, 谢谢!<|im_end|>"]]
+        assert learned(folder, last.encode([talk(*messages, supervised=supervised)])[0]) == [
+            ["Fine, 谢谢!<|im_end|>"]
+        ]
     excluded = talk(*messages, supervised=(1,))
     assert last.encode([excluded, talk(QUESTION, ANSWER)])[0] == [Drop.LAST_TURN_EXCLUDED]
     assert isinstance(last.encode([excluded, talk(QUESTION, ANSWER)])[1][0], Sample)
 
 
-# A server is told once for a question whether to think, so all steps towards the answer have the same prompts.
+# A server is told once for a question whether to think, so all steps towards the answer have the
+# same prompts.
 CALLS_AT_ONCE = say("assistant", "", tool_calls=[call(place="Bonn")])
 CALLED = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn"}}\n</tool_call><|im_end|>'
 EMPTY = "<think>\n\n</think>\n\n"
 
 
 def texts_of(folder: Path, found: list[Any]) -> list[list[tuple[str, str]]]:
-    """For each sample the last line and a half of what is given to each turn, and what is learned."""
-    decoded = [[[decode(folder, part) for part in turn] for turn in supervised_turns(sample)] for sample in found]
-    return [[(given.rpartition("<|im_start|>")[2], written) for given, written in turns] for turns in decoded]
+    """For each sample the last line and a half given to each turn, and what is learned."""
+    decoded = [
+        [[decode(folder, part) for part in turn] for turn in supervised_turns(sample)]
+        for sample in found
+    ]
+    return [
+        [(given.rpartition("<|im_start|>")[2], written) for given, written in turns]
+        for turns in decoded
+    ]
 
 
 def test_a_step_without_thinking_learns_the_empty_block_if_another_thinks(folder: Path) -> None:
@@ -235,15 +281,28 @@ def test_a_step_without_thinking_learns_the_empty_block_if_another_thinks(folder
         [("assistant\n", "<think>\nThey ask.\n</think>\n\nFine.<|im_end|>")],
         [(f"assistant\n{EMPTY}", "Fine, 谢谢!<|im_end|>")],
     ]
-    assert texts_of(folder, encoder(folder, thinking="mask").encode([first])[0])[0] == [(f"assistant\n{EMPTY}", CALLED)]
+    assert texts_of(folder, encoder(folder, thinking="mask").encode([first])[0])[0] == [
+        (f"assistant\n{EMPTY}", CALLED)
+    ]
     thinks = {**CALLS_AT_ONCE, "reasoning_content": "Look."}
-    ((_, last),) = texts_of(folder, encoder(folder).encode([talk(QUESTION, thinks, SUNNY, ANSWER, tools=[TOOL])])[0])
+    ((_, last),) = texts_of(
+        folder, encoder(folder).encode([talk(QUESTION, thinks, SUNNY, ANSWER, tools=[TOOL])])[0]
+    )
     assert last == ("assistant\n", f"{EMPTY}Fine, 谢谢!<|im_end|>")
 
 
 @pytest.mark.parametrize("thinking", ["keep", "strip", "mask"])
 def test_steps_none_of_which_thinks_are_given_the_empty_block(folder: Path, thinking: str) -> None:
-    chat = talk(QUESTION, THOUGHTFUL, QUESTION, CALLS_AT_ONCE, SUNNY, ANSWER, tools=[TOOL], supervised=(3, 5))
+    chat = talk(
+        QUESTION,
+        THOUGHTFUL,
+        QUESTION,
+        CALLS_AT_ONCE,
+        SUNNY,
+        ANSWER,
+        tools=[TOOL],
+        supervised=(3, 5),
+    )
     assert texts_of(folder, encoder(folder, thinking=thinking).encode([chat])[0]) == [
         [(f"assistant\n{EMPTY}", CALLED)],
         [(f"assistant\n{EMPTY}", "Fine, 谢谢!<|im_end|>")],
@@ -251,7 +310,9 @@ def test_steps_none_of_which_thinks_are_given_the_empty_block(folder: Path, thin
 
 
 @pytest.mark.parametrize("thinking", ["keep", "strip"])
-def test_answers_without_thinking_can_be_asked_for_as_with_thinking(folder: Path, thinking: str) -> None:
+def test_answers_without_thinking_can_be_asked_for_as_with_thinking(
+    folder: Path, thinking: str
+) -> None:
     """As by default: then the model writes the empty block itself, and learns it."""
     asking = encoder(folder, thinking=thinking, prompt_thinking="on")
     chat = talk(QUESTION, ANSWER, QUESTION, CALLS_AT_ONCE, SUNNY, UNTHINKING, tools=[TOOL])
@@ -263,14 +324,18 @@ def test_answers_without_thinking_can_be_asked_for_as_with_thinking(folder: Path
     ]
     for turn in [turn for sample in found for turn in supervised_turns(sample)]:
         assert judge(folder).decode(turn[0]).endswith("<|im_start|>assistant\n")
-    assert [sample.asked_to_think for sample in found if isinstance(sample, Sample)] == [(True,)] * 3
+    assert [sample.asked_to_think for sample in found if isinstance(sample, Sample)] == [
+        (True,)
+    ] * 3
 
 
 def test_a_prompt_that_opens_the_thinking_is_kept_to_where_the_config_asks_for_it(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     """By default such a turn is asked for without thinking, which this template can do too."""
-    template = INSTRUCT.replace("assistant\n' }}", "assistant\n' + ('<think>\n' if enable_thinking else '') }}")
+    template = INSTRUCT.replace(
+        "assistant\n' }}", "assistant\n' + ('<think>\n' if enable_thinking else '') }}"
+    )
     folder = change_template(tiny_folder, tmp_path, template)
     chat = talk(QUESTION, ANSWER)
     assert template != INSTRUCT
@@ -281,7 +346,9 @@ def test_a_prompt_that_opens_the_thinking_is_kept_to_where_the_config_asks_for_i
 def test_a_sample_knows_how_its_turns_are_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
     mixed = talk(QUESTION, THOUGHTFUL, QUESTION, ANSWER, QUESTION, ANSWER)
     found = encoder(tiny_folder).encode([mixed, Text("To be")])
-    assert [[getattr(sample, "asked_to_think", None) for sample in samples] for samples in found] == [
+    assert [
+        [getattr(sample, "asked_to_think", None) for sample in samples] for samples in found
+    ] == [
         [(True,), (False,), (False,)],
         [()],
     ]
@@ -300,7 +367,9 @@ def test_a_sample_knows_how_its_turns_are_asked_for(tiny_folder: Path, tmp_path:
         assert isinstance(cut, Sample) and cut.asked_to_think == begun
 
 
-def test_the_default_of_a_template_is_found(folder: Path, tmp_path: Path, tiny_folder: Path) -> None:
+def test_the_default_of_a_template_is_found(
+    folder: Path, tmp_path: Path, tiny_folder: Path
+) -> None:
     assert encoder(folder).thinking_default() == "on"
     for number, (template, default) in enumerate(
         (
@@ -311,32 +380,52 @@ def test_the_default_of_a_template_is_found(folder: Path, tmp_path: Path, tiny_f
             ("{{ 'think' if enable_thinking is defined and enable_thinking else '' }}", "off"),
         )
     ):
-        assert encoder(change_template(tiny_folder, tmp_path / str(number), template)).thinking_default() == default
+        assert (
+            encoder(
+                change_template(tiny_folder, tmp_path / str(number), template)
+            ).thinking_default()
+            == default
+        )
 
 
 def test_masking_leaves_think_tags_in_arguments_alone(folder: Path) -> None:
     tagged = say("assistant", "", tool_calls=[call(place="</think>")])
-    found = encoder(folder, thinking="mask").encode([talk(QUESTION, tagged, SUNNY, THOUGHTFUL, tools=[TOOL])])[0]
-    assert texts_of(folder, found)[0] == [(f"assistant\n{EMPTY}", CALLED.replace("Bonn", "</think>"))]
+    found = encoder(folder, thinking="mask").encode(
+        [talk(QUESTION, tagged, SUNNY, THOUGHTFUL, tools=[TOOL])]
+    )[0]
+    assert texts_of(folder, found)[0] == [
+        (f"assistant\n{EMPTY}", CALLED.replace("Bonn", "</think>"))
+    ]
 
 
 def test_conversations_that_bring_no_system_message_are_given_one(folder: Path) -> None:
     given = encoder(folder, system="Be brief.")
-    with_it, brought = talk(SYSTEM, QUESTION, THOUGHTFUL), talk(say("system", "Be long."), QUESTION, THOUGHTFUL)
-    for chat, wanted in [(talk(QUESTION, THOUGHTFUL), with_it), (with_it, with_it), (brought, brought)]:
+    with_it = talk(SYSTEM, QUESTION, THOUGHTFUL)
+    brought = talk(say("system", "Be long."), QUESTION, THOUGHTFUL)
+    for chat, wanted in [
+        (talk(QUESTION, THOUGHTFUL), with_it),
+        (with_it, with_it),
+        (brought, brought),
+    ]:
         found, expected = only(given.encode([chat])[0]), only(encoder(folder).encode([wanted])[0])
-        assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(found.supervised, expected.supervised)
+        assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(
+            found.supervised, expected.supervised
+        )
 
 
 def test_conversations_that_bring_no_tools_are_given_some(folder: Path) -> None:
     given, other = encoder_with_tools(folder), {**TOOL, "note": "other"}
     for tools, wanted in [(None, [TOOL]), ([], [TOOL]), ([other], [other])]:
         found = only(given.encode([talk(QUESTION, ANSWER, tools=tools)])[0])
-        assert [*supervised_turns(found)] == expected_turns(folder, talk(QUESTION, ANSWER, tools=wanted))
+        assert [*supervised_turns(found)] == expected_turns(
+            folder, talk(QUESTION, ANSWER, tools=wanted)
+        )
 
 
 def encoder_with_tools(folder: Path) -> Encoder:
-    return Encoder(folder, encoder(folder).settings.model_copy(update={"tools": (json.dumps(TOOL),)}))
+    return Encoder(
+        folder, encoder(folder).settings.model_copy(update={"tools": (json.dumps(TOOL),)})
+    )
 
 
 def test_a_prompt_that_is_no_prefix_drops_the_turn_alone(tiny_folder: Path, tmp_path: Path) -> None:
@@ -348,7 +437,9 @@ def test_a_prompt_that_is_no_prefix_drops_the_turn_alone(tiny_folder: Path, tmp_
     refused, taken = encoder(folder).encode([chat])[0]
     assert refused == Drop.PROMPT_NOT_PREFIX
     assert learned(folder, [taken]) == [["42<|im_end|>"]]
-    context_only = talk(*chat.messages, supervised=(3,))  # what is not trained on needs no prompt that fits
+    context_only = talk(
+        *chat.messages, supervised=(3,)
+    )  # what is not trained on needs no prompt that fits
     assert learned(folder, encoder(folder).encode([context_only])[0]) == [["42<|im_end|>"]]
 
 
@@ -357,13 +448,16 @@ def test_a_prompt_that_is_no_prefix_drops_the_turn_alone(tiny_folder: Path, tmp_
     [
         ("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
          "{% if add_generation_prompt %}assistant:{% endif %}", Drop.NO_END_OF_TURN),
-        ("{{ messages[0].content }}<|im_start|>{% if not add_generation_prompt %}<|im_end|>{% endif %}",
+        ("{{ messages[0].content }}<|im_start|>{% if not add_generation_prompt %}<|im_end|>{% "
+        "endif %}",
          Drop.NOTHING_SUPERVISED),
         ("{% if not add_generation_prompt %}{{ messages[1].content }}<|im_end|>{% endif %}", Drop.PROMPT_NOT_PREFIX),
     ],
     ids=["no end of turn", "a turn that only ends", "no prompt"],
 )  # fmt: skip
-def test_some_templates_teach_nothing(tiny_folder: Path, tmp_path: Path, template: str, drop: Drop) -> None:
+def test_some_templates_teach_nothing(
+    tiny_folder: Path, tmp_path: Path, template: str, drop: Drop
+) -> None:
     folder = change_template(tiny_folder, tmp_path, template)
     assert encoder(folder).encode([talk(QUESTION, ANSWER)]) == [[drop]]
 
@@ -373,7 +467,9 @@ def test_what_is_too_long_is_dropped_or_cut(tiny_folder: Path) -> None:
     whole = only(encoder(tiny_folder).encode([chat])[0])
     length, prompt = len(whole.tokens), int(whole.supervised.argmax())
     for over_long in ("drop", "error"):
-        short, enough = (encoder(tiny_folder, max_tokens=n, over_long=over_long) for n in (length - 1, length))
+        short, enough = (
+            encoder(tiny_folder, max_tokens=n, over_long=over_long) for n in (length - 1, length)
+        )
         assert short.encode([chat]) == [[Drop.OVER_LONG]]
         assert np.array_equal(only(enough.encode([chat])[0]).tokens, whole.tokens)
     for limit in range(1, length):
@@ -386,7 +482,9 @@ def test_what_is_too_long_is_dropped_or_cut(tiny_folder: Path) -> None:
         assert np.array_equal(cut.supervised, whole.supervised[:limit])
 
 
-def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tiny_folder: Path, tmp_path: Path) -> None:
+def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     folder = change_template(tiny_folder, tmp_path, INSTRUCT)
     chat = talk(QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER, supervised=(1, 5))
     whole = only(encoder(folder).encode([chat])[0])
@@ -399,7 +497,10 @@ def test_of_a_conversation_that_is_too_long_the_turns_that_fit_are_kept(tiny_fol
         assert found[bool(fitting) :] == [Drop.OVER_LONG] * (2 - fitting)
         if fitting:
             sample = only(found[:1])
-            assert supervised_turns(sample) == wanted[:fitting] and len(sample.tokens) == ends[fitting - 1]
+            assert (
+                supervised_turns(sample) == wanted[:fitting]
+                and len(sample.tokens) == ends[fitting - 1]
+            )
             assert not sample.split and not sample.truncated
 
 
@@ -424,19 +525,26 @@ def test_what_is_too_long_of_a_text_is_split_into_consecutive_pieces(tiny_folder
 def test_a_text_is_learned_whole_up_to_its_end(folder: Path) -> None:
     (sample,) = encoder(folder).encode([Text("To be, or not\n\n to be? 生存还是毁灭 <think>")])[0]
     assert isinstance(sample, Sample)
-    assert decode(folder, sample.tokens) == "To be, or not\n\n to be? 生存还是毁灭 <think><|endoftext|>"
+    assert (
+        decode(folder, sample.tokens)
+        == "To be, or not\n\n to be? 生存还是毁灭 <think><|endoftext|>"
+    )
     assert sample.supervised.tolist() == [False] + [True] * (len(sample.tokens) - 1)
     assert encoder(folder).encode([Text("")]) == [[Drop.NOTHING_SUPERVISED]]
 
 
-def test_a_text_ends_with_the_token_that_the_model_has_for_it(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_text_ends_with_the_token_that_the_model_has_for_it(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     folder = change_template(tiny_folder, tmp_path, INSTRUCT)
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace("<|endoftext|>", "<|nothing|>"))
     sample = only(Encoder(folder, encoder(tiny_folder).settings).encode([Text("To be")])[0])
     assert decode(folder, sample.tokens) == "To be<|im_end|>"
     path.write_text(path.read_text().replace("<|im_end|>", "<|nothing more|>"))
-    assert Encoder(folder, encoder(tiny_folder).settings).encode([Text("To be")]) == [[Drop.NO_END_OF_TURN]]
+    assert Encoder(folder, encoder(tiny_folder).settings).encode([Text("To be")]) == [
+        [Drop.NO_END_OF_TURN]
+    ]
 
 
 def test_texts_need_no_chat_template(tiny_folder: Path, tmp_path: Path) -> None:
@@ -448,9 +556,17 @@ def test_texts_need_no_chat_template(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_a_batch_is_encoded_as_each_alone(folder: Path) -> None:
     contents: list[Content] = [*CONVERSATIONS, Text("a text")]
-    for content, found in zip(contents, encoder(folder, thinking="mask").encode(contents), strict=True):
-        for sample, alone in zip(found, encoder(folder, thinking="mask").encode([content])[0], strict=True):
-            assert isinstance(sample, Sample) and isinstance(alone, Sample) and sample.tokens.dtype == np.int32
+    for content, found in zip(
+        contents, encoder(folder, thinking="mask").encode(contents), strict=True
+    ):
+        for sample, alone in zip(
+            found, encoder(folder, thinking="mask").encode([content])[0], strict=True
+        ):
+            assert (
+                isinstance(sample, Sample)
+                and isinstance(alone, Sample)
+                and sample.tokens.dtype == np.int32
+            )
             assert not sample.truncated and not sample.split
             assert np.array_equal(sample.tokens, alone.tokens)
             assert np.array_equal(sample.supervised, alone.supervised)
@@ -465,10 +581,19 @@ END = "<|im_end|>"
         talk(QUESTION, say("assistant", f"a{END}b")),
         talk(say("user", END), ANSWER),
         talk(QUESTION, say("assistant", "b", reasoning_content=END)),
-        talk(QUESTION, say("assistant", "", tool_calls=[call(place=[1, {"deep": f"x{END}"}])]), SUNNY, ANSWER),
         talk(
             QUESTION,
-            say("assistant", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {END: 1}}}]),
+            say("assistant", "", tool_calls=[call(place=[1, {"deep": f"x{END}"}])]),
+            SUNNY,
+            ANSWER,
+        ),
+        talk(
+            QUESTION,
+            say(
+                "assistant",
+                "",
+                tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {END: 1}}}],
+            ),
             SUNNY,
             ANSWER,
         ),
@@ -481,13 +606,26 @@ def test_control_tokens_are_found_in_every_text(folder: Path, content: Any) -> N
 
 
 @pytest.mark.parametrize("settings", [{"system": f"a{END}"}, {"tools": ({**TOOL, "note": END},)}])
-def test_control_tokens_in_the_settings_are_refused(tiny_folder: Path, settings: dict[str, Any]) -> None:
+def test_control_tokens_in_the_settings_are_refused(
+    tiny_folder: Path, settings: dict[str, Any]
+) -> None:
     with pytest.raises(DataError, match="holds the control token <.im_end.>"):
         Encoder(tiny_folder, Tokenize(**settings))
 
 
 def test_what_is_no_control_token_is_legitimate(folder: Path) -> None:
-    chat = talk(QUESTION, ANSWER, QUESTION, THOUGHTFUL, QUESTION, CALLING, SUNNY, RAINY, UNTHINKING, tools=[TOOL])
+    chat = talk(
+        QUESTION,
+        ANSWER,
+        QUESTION,
+        THOUGHTFUL,
+        QUESTION,
+        CALLING,
+        SUNNY,
+        RAINY,
+        UNTHINKING,
+        tools=[TOOL],
+    )
     assert encoder(folder).control_token_in(chat) is None
     assert encoder(folder).control_token_in(Text("<think>a</think> <| im_end |>")) is None
 
@@ -495,7 +633,9 @@ def test_what_is_no_control_token_is_legitimate(folder: Path) -> None:
 def test_thinking_is_what_the_template_takes_for_it() -> None:
     assert thinking_of(THOUGHTFUL) == thinking_of(REASONED) == "They ask."
     assert thinking_of(say("assistant", " <think>a</think>b")) == "a"
-    assert not any(map(thinking_of, (ANSWER, UNTHINKING, say("assistant", "", reasoning_content="\n"))))
+    assert not any(
+        map(thinking_of, (ANSWER, UNTHINKING, say("assistant", "", reasoning_content="\n")))
+    )
 
 
 @pytest.mark.parametrize(
@@ -529,10 +669,15 @@ def test_a_tokenizer_that_cuts_and_pads_is_told_not_to(tiny_folder: Path, tmp_pa
         (None, "has no tokenizer.json"),
         (b"{", "tokenizer.json: not a tokenizer .*EOF while parsing"),
         (b'{"model": {}}', "tokenizer.json: not a tokenizer .*data did not match"),
-        (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "tokenizer.json: the tokenizer has an empty vocab"),
+        (
+            b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            "tokenizer.json: the tokenizer has an empty vocab",
+        ),
     ],
 )
-def test_a_missing_or_damaged_tokenizer_is_a_data_error(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_missing_or_damaged_tokenizer_is_a_data_error(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     for load in (load_tokenizer, lambda folder: Encoder(folder, Tokenize())):
@@ -540,7 +685,9 @@ def test_a_missing_or_damaged_tokenizer_is_a_data_error(tmp_path: Path, content:
             load(tmp_path)
 
 
-def test_tools_of_the_config_are_shown_as_they_were_written(tiny_folder: Path, tmp_path: Path) -> None:
+def test_tools_of_the_config_are_shown_as_they_were_written(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     """Also after a spec, which sorts its keys, was written and read."""
     config = {
         "experiment": "test",
@@ -549,16 +696,22 @@ def test_tools_of_the_config_are_shown_as_they_were_written(tiny_folder: Path, t
         "tokenize": {"tools": [TOOL], "max_tokens": 1000},
     }
     store = Store(tmp_path)
-    spec = compile_config(Config.model_validate_json(json.dumps(config)), Hashes({}, ({},))).specs["tokenize"]
+    spec = compile_config(Config.model_validate_json(json.dumps(config)), Hashes({}, ({},))).specs[
+        "tokenize"
+    ]
     store.write_specs([spec])
     settings = read_settings(Tokenize, store.read_spec(store.spec_path(spec.digest)).settings)
     found = only(Encoder(tiny_folder, settings).encode([talk(QUESTION, ANSWER)])[0])
-    assert [*supervised_turns(found)] == expected_turns(tiny_folder, talk(QUESTION, ANSWER, tools=[TOOL]))
+    assert [*supervised_turns(found)] == expected_turns(
+        tiny_folder, talk(QUESTION, ANSWER, tools=[TOOL])
+    )
 
 
 def test_tools_of_the_config_that_are_no_tools_are_refused(tiny_folder: Path) -> None:
     settings = Tokenize().model_copy(update={"tools": ('{"type": "function", "function": {}}',)})
-    with pytest.raises(DataError, match=r"tokenize.tools\[0\].function: expected the name of a function"):
+    with pytest.raises(
+        DataError, match=r"tokenize.tools\[0\].function: expected the name of a function"
+    ):
         Encoder(tiny_folder, settings)
 
 
@@ -569,4 +722,6 @@ def test_a_greeting_is_context_as_transformers_renders_it(tiny_folder: Path) -> 
         messages[:2], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
     assert sample.tokens[: len(prompt)].tolist() == prompt
-    assert np.flatnonzero(sample.supervised).tolist() == list(range(len(prompt), len(sample.tokens)))
+    assert np.flatnonzero(sample.supervised).tolist() == list(
+        range(len(prompt), len(sample.tokens))
+    )

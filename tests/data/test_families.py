@@ -1,4 +1,4 @@
-"""Chat templates in the manner of Qwen3.5, 3.6 and 3.8: rendered as by transformers, and encoded as they are asked."""
+"""Chat templates like Qwen3.5, 3.6 and 3.8: rendered as by transformers, encoded as asked."""
 
 from collections.abc import Callable
 from copy import copy
@@ -39,7 +39,9 @@ from .chats import (
 
 EMPTY = "<think>\n\n</think>\n\n"
 FINE = "They ask.\n</think>\n\nFine.<|im_end|>"
-AT_ONCE = say("assistant", "I look.", tool_calls=[call(place="Bonn", days=3, now=True, more={"a": [1, None]})])
+AT_ONCE = say(
+    "assistant", "I look.", tool_calls=[call(place="Bonn", days=3, now=True, more={"a": [1, None]})]
+)
 CALLED = """\
 I look.
 
@@ -78,14 +80,19 @@ def encoder_with(folder: Path, **settings: Any) -> Encoder:
     return found
 
 
-def turns_of(folder: Path, conversation: Conversation, **settings: Any) -> list[list[tuple[str, str]] | Drop]:
-    """For each sample the end of what is given to each turn, from the role on, and what is learned."""
+def turns_of(
+    folder: Path, conversation: Conversation, **settings: Any
+) -> list[list[tuple[str, str]] | Drop]:
+    """For each sample the end of each turn's input, from the role on, and what is learned."""
     decode = judge(folder).decode
     found = encoder_with(folder, **settings).encode([conversation])[0]
     return [
         sample
         if isinstance(sample, Drop)
-        else [(decode(given).rpartition("<|im_start|>")[2], decode(w)) for given, w in supervised_turns(sample)]
+        else [
+            (decode(given).rpartition("<|im_start|>")[2], decode(w))
+            for given, w in supervised_turns(sample)
+        ]
         for sample in found
     ]
 
@@ -100,17 +107,38 @@ def turns_of(folder: Path, conversation: Conversation, **settings: Any) -> list[
         {"preserve_thinking": False, "reasoning_effort": "medium"},
     ],
 )
-def test_it_renders_what_transformers_renders(family: Family, name: str, variables: dict[str, Any]) -> None:
+def test_it_renders_what_transformers_renders(
+    family: Family, name: str, variables: dict[str, Any]
+) -> None:
     folder = family(name)
     template, reference = ChatTemplate.load(folder), judge(folder).apply_chat_template
-    messages = [SYSTEM, QUESTION, CALLING, SUNNY, RAINY, REASONED, QUESTION, AT_ONCE, SUNNY, ANSWER, QUESTION, REASONED]
+    messages = [
+        SYSTEM,
+        QUESTION,
+        CALLING,
+        SUNNY,
+        RAINY,
+        REASONED,
+        QUESTION,
+        AT_ONCE,
+        SUNNY,
+        ANSWER,
+        QUESTION,
+        REASONED,
+    ]
     every: tuple[Any, ...] = (None, [TOOL])
     for tools in every:
         for count in range(2, len(messages) + 1):
             for begin in (0, 1):
                 for prompt in (False, True):
                     given = messages[begin:count]
-                    wanted = reference(given, tools=tools, tokenize=False, add_generation_prompt=prompt, **variables)
+                    wanted = reference(
+                        given,
+                        tools=tools,
+                        tokenize=False,
+                        add_generation_prompt=prompt,
+                        **variables,
+                    )
                     assert template.render(given, tools, prompt, **variables) == wanted
 
 
@@ -122,7 +150,11 @@ def test_answers_begin_where_the_prompt_ends(family: Family, name: str, thinking
         [("assistant\n" + EMPTY, "Fine, 谢谢!<|im_end|>")]
     ]
     opened = "assistant\n<think>\n"
-    wanted = (opened, FINE) if thinking == "keep" else (opened + "They ask.\n</think>\n\n", "Fine.<|im_end|>")
+    wanted = (
+        (opened, FINE)
+        if thinking == "keep"
+        else (opened + "They ask.\n</think>\n\n", "Fine.<|im_end|>")
+    )
     for answer in (REASONED, THOUGHTFUL):
         assert turns_of(folder, talk(QUESTION, answer), thinking=thinking) == [[wanted]]
     assert turns_of(folder, talk(QUESTION, UNTHINKING), thinking=thinking) == [
@@ -131,14 +163,20 @@ def test_answers_begin_where_the_prompt_ends(family: Family, name: str, thinking
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_step_that_does_not_think_is_asked_with_the_empty_block(family: Family, name: str) -> None:
+def test_a_step_that_does_not_think_is_asked_with_the_empty_block(
+    family: Family, name: str
+) -> None:
     chat = talk(QUESTION, AT_ONCE, SUNNY, REASONED, tools=[TOOL])
     first, last = ("assistant\n" + EMPTY, CALLED), ("assistant\n<think>\n", FINE)
     # The switch of 3.8 changes the system message too, so the steps have different beginnings.
-    assert turns_of(family(name), chat) == ([[first], [last]] if name == "qwen3.8" else [[first, last]])
+    assert turns_of(family(name), chat) == (
+        [[first], [last]] if name == "qwen3.8" else [[first, last]]
+    )
 
 
-def test_where_the_prompt_opens_a_block_no_answer_can_decline_to_think(qwen_folder: Path, tmp_path: Path) -> None:
+def test_where_the_prompt_opens_a_block_no_answer_can_decline_to_think(
+    qwen_folder: Path, tmp_path: Path
+) -> None:
     folder = change_template(qwen_folder, tmp_path, FAMILIES["qwen3.5"])
     chat, asking = talk(QUESTION, ANSWER), encoder(folder, prompt_thinking="on")
     assert asking.encode([chat]) == [[Drop.PROMPT_NOT_PREFIX]]
@@ -147,7 +185,9 @@ def test_where_the_prompt_opens_a_block_no_answer_can_decline_to_think(qwen_fold
 
 
 def test_thinking_in_the_text_goes_where_the_template_reads_it(family: Family) -> None:
-    thought = say("assistant", "<think>\nFirst.\n</think>\n\nI look.", tool_calls=[call(place="Bonn")])
+    thought = say(
+        "assistant", "<think>\nFirst.\n</think>\n\nI look.", tool_calls=[call(place="Bonn")]
+    )
     chats = [
         talk(QUESTION, THOUGHTFUL, QUESTION, UNTHINKING, QUESTION, THOUGHTFUL),
         talk(SYSTEM, QUESTION, thought, SUNNY, THOUGHTFUL, QUESTION, ANSWER, tools=[TOOL]),
@@ -161,7 +201,9 @@ def test_thinking_in_the_text_goes_where_the_template_reads_it(family: Family) -
                 assert not any(isinstance(sample, Drop) for sample in found)
 
 
-def test_a_template_that_reads_thinking_from_the_text_alone_is_given_it_there(tiny_folder: Path) -> None:
+def test_a_template_that_reads_thinking_from_the_text_alone_is_given_it_there(
+    tiny_folder: Path,
+) -> None:
     template = ChatTemplate(INSTRUCT, {}, "x")
     assert "<think>\nThey ask.\n</think>\n\nFine." in template.render([QUESTION, THOUGHTFUL])
 
@@ -174,7 +216,9 @@ def test_turns_of_the_same_switch_share_a_sample_where_thinking_is_kept(family: 
     assert turns_of(family("qwen3.8"), MIXED) == [[on, on], [off, off]]
     for name in ("qwen3.5", "qwen3.6"):
         assert turns_of(family(name), MIXED) == [[on], [off], [on], [off]]
-    assert turns_of(family("qwen3.6"), MIXED, chat_template_kwargs={"preserve_thinking": True}) == [[on, off, on, off]]
+    assert turns_of(family("qwen3.6"), MIXED, chat_template_kwargs={"preserve_thinking": True}) == [
+        [on, off, on, off]
+    ]
     assert turns_of(family("qwen3.8"), MIXED, chat_template_kwargs={"preserve_thinking": False}) == [
         [on], [off], [on], [off],
     ]  # fmt: skip
@@ -188,14 +232,18 @@ def test_samples_are_rendered_with_the_variables_of_the_config(
     family: Family, effort: str | None, written: str | None
 ) -> None:
     folder, kwargs = family("qwen3.8"), {} if effort is None else {"reasoning_effort": effort}
-    (sample,) = encoder_with(folder, chat_template_kwargs=kwargs).encode([talk(SYSTEM, QUESTION, REASONED)])[0]
+    (sample,) = encoder_with(folder, chat_template_kwargs=kwargs).encode(
+        [talk(SYSTEM, QUESTION, REASONED)]
+    )[0]
     assert isinstance(sample, Sample)
     ((given, _),) = supervised_turns(sample)
     options = {"add_generation_prompt": True, "enable_thinking": True, "return_dict": False}
     assert given == judge(folder).apply_chat_template([SYSTEM, QUESTION], **options, **kwargs)
     assert (f"Effort: {written}\n" in judge(folder).decode(given)) == (written is not None)
     prompt = judge(folder).decode(given)
-    assert render_prompts(folder, [[SYSTEM, QUESTION]], kwargs=kwargs, enable_thinking=True) == [prompt]
+    assert render_prompts(folder, [[SYSTEM, QUESTION]], kwargs=kwargs, enable_thinking=True) == [
+        prompt
+    ]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +257,8 @@ def test_samples_are_rendered_with_the_variables_of_the_config(
         (
             "qwen3.8",
             {"reasoning_efort": "low"},
-            "'reasoning_efort'; did you mean 'reasoning_effort'.; .* preserve_thinking, reasoning_effort$",
+            "'reasoning_efort'; did you mean 'reasoning_effort'.; .* preserve_thinking, "
+            "reasoning_effort$",
         ),
         (
             "qwen3.5",
@@ -231,7 +280,8 @@ def test_variables_that_the_template_cannot_use_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "default"), [("qwen3.5", "on"), ("qwen3.5-2b", "off"), ("qwen3.6", "on"), ("qwen3.8", "on")]
+    ("name", "default"),
+    [("qwen3.5", "on"), ("qwen3.5-2b", "off"), ("qwen3.6", "on"), ("qwen3.8", "on")],
 )
 def test_the_default_of_each_family_is_found(family: Family, name: str, default: str) -> None:
     assert encoder(family(name)).thinking_default() == default
@@ -242,7 +292,8 @@ def test_a_template_that_cannot_be_told_not_to_think_learns_from_data_that_does(
 ) -> None:
     """As that of the largest Qwen3.8, which raises where thinking is off."""
     refusing = (
-        "{%- if enable_thinking is defined and not enable_thinking %}{{- raise_exception('it thinks') }}{% endif %}"
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- "
+        "raise_exception('it thinks') }}{% endif %}"
     )
     folder = change_template(tiny_folder, tmp_path, refusing + FAMILIES["qwen3.8"])
     assert encoder(folder).thinking_default() is None

@@ -1,7 +1,8 @@
-"""Everything that decides the bytes of the token arrays and blocks names another path, or is refused.
+"""Everything that decides the bytes of token arrays and blocks changes the path, or is refused.
 
-The keys of the config are in tests/config/test_compile.py, each with the stages that it decides; here is the rest:
-the files that a config names, the versions of the stages, and what lies in the store.
+The keys of the config are in tests/config/test_compile.py, each with the stages that it decides;
+here is the rest: the files that a config names, the versions of the stages, and what lies in the
+store.
 """
 
 import json
@@ -18,7 +19,9 @@ from pipeline_lib.core.errors import IntegrityError
 
 from .conftest import Pipeline
 
-ROWS = [{"instruction": f"How much is {n} and {n}?", "output": f"It is {2 * n}."} for n in range(40)]
+ROWS = [
+    {"instruction": f"How much is {n} and {n}?", "output": f"It is {2 * n}."} for n in range(40)
+]
 
 
 @pytest.fixture
@@ -26,7 +29,9 @@ def own(pipeline: Pipeline) -> Pipeline:
     """A pipeline over a model folder and a data file of its own, to change at will."""
     pipeline.model = Path(shutil.copytree(pipeline.model, pipeline.root / "model"))
     (pipeline.root / "data").mkdir()
-    (pipeline.root / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (pipeline.root / "data" / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS)
+    )
     return pipeline
 
 
@@ -68,7 +73,9 @@ MATTERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("change", MATTERS.values(), ids=MATTERS.keys())
-def test_what_decides_the_bytes_decides_the_path(own: Pipeline, change: Callable[[Path], None]) -> None:
+def test_what_decides_the_bytes_decides_the_path(
+    own: Pipeline, change: Callable[[Path], None]
+) -> None:
     before = digests(own)
 
     change(own.root)
@@ -78,7 +85,9 @@ def test_what_decides_the_bytes_decides_the_path(own: Pipeline, change: Callable
     assert after["shard"] != before["shard"]
 
 
-def test_how_the_model_is_to_answer_decides_what_is_published_and_no_training(own: Pipeline) -> None:
+def test_how_the_model_is_to_answer_decides_what_is_published_and_no_training(
+    own: Pipeline,
+) -> None:
     before = digests(own)
 
     append_to("model/generation_config.json", " ")(own.root)
@@ -101,7 +110,9 @@ DOES_NOT: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("change", DOES_NOT.values(), ids=DOES_NOT.keys())
-def test_what_decides_nothing_changes_no_path(own: Pipeline, change: Callable[[Path], None]) -> None:
+def test_what_decides_nothing_changes_no_path(
+    own: Pipeline, change: Callable[[Path], None]
+) -> None:
     before = digests(own)
 
     change(own.root)
@@ -114,7 +125,9 @@ def test_where_the_files_lie_and_where_it_runs_changes_no_path(own: Pipeline) ->
 
     moved = own.root / "moved"
     shutil.copytree(own.root / "data", moved)
-    after = digests(own, data=[{"source": "file", "path": str(moved / "*")}], cluster={"cpus_per_rank": 2})
+    after = digests(
+        own, data=[{"source": "file", "path": str(moved / "*")}], cluster={"cpus_per_rank": 2}
+    )
 
     del before["plan"], after["plan"]  # which the cluster decides
     assert after == before
@@ -143,8 +156,12 @@ def test_another_version_of_a_stage_is_another_path_from_there_on(
         ("tokenize", "tokens.npy", "shard"),
     ],
 )
-def test_what_changed_in_the_store_is_refused(own: Pipeline, part: str, file: str, reader: str) -> None:
-    experiment = own.compile(data=[{"source": "file", "path": str(own.root / "data" / "rows.jsonl")}])
+def test_what_changed_in_the_store_is_refused(
+    own: Pipeline, part: str, file: str, reader: str
+) -> None:
+    experiment = own.compile(
+        data=[{"source": "file", "path": str(own.root / "data" / "rows.jsonl")}]
+    )
     before_reader = list(experiment.specs)[list(experiment.specs).index(reader) - 1]
     made = own.run(experiment, before_reader)
     path = made[part].path / file

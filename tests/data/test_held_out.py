@@ -18,14 +18,20 @@ from .conftest import Pipeline
 
 def written(path: Path, numbers: range, **more: Any) -> dict[str, Any]:
     """A source of questions of their own, one for each number."""
-    rows = [{"instruction": f"What is {number}?", "output": f"It is {number}."} for number in numbers]
+    rows = [
+        {"instruction": f"What is {number}?", "output": f"It is {number}."} for number in numbers
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"source": "file", "path": str(path), **more}
 
 
 def documents(shard: Sealed, side: str) -> list[bytes]:
     reader = BlockReader(shard.path / side)
-    return [document.tokens.tobytes() for block in range(len(reader)) for document in documents_of(reader[block])]
+    return [
+        document.tokens.tobytes()
+        for block in range(len(reader))
+        for document in documents_of(reader[block])
+    ]
 
 
 def samples_of(tokenized: Sealed, source: int) -> list[bytes]:
@@ -34,9 +40,17 @@ def samples_of(tokenized: Sealed, source: int) -> list[bytes]:
     return [samples[number].tokens.tobytes() for number in range(first, end)]
 
 
-def test_sources_of_their_own_are_held_out_and_nothing_else_is(pipeline: Pipeline, tmp_path: Path) -> None:
-    train = [written(tmp_path / "a.jsonl", range(40), weight=2.0), written(tmp_path / "b.jsonl", range(40, 80))]
-    validation = [written(tmp_path / "c.jsonl", range(80, 90)), written(tmp_path / "d.jsonl", range(90, 95))]
+def test_sources_of_their_own_are_held_out_and_nothing_else_is(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    train = [
+        written(tmp_path / "a.jsonl", range(40), weight=2.0),
+        written(tmp_path / "b.jsonl", range(40, 80)),
+    ]
+    validation = [
+        written(tmp_path / "c.jsonl", range(80, 90)),
+        written(tmp_path / "d.jsonl", range(90, 95)),
+    ]
 
     made = pipeline.run(pipeline.compile(data=train, validation=validation))
 
@@ -49,31 +63,52 @@ def test_sources_of_their_own_are_held_out_and_nothing_else_is(pipeline: Pipelin
     assert not any("warning" in line for line in pipeline.said)
 
 
-def test_the_order_of_the_held_out_samples_is_that_of_their_blocks(pipeline: Pipeline, tmp_path: Path) -> None:
-    train = [written(tmp_path / "a.jsonl", range(60)), written(tmp_path / "b.jsonl", range(60, 120), weight=0.5)]
-    for more in ({"validation_fraction": 0.3}, {"validation": [written(tmp_path / "c.jsonl", range(200, 230))]}):
+def test_the_order_of_the_held_out_samples_is_that_of_their_blocks(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    train = [
+        written(tmp_path / "a.jsonl", range(60)),
+        written(tmp_path / "b.jsonl", range(60, 120), weight=0.5),
+    ]
+    for more in (
+        {"validation_fraction": 0.3},
+        {"validation": [written(tmp_path / "c.jsonl", range(200, 230))]},
+    ):
         made = pipeline.run(pipeline.compile(data=train, **more))
         samples, spec = Samples(made["tokenize"].path), made["shard"].manifest.spec
 
         order = Split.of(spec["settings"], spec.get("where", {})).held_out_order(samples)
 
-        assert [samples[number].tokens.tobytes() for number in order] == documents(made["shard"], "validation")
+        assert [samples[number].tokens.tobytes() for number in order] == documents(
+            made["shard"], "validation"
+        )
 
 
-def test_what_is_held_out_is_no_part_of_what_is_said_of_the_training(pipeline: Pipeline, tmp_path: Path) -> None:
-    train, validation = written(tmp_path / "a.jsonl", range(40)), written(tmp_path / "b.jsonl", range(40, 50))
+def test_what_is_held_out_is_no_part_of_what_is_said_of_the_training(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    train = written(tmp_path / "a.jsonl", range(40))
+    validation = written(tmp_path / "b.jsonl", range(40, 50))
 
-    tokenized = pipeline.run(pipeline.compile(data=[train], validation=[validation]), "tokenize")["tokenize"]
+    tokenized = pipeline.run(pipeline.compile(data=[train], validation=[validation]), "tokenize")[
+        "tokenize"
+    ]
 
     assert sum(tokenized.manifest.counts["prompts"].values()) == 40
     assert tokenized.manifest.counts["kept"] == 50
     sources = read_json(tokenized.path / "ledger.json")["sources"]
-    assert [(one["name"], one.get("held_out")) for one in sources] == [("a.jsonl", None), ("b.jsonl", True)]
+    assert [(one["name"], one.get("held_out")) for one in sources] == [
+        ("a.jsonl", None),
+        ("b.jsonl", True),
+    ]
     assert {one["source"] for one in read_json(tokenized.path / "preview.json")} == {"a.jsonl"}
 
 
-def test_held_out_samples_that_begin_as_a_training_sample_are_counted(pipeline: Pipeline, tmp_path: Path) -> None:
-    train, validation = written(tmp_path / "a.jsonl", range(40)), written(tmp_path / "b.jsonl", range(37, 50))
+def test_held_out_samples_that_begin_as_a_training_sample_are_counted(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    train = written(tmp_path / "a.jsonl", range(40))
+    validation = written(tmp_path / "b.jsonl", range(37, 50))
 
     pipeline.run(pipeline.compile(data=[train], validation=[validation]))
 
@@ -83,7 +118,8 @@ def test_held_out_samples_that_begin_as_a_training_sample_are_counted(pipeline: 
 
 def test_of_equal_rows_that_of_the_training_stays(pipeline: Pipeline, tmp_path: Path) -> None:
     """So a held-out row removes no training row."""
-    train, validation = written(tmp_path / "a.jsonl", range(40)), written(tmp_path / "b.jsonl", range(37, 50))
+    train = written(tmp_path / "a.jsonl", range(40))
+    validation = written(tmp_path / "b.jsonl", range(37, 50))
     drops = {"duplicates": "drop"}
 
     made = pipeline.run(pipeline.compile(data=[train], validation=[validation], tokenize=drops))
@@ -94,7 +130,8 @@ def test_of_equal_rows_that_of_the_training_stays(pipeline: Pipeline, tmp_path: 
 
 
 def test_an_error_in_a_row_names_the_key_of_its_source(pipeline: Pipeline, tmp_path: Path) -> None:
-    train, validation = written(tmp_path / "a.jsonl", range(40)), written(tmp_path / "b.jsonl", range(40, 50))
+    train = written(tmp_path / "a.jsonl", range(40))
+    validation = written(tmp_path / "b.jsonl", range(40, 50))
     mixed = tmp_path / "mixed.jsonl"
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     mixed.write_text(Path(train["path"]).read_text() + json.dumps({"messages": turns}) + "\n")
@@ -107,18 +144,25 @@ def test_an_error_in_a_row_names_the_key_of_its_source(pipeline: Pipeline, tmp_p
             pipeline.run(pipeline.compile(data=data, validation=held_out), "tokenize")
 
 
-def test_files_of_one_name_are_told_apart_by_the_keys_of_their_sources(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_files_of_one_name_are_told_apart_by_the_keys_of_their_sources(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
     (tmp_path / "held_out").mkdir()
-    train, validation = written(tmp_path / "a.jsonl", range(40)), written(tmp_path / "held_out/a.jsonl", range(40, 50))
+    train = written(tmp_path / "a.jsonl", range(40))
+    validation = written(tmp_path / "held_out/a.jsonl", range(40, 50))
 
-    tokenized = pipeline.run(pipeline.compile(data=[train], validation=[validation]), "tokenize")["tokenize"]
+    tokenized = pipeline.run(pipeline.compile(data=[train], validation=[validation]), "tokenize")[
+        "tokenize"
+    ]
 
     names = [one["name"] for one in read_json(tokenized.path / "ledger.json")["sources"]]
     assert names == ["a.jsonl", "data.validation[0]/a.jsonl"]
 
 
 def test_nothing_is_held_out_if_that_is_asked_for(pipeline: Pipeline, tmp_path: Path) -> None:
-    made = pipeline.run(pipeline.compile(data=[written(tmp_path / "a.jsonl", range(40))], validation_fraction=0.0))
+    made = pipeline.run(
+        pipeline.compile(data=[written(tmp_path / "a.jsonl", range(40))], validation_fraction=0.0)
+    )
 
     assert len(documents(made["shard"], "train")) == 40
     reader = BlockReader(made["shard"].path / "validation")

@@ -29,7 +29,9 @@ def chunk_bytes(request: pytest.FixtureRequest) -> int:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -98,8 +100,12 @@ def test_what_is_no_array_is_an_error_with_line_and_column(
         elements(content, chunk_bytes, monkeypatch)
 
 
-def test_a_row_without_end_is_an_error_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_end_is_an_error_before_it_fills_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     content = b'[{"a": 1},\n{"a": "' + b"x" * 100_000
-    with pytest.raises(DataError, match=r"rows\.json:2:1: not JSON: a row of more than 1000 bytes; is a quote"):
+    with pytest.raises(
+        DataError, match=r"rows\.json:2:1: not JSON: a row of more than 1000 bytes; is a quote"
+    ):
         elements(content, 100, monkeypatch)

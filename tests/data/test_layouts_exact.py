@@ -1,6 +1,7 @@
-"""Twenty rows of each layout under each published template: the tokens and masks that transformers gives of the row.
+"""Twenty rows of each layout under each published template: transformers' tokens and masks.
 
-Rows are given to transformers as their authors wrote them, so reading, rendering and encoding are tested together.
+Rows are given to transformers as their authors wrote them, so reading, rendering and encoding are
+tested together.
 """
 
 from pathlib import Path
@@ -22,7 +23,8 @@ ALL = {
     **{name: FAMILIES[name] for name in ("qwen3.6", "qwen3.8")},
     "instruct": INSTRUCT,
 }
-Row = tuple[dict[str, Any], list[Message], list[dict[str, Any]] | None]  # a row, and what a caller would pass
+# a row, and what a caller would pass
+Row = tuple[dict[str, Any], list[Message], list[dict[str, Any]] | None]
 WORDS = (
     "How are you?",
     "Wie geht's, Jörg?",
@@ -34,7 +36,10 @@ WORDS = (
 
 
 def _texts(number: int) -> tuple[str, str]:
-    return f"{WORDS[number % len(WORDS)]} {number}", f"{number}: {WORDS[(number + 1) % len(WORDS)]}".strip()
+    return (
+        f"{WORDS[number % len(WORDS)]} {number}",
+        f"{number}: {WORDS[(number + 1) % len(WORDS)]}".strip(),
+    )
 
 
 def _messages(question: str, answer: str) -> list[Message]:
@@ -43,14 +48,23 @@ def _messages(question: str, answer: str) -> list[Message]:
 
 def alpaca(number: int) -> Row:
     question, answer = _texts(number)
-    row = {"instruction": question, "input": "more", "output": answer, "history": [["first", "then"]], "system": "Be."}
+    row = {
+        "instruction": question,
+        "input": "more",
+        "output": answer,
+        "history": [["first", "then"]],
+        "system": "Be.",
+    }
     before: list[Message] = [{"role": "system", "content": "Be."}, *_messages("first", "then")]
     return row, before + _messages(f"{question}\nmore", answer), None
 
 
 def sharegpt(number: int) -> Row:
     question, answer = _texts(number)
-    row = {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}] * 2}
+    row = {
+        "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        * 2
+    }
     return row, _messages(question, answer) * 2, None
 
 
@@ -61,11 +75,18 @@ def messages(number: int) -> Row:
 
 def tools(number: int) -> Row:
     question, answer = _texts(number)
-    function = {"name": "weather", "arguments": {"place": question, "days": number, "more": {"a": [1, None, answer]}}}
+    function = {
+        "name": "weather",
+        "arguments": {"place": question, "days": number, "more": {"a": [1, None, answer]}},
+    }
     call = {"type": "function", "function": function}
     turns: list[Message] = [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": "I look." if number % 2 else "", "tool_calls": [call] * (1 + number % 3)},
+        {
+            "role": "assistant",
+            "content": "I look." if number % 2 else "",
+            "tool_calls": [call] * (1 + number % 3),
+        },
         *([{"role": "tool", "content": f"{answer} of {number}"}] * (1 + number % 3)),
         {"role": "assistant", "content": answer},
     ]
@@ -82,7 +103,10 @@ def thinking(number: int) -> Row:
 def parts(number: int) -> Row:
     question, answer = _texts(number)
     split = [{"type": "text", "text": question}, {"type": "text", "text": "and more"}]
-    turns: list[Message] = [{"role": "user", "content": split}, {"role": "assistant", "content": answer}]
+    turns: list[Message] = [
+        {"role": "user", "content": split},
+        {"role": "assistant", "content": answer},
+    ]
     return {"messages": turns}, turns, None
 
 
@@ -91,7 +115,10 @@ def prompt_completion(number: int) -> Row:
     return {"prompt": question, "completion": answer}, _messages(question, answer), None
 
 
-LAYOUTS = {make.__name__: make for make in (alpaca, sharegpt, messages, tools, thinking, parts, prompt_completion)}
+LAYOUTS = {
+    make.__name__: make
+    for make in (alpaca, sharegpt, messages, tools, thinking, parts, prompt_completion)
+}
 READS_PARTS = ("qwen3.5", "qwen3.6", "qwen3.8")
 # Templates that leave out a part of these rows, and why such rows are dropped.
 LEFT_OUT = {
@@ -100,21 +127,27 @@ LEFT_OUT = {
         {Drop.TOOLS_NOT_RENDERED, Drop.CALLS_NOT_RENDERED},
     ),
     **dict.fromkeys(
-        [(name, "thinking") for name in ("chatml", "no generation prompt", "qwen2.5", "instruct-2507", "instruct")],
+        [
+            (name, "thinking")
+            for name in ("chatml", "no generation prompt", "qwen2.5", "instruct-2507", "instruct")
+        ],
         {Drop.THINKING_NOT_RENDERED},
     ),
 }
 
 
 @pytest.fixture(scope="module", params=ALL)
-def model(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(
+    request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     name = str(request.param)
     return change_template(tiny_folder, tmp_path_factory.mktemp("models") / name, ALL[name])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_becomes_the_tokens_that_transformers_gives(model: Path, layout: str) -> None:
-    encoder, tokenizer = Encoder(model, Tokenize(max_tokens=10_000)), AutoTokenizer.from_pretrained(model)
+    encoder = Encoder(model, Tokenize(max_tokens=10_000))
+    tokenizer = AutoTokenizer.from_pretrained(model)
     for number in range(ROWS):
         row, turns, tools = LAYOUTS[layout](number)
         content = to_content(row, layout_of(row, FileData(source="file", path="x")))
@@ -123,20 +156,33 @@ def test_a_row_becomes_the_tokens_that_transformers_gives(model: Path, layout: s
         if reasons := LEFT_OUT.get((model.name, layout)):
             assert dropped and dropped <= reasons
             continue
-        learned = [turn for sample in found if isinstance(sample, Sample) for turn in supervised_turns(sample)]
+        learned = [
+            turn
+            for sample in found
+            if isinstance(sample, Sample)
+            for turn in supervised_turns(sample)
+        ]
         answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
         if layout == "parts" and model.name not in READS_PARTS:  # servers join them by line ends
-            turns = [{**turns[0], "content": "\n".join(part["text"] for part in turns[0]["content"])}, *turns[1:]]
+            turns = [
+                {**turns[0], "content": "\n".join(part["text"] for part in turns[0]["content"])},
+                *turns[1:],
+            ]
         asked = layout == "thinking"
         wanted = [_expected(tokenizer, turns[: place + 1], tools, asked) for place in answers]
         assert sorted(learned) == sorted(turn for turn in wanted if turn is not None)
-        assert len(learned) + len(found) - len([each for each in found if isinstance(each, Sample)]) == len(answers)
+        assert len(learned) + len(found) - len(
+            [each for each in found if isinstance(each, Sample)]
+        ) == len(answers)
 
 
 def _expected(
     tokenizer: Any, turns: list[Message], tools: list[dict[str, Any]] | None, asked: bool
 ) -> tuple[list[int], list[int]] | None:
-    """What a model is given and what it should write; None if the prompt is not the beginning of the answer's text."""
+    """What a model is given and should write; None if the prompt does not begin the text.
+
+    The text is the answer's.
+    """
     options = {"tools": tools, "enable_thinking": asked, "return_dict": False}
     prompt = tokenizer.apply_chat_template(turns[:-1], add_generation_prompt=True, **options)
     full = tokenizer.apply_chat_template(turns, **options)

@@ -1,4 +1,4 @@
-"""Rows of one conversation, however they are written: equal ones are found, and none is on both sides of the split."""
+"""Rows of one conversation in any form: equal ones are found, none on both sides of a split."""
 
 import hashlib
 import json
@@ -42,18 +42,28 @@ def growing(number: int) -> list[Any]:
 def turn_by_turn(number: int) -> list[Any]:
     turns = [message["content"] for message in turns_of(number, 3)]
     pairs = [turns[start : start + 2] for start in (0, 2, 4)]
-    return [{"instruction": pairs[n][0], "output": pairs[n][1], "history": pairs[:n]} for n in range(3)]
+    return [
+        {"instruction": pairs[n][0], "output": pairs[n][1], "history": pairs[:n]} for n in range(3)
+    ]
 
 
 def several_answers(number: int) -> list[Any]:
-    return [{"messages": [user(f"What is {number}?"), assistant(f"It is {answer}.")]} for answer in "abc"]
+    return [
+        {"messages": [user(f"What is {number}?"), assistant(f"It is {answer}.")]}
+        for answer in "abc"
+    ]
 
 
 def thinking_twice(number: int) -> list[Any]:
     thought, answer = f"Is it {number}?", f"It is {number}."
     return [
         {"messages": [user(f"What is {number}?"), assistant(answer, reasoning_content=thought)]},
-        {"messages": [user(f"What is {number}?"), assistant(f"<think>\n{thought}\n</think>\n\n{answer}")]},
+        {
+            "messages": [
+                user(f"What is {number}?"),
+                assistant(f"<think>\n{thought}\n</think>\n\n{answer}"),
+            ]
+        },
         {"messages": [user(f" What is {number}?\n"), assistant(answer, reasoning_content="No!")]},
     ]
 
@@ -61,7 +71,9 @@ def thinking_twice(number: int) -> list[Any]:
 def make(pipeline: Pipeline, path: Path, last: str = "shard", **settings: Any) -> dict[str, Sealed]:
     data = [{"source": "file", "path": str(path)}]
     tokenize = {"max_tokens": 256, **settings}
-    return pipeline.run(pipeline.compile(data=data, validation_fraction=0.3, tokenize=tokenize, **LONG), last)
+    return pipeline.run(
+        pipeline.compile(data=data, validation_fraction=0.3, tokenize=tokenize, **LONG), last
+    )
 
 
 def numbers_on(folder: Path, tokenizer: Any) -> set[str]:
@@ -91,19 +103,25 @@ def test_no_conversation_is_on_both_sides(
     rows = [row for number in range(100, 140) for row in rows_of(number)]
     made = make(pipeline, jsonl(rows), thinking=thinking)
     tokenizer = load_tokenizer(made["model"].path)
-    train, validation = (numbers_on(made["shard"].path / side, tokenizer) for side in ("train", "validation"))
+    train, validation = (
+        numbers_on(made["shard"].path / side, tokenizer) for side in ("train", "validation")
+    )
     assert len(train | validation) == 40 and len(validation) >= 4
     assert not train & validation
 
 
 def test_texts_of_one_content_are_on_one_side(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    rows = [{"text": f"What is {number}? A café.{end}"} for number in range(60) for end in ("", "\n")]
+    rows = [
+        {"text": f"What is {number}? A café.{end}"} for number in range(60) for end in ("", "\n")
+    ]
     rows += [{"text": f"What is {number}? A cafe\u0301."} for number in range(60)]
     prompts = Samples(make(pipeline, jsonl(rows), "tokenize")["tokenize"].path).prompts.tolist()
     assert prompts[0:120:2] == prompts[1:120:2] == prompts[120:] and len(set(prompts)) == 60
 
 
-def test_one_question_about_many_documents_is_split_by_the_document(pipeline: Pipeline, jsonl: Jsonl) -> None:
+def test_one_question_about_many_documents_is_split_by_the_document(
+    pipeline: Pipeline, jsonl: Jsonl
+) -> None:
     """The document stands in the system message; its own answers and later turns stay with it."""
     rows = [
         {"messages": [{"role": "system", "content": f"{number}{end}"}, *turns_of(0, count)]}
@@ -116,11 +134,17 @@ def test_one_question_about_many_documents_is_split_by_the_document(pipeline: Pi
     assert made["shard"].manifest.counts["validation"]["documents"] >= 4
 
 
-def test_what_all_rows_have_in_common_is_no_part_of_the_question(pipeline: Pipeline, jsonl: Jsonl) -> None:
-    """Whether the config has a system message or not, rows without one keep their side: that of their question."""
+def test_what_all_rows_have_in_common_is_no_part_of_the_question(
+    pipeline: Pipeline, jsonl: Jsonl
+) -> None:
+    """Whether the config has a system message or not, rows without one keep their side.
+
+    It is that of their question.
+    """
     brought = {"role": "system", "content": "Be brief.\n"}
     path = jsonl(
-        [{"messages": turns_of(number, 1)} for number in range(5)] + [{"messages": [brought, *turns_of(0, 1)]}]
+        [{"messages": turns_of(number, 1)} for number in range(5)]
+        + [{"messages": [brought, *turns_of(0, 1)]}]
     )
     plain, given = (
         Samples(make(pipeline, path, "tokenize", **settings)["tokenize"].path).prompts.tolist()
@@ -143,7 +167,9 @@ def test_rows_that_train_on_other_turns_are_no_duplicates(pipeline: Pipeline, js
     assert made.manifest.counts["supervised_tokens"] == supervised.sum() > 0
 
 
-def test_conversations_of_which_nothing_is_trained_on_are_not_all_alike(pipeline: Pipeline, jsonl: Jsonl) -> None:
+def test_conversations_of_which_nothing_is_trained_on_are_not_all_alike(
+    pipeline: Pipeline, jsonl: Jsonl
+) -> None:
     rows = [{"messages": turns_of(number, 2)} for number in (1, 2, 2, 3)]
     for row in rows[:3]:
         row["messages"][3]["weight"] = 0
@@ -159,11 +185,19 @@ def test_thinking_is_the_same_wherever_it_is_written(
 ) -> None:
     rows = thinking_twice(7)
     rows[2]["messages"][0] = rows[0]["messages"][0]  # only the thought is another
-    made = make(pipeline, jsonl([*rows, *several_answers(8)]), "tokenize", duplicates="drop", thinking=thinking)
+    made = make(
+        pipeline,
+        jsonl([*rows, *several_answers(8)]),
+        "tokenize",
+        duplicates="drop",
+        thinking=thinking,
+    )
     assert made["tokenize"].manifest.counts["duplicates"] == {"exact": duplicates}
 
 
-def test_turns_that_are_not_trained_on_make_no_conversations_alike(pipeline: Pipeline, jsonl: Jsonl) -> None:
+def test_turns_that_are_not_trained_on_make_no_conversations_alike(
+    pipeline: Pipeline, jsonl: Jsonl
+) -> None:
     pytest.importorskip("datasketch")
     turns = [
         user("Who?"),

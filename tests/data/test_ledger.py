@@ -8,7 +8,15 @@ import pytest
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.data.keys import KeyCounts
-from pipeline_lib.data.ledger import Encoded, FileLedger, SourceLedger, ledger_json, table, total_of, unread_lines
+from pipeline_lib.data.ledger import (
+    Encoded,
+    FileLedger,
+    SourceLedger,
+    ledger_json,
+    table,
+    total_of,
+    unread_lines,
+)
 
 EMPTY = Encoded(
     source=0,
@@ -36,7 +44,10 @@ EMPTY = Encoded(
 
 
 def encoded_of(lengths: list[int], drops: list[tuple[int, str]] = []) -> Encoded:  # noqa: B006
-    """A conversation for each of `lengths`, the second half of it supervised, and one more for each drop."""
+    """A conversation for each of `lengths`, half of it supervised, and one more a drop.
+
+    The second half is supervised.
+    """
     total = len(lengths) + len(drops)
     supervised = [np.arange(length) >= length // 2 for length in lengths]
     return replace(
@@ -72,11 +83,18 @@ def make_ledger(name: str, lengths: list[int]) -> SourceLedger:
 def test_all_is_counted_and_summed() -> None:
     sources = [make_ledger("a", [4, 9]), make_ledger("b", [2])]
     total_of(sources)
-    found = ledger_json(sources, [np.array([4, 9]), np.array([2])])  # the sum leaves its sources alone
+    # the sum leaves its sources alone
+    found = ledger_json(sources, [np.array([4, 9]), np.array([2])])
     assert found["sources"][0] == {
         "name": "a",
         "files": [
-            {"name": "1.jsonl", "format": "messages", "rows": 5, "unread": {"id": 5, "source": 3}, "unread_others": 1},
+            {
+                "name": "1.jsonl",
+                "format": "messages",
+                "rows": 5,
+                "unread": {"id": 5, "source": 3},
+                "unread_others": 1,
+            },
             {"name": "2.jsonl", "format": "text", "rows": 1, "unread": {}, "unread_others": 0},
         ],
         "format": "messages, text",
@@ -95,14 +113,33 @@ def test_all_is_counted_and_summed() -> None:
         "tokens": 13,
         "repeated_tokens": 0,
         "supervised_tokens": 7,
-        "length_percentiles": {"p1": 4.05, "p10": 4.5, "p50": 6.5, "p90": 8.5, "p99": 8.95, "max": 9},
+        "length_percentiles": {
+            "p1": 4.05,
+            "p10": 4.5,
+            "p50": 6.5,
+            "p90": 8.5,
+            "p99": 8.95,
+            "max": 9,
+        },
     }
     assert found["sources"][1]["length_percentiles"]["max"] == 2
     total = found["total"]
-    assert (total["rows"], total["samples"], total["tokens"], total["quarantined"]) == (11, 5, 15, {"empty": 2})
+    assert (total["rows"], total["samples"], total["tokens"], total["quarantined"]) == (
+        11,
+        5,
+        15,
+        {"empty": 2},
+    )
     assert total["prompts"] == {"thinking_on": 3}
     assert total["format"] == "messages, text" and "files" not in total
-    assert found["length_percentiles"] == {"p1": 2.04, "p10": 2.4, "p50": 4.0, "p90": 8.0, "p99": 8.9, "max": 9}
+    assert found["length_percentiles"] == {
+        "p1": 2.04,
+        "p10": 2.4,
+        "p50": 4.0,
+        "p90": 8.0,
+        "p99": 8.9,
+        "max": 9,
+    }
     histogram = found["length_histogram"]
     assert sum(histogram["counts"]) == 3
     assert (histogram["edges"][0], histogram["edges"][-1]) == (0, 9)
@@ -125,15 +162,21 @@ def test_the_files_have_to_add_up_too() -> None:
 
 
 def test_a_source_of_which_nothing_is_kept_has_no_lengths() -> None:
-    found = ledger_json([make_ledger("a", [4]), make_ledger("b", [])], [np.array([4]), np.array([], dtype=np.int64)])
-    assert found["sources"][1]["length_percentiles"] == {} and found["length_percentiles"]["max"] == 4
+    found = ledger_json(
+        [make_ledger("a", [4]), make_ledger("b", [])], [np.array([4]), np.array([], dtype=np.int64)]
+    )
+    assert (
+        found["sources"][1]["length_percentiles"] == {} and found["length_percentiles"]["max"] == 4
+    )
 
 
 def test_a_turn_that_is_in_no_sample_and_no_drop_is_noticed() -> None:
     whole = encoded_of([4, 9, 2])
     whole.check()
     found = np.array([2, 1, 1], dtype=np.int32)
-    message = r"rows\.jsonl:1 to 9: of 2 turns .*, 1 are in a sample or dropped for a reason \(2 such"
+    message = (
+        r"rows\.jsonl:1 to 9: of 2 turns .*, 1 are in a sample or dropped for a reason \(2 such"
+    )
     with pytest.raises(IntegrityError, match=message):
         replace(whole, turns_found=found).check()
 
@@ -152,12 +195,16 @@ def test_the_table_has_a_line_for_each_source_and_one_for_all() -> None:
 def test_what_is_not_read_is_a_line_for_files_of_the_same_keys() -> None:
     sources = [make_ledger("a", [4]), make_ledger("b", [4])]
     sources[0].files[1].keys.add(KeyCounts(Counter({"id": 2, "source": 1})))
-    sources[1].files[1].keys.add(KeyCounts(Counter({f"key {number:02}": 1 for number in range(22)})))
+    sources[1].files[1].keys.add(
+        KeyCounts(Counter({f"key {number:02}": 1 for number in range(22)}))
+    )
 
     assert unread_lines(sources)[:2] == [
-        "tokenize: 1.jsonl and 1 file like it: columns and keys that are not read: 'id' in 7, 'source' in 4, and "
+        "tokenize: 1.jsonl and 1 file like it: columns and keys that are not read: 'id' in 7, "
+        "'source' in 4, and "
         "1 value of further keys",
-        "tokenize: 1.jsonl: columns and keys that are not read: 'id' in 5, 'source' in 3, and 1 value of further keys",
+        "tokenize: 1.jsonl: columns and keys that are not read: 'id' in 5, 'source' in 3, and 1 "
+        "value of further keys",
     ]
     assert unread_lines(sources)[2].endswith("'key 18' in 1, 'key 19' in 1 and 2 more")
 
@@ -178,7 +225,8 @@ def test_conversations_are_taken_out_with_their_samples_and_drops() -> None:
 def test_tokens_of_samples_that_repeat_a_longer_one_are_counted() -> None:
     three = replace(encoded_of([3, 5, 9, 6]), conversations=np.array([0, 0, 0, 1], dtype=np.int32))
     assert three.repeated_tokens == 3 + 5
-    assert replace(three, split=np.array([True, True, True, False])).repeated_tokens == 0  # pieces repeat nothing
+    # pieces repeat nothing
+    assert replace(three, split=np.array([True, True, True, False])).repeated_tokens == 0
     assert repetition(2, 4, 23, three.repeated_tokens).startswith(
         "4 samples of 2 conversations have 1.5 times the tokens of one sample each (23 against 15)"
     )

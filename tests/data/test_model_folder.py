@@ -27,7 +27,9 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
 
 def edit(name: str, **values: Any) -> Damage:
     """Set keys of a JSON file."""
-    return lambda folder: (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
+    return lambda folder: (folder / name).write_text(
+        json.dumps({**json.loads((folder / name).read_text()), **values})
+    )
 
 
 def replace(name: str, text: str) -> Damage:
@@ -52,7 +54,10 @@ def shift_offsets(folder: Path) -> None:
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])
+    last = max(
+        (name for name in header if name != "__metadata__"),
+        key=lambda name: header[name]["data_offsets"],
+    )
     header[last]["data_offsets"] = [each + 4 for each in header[last]["data_offsets"]]
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :] + b"\0" * 4)
@@ -63,16 +68,34 @@ WRONG: dict[str, tuple[Damage, str]] = {
         edit("generation_config.json", eos_token_id="x"),
         "generation_config.json: eos_token_id: 'x' is not a token id, or a list of them",
     ),
-    "generation: no id in a list": (edit("generation_config.json", eos_token_id=[0, 0.5]), "eos_token_id: [0, 0.5] is"),
-    "generation: no JSON": (replace("generation_config.json", "{"), "generation_config.json: does not read as JSON"),
-    "generation: a list": (replace("generation_config.json", "[]"), "generation_config.json: holds no JSON object"),
+    "generation: no id in a list": (
+        edit("generation_config.json", eos_token_id=[0, 0.5]),
+        "eos_token_id: [0, 0.5] is",
+    ),
+    "generation: no JSON": (
+        replace("generation_config.json", "{"),
+        "generation_config.json: does not read as JSON",
+    ),
+    "generation: a list": (
+        replace("generation_config.json", "[]"),
+        "generation_config.json: holds no JSON object",
+    ),
     "generation: NaN": (
         replace("generation_config.json", '{"temperature": NaN}'),
         "generation_config.json: temperature: nan is no finite number",
     ),
-    "generation: text": (edit("generation_config.json", top_p="0.9"), "top_p: '0.9' is not a number"),
-    "config: infinite": (edit("config.json", initializer_range=float("inf")), "config.json: initializer_range: inf"),
-    "config: padding outside": (edit("config.json", pad_token_id=10**6), "config.json: pad_token_id: 1000000 is not"),
+    "generation: text": (
+        edit("generation_config.json", top_p="0.9"),
+        "top_p: '0.9' is not a number",
+    ),
+    "config: infinite": (
+        edit("config.json", initializer_range=float("inf")),
+        "config.json: initializer_range: inf",
+    ),
+    "config: padding outside": (
+        edit("config.json", pad_token_id=10**6),
+        "config.json: pad_token_id: 1000000 is not",
+    ),
     "config: nested": (replace("config.json", "[" * 100_000), "config.json: does not read as JSON"),
     "config: quantized": (
         edit("config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -83,19 +106,37 @@ WRONG: dict[str, tuple[Damage, str]] = {
         "config.json: its weights are quantized (quantization)",
     ),
     "config: a part is quantized": (
-        edit("config.json", text_config={"quantization_config": {"quant_method": "compressed-tensors"}}),
+        edit(
+            "config.json",
+            text_config={"quantization_config": {"quant_method": "compressed-tensors"}},
+        ),
         "config.json: its weights are quantized (text_config.quantization_config)",
     ),
     "vocabulary": (edit("config.json", vocab_size=100), "config.json says vocab_size 100"),
     "tokenizer": (replace("tokenizer.json", "{}"), "tokenizer.json: not a tokenizer"),
-    "tokenizer config": (replace("tokenizer_config.json", "[" * 100_000), "tokenizer_config.json: cannot read"),
+    "tokenizer config": (
+        replace("tokenizer_config.json", "[" * 100_000),
+        "tokenizer_config.json: cannot read",
+    ),
     "template": (replace("chat_template.jinja", "{% for"), "not a chat template that can be used"),
     "a hole": (shift_offsets, "model.safetensors: cannot be read as safetensors"),
-    "no header": (replace("model.safetensors", "weights"), "model.safetensors: cannot be read as safetensors"),
+    "no header": (
+        replace("model.safetensors", "weights"),
+        "model.safetensors: cannot be read as safetensors",
+    ),
     "lacking": (weights(lambda tensors: tensors.__delitem__(NORM)), f"it lacks {NORM}"),
-    "besides": (weights(lambda tensors: tensors.update(more=torch.zeros(1))), "it holds besides more"),
-    "shape": (weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), f"{NORM} [3] instead of [32]"),
-    "kind": (weights(lambda tensors: tensors.update({NORM: torch.ones(32).double()})), f"{NORM} is stored as F64"),
+    "besides": (
+        weights(lambda tensors: tensors.update(more=torch.zeros(1))),
+        "it holds besides more",
+    ),
+    "shape": (
+        weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})),
+        f"{NORM} [3] instead of [32]",
+    ),
+    "kind": (
+        weights(lambda tensors: tensors.update({NORM: torch.ones(32).double()})),
+        f"{NORM} is stored as F64",
+    ),
 }
 
 
@@ -126,7 +167,10 @@ def test_several_files_are_checked_with_their_index(folder: Path) -> None:
     for name, part in (("a.safetensors", first), ("b.safetensors", tensors)):
         save_file(part, folder / name)
     index = folder / "model.safetensors.index.json"
-    weight_map = {**dict.fromkeys(first, "a.safetensors"), **dict.fromkeys(tensors, "b.safetensors")}
+    weight_map = {
+        **dict.fromkeys(first, "a.safetensors"),
+        **dict.fromkeys(tensors, "b.safetensors"),
+    }
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert problems_of(folder) == []
     (folder / "a.safetensors").write_bytes(b"")
@@ -143,7 +187,9 @@ def test_several_files_are_checked_with_their_index(folder: Path) -> None:
     ("dtype", "value"),
     [(torch.float32, float("nan")), (torch.bfloat16, float("inf")), (torch.float16, float("-inf"))],
 )
-def test_weights_that_are_not_finite_are_named(folder: Path, dtype: torch.dtype, value: float) -> None:
+def test_weights_that_are_not_finite_are_named(
+    folder: Path, dtype: torch.dtype, value: float
+) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             tensors[name] = tensor.to(dtype)
@@ -151,7 +197,9 @@ def test_weights_that_are_not_finite_are_named(folder: Path, dtype: torch.dtype,
         tensors["model.layers.0.input_layernorm.weight"][7] = value
 
     weights(spoil)(folder)
-    with pytest.raises(DataError, match=r"input_layernorm\.weight: holds values that are not finite"):
+    with pytest.raises(
+        DataError, match=r"input_layernorm\.weight: holds values that are not finite"
+    ):
         refuse_not_finite(folder)
 
 
@@ -163,7 +211,12 @@ OFTEN_FOUND = {
 
 @pytest.mark.parametrize(
     "config",
-    [OFTEN_FOUND, {"top_k": -1}, {"max_length": 20.0, "bos_token_id": [1], "pad_token_id": 512}, {"do_sample": "yes"}],
+    [
+        OFTEN_FOUND,
+        {"top_k": -1},
+        {"max_length": 20.0, "bos_token_id": [1], "pad_token_id": 512},
+        {"do_sample": "yes"},
+    ],
 )
 def test_what_transformers_takes_is_taken(folder: Path, config: dict[str, Any]) -> None:
     path = folder / "generation_config.json"

@@ -58,7 +58,10 @@ def test_every_epoch_uses_every_block_once(seed: int, number: int, blocks: int, 
 
 
 def assert_used_as_weighted(counts: NDArray[np.int64], weight: Decimal) -> None:
-    """That int64[epochs, blocks] `counts` keep what is promised of a group, by decimal arithmetic on its weight."""
+    """That int64[epochs, blocks] `counts` keep a group's promise, by decimal arithmetic.
+
+    The arithmetic is on its weight.
+    """
     epochs, blocks = counts.shape
     in_all = counts.cumsum(axis=0)
     for number in range(epochs):
@@ -70,7 +73,9 @@ def assert_used_as_weighted(counts: NDArray[np.int64], weight: Decimal) -> None:
 
 
 @given(seed=st.integers(0, 2**63), epochs=st.integers(1, 12), groups=some_groups)
-def test_each_group_of_a_mixture_is_used_as_its_weight_says(seed: int, epochs: int, groups: list[Group]) -> None:
+def test_each_group_of_a_mixture_is_used_as_its_weight_says(
+    seed: int, epochs: int, groups: list[Group]
+) -> None:
     counts = uses(seed, epochs, groups)
     for group, part in zip(groups, parts(groups), strict=True):
         assert_used_as_weighted(counts[:, part], Decimal(repr(group.weight)))
@@ -82,7 +87,11 @@ def test_each_group_of_a_mixture_is_used_as_its_weight_says(seed: int, epochs: i
         (0.1, 1, [0] * 9 + [1] + [0] * 9 + [1]),
         (0.5, 3, [1, 2, 1, 2]),
         (2.5, 1, [2, 3, 2, 3]),
-        (0.3, 1, [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0]),  # in floating point, 10 * 0.3 and 3.0 may differ
+        (
+            0.3,
+            1,
+            [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0],
+        ),  # in floating point, 10 * 0.3 and 3.0 may differ
     ],
 )
 def test_small_groups_wait_for_their_turn(weight: float, blocks: int, expected: list[int]) -> None:
@@ -92,7 +101,9 @@ def test_small_groups_wait_for_their_turn(weight: float, blocks: int, expected: 
 
 
 @given(groups=some_groups, batch=sizes, epochs=st.integers(0, 30))
-def test_steps_are_numbered_through_all_epochs(groups: list[Group], batch: int, epochs: int) -> None:
+def test_steps_are_numbered_through_all_epochs(
+    groups: list[Group], batch: int, epochs: int
+) -> None:
     lengths = [-(-epoch_blocks(groups, number) // batch) for number in range(epochs)]
     assert [epoch_steps(groups, batch, number) for number in range(epochs)] == lengths
     assert total_steps(groups, batch, epochs) == sum(lengths)
@@ -105,11 +116,15 @@ def test_a_part_of_an_epoch_is_a_part_of_its_steps_rounded_up(
     groups: list[Group], batch: int, whole: int, tenths: int
 ) -> None:
     more = -(-tenths * epoch_steps(groups, batch, whole) // 10)
-    assert total_steps(groups, batch, float(f"{whole}.{tenths}")) == total_steps(groups, batch, whole) + more
+    assert (
+        total_steps(groups, batch, float(f"{whole}.{tenths}"))
+        == total_steps(groups, batch, whole) + more
+    )
 
 
 def test_an_epoch_without_a_block_has_no_step() -> None:
-    groups = [Group(0.25, 1), Group(0.1, 2)]  # one is used at the end of epochs 3, 7, ..., the other of 4, 9, ...
+    # one is used at the end of epochs 3, 7, ..., the other of 4, 9, ...
+    groups = [Group(0.25, 1), Group(0.1, 2)]
     assert [total_steps(groups, 8, epochs) for epochs in range(9)] == [0, 0, 0, 0, 1, 2, 2, 2, 3]
     assert [epoch_of(step, groups, 8) for step in range(3)] == [3, 4, 7]
     assert step_blocks(0, 0, groups, 8).tolist() == [0]
@@ -124,13 +139,22 @@ def test_steps_far_away_are_found_at_once(weight: float, each: int) -> None:
 
 
 @given(seed=st.integers(0, 99), step=st.integers(0, 40), groups=some_groups, batch=sizes)
-def test_a_step_is_the_same_whatever_was_asked_before(seed: int, step: int, groups: list[Group], batch: int) -> None:
+def test_a_step_is_the_same_whatever_was_asked_before(
+    seed: int, step: int, groups: list[Group], batch: int
+) -> None:
     first = step_blocks(seed, step, groups, batch).tolist()
     step_blocks(seed + 1, step + 3, [*groups, Group(1.0, 3)], batch)
     assert step_blocks(seed, step, tuple(groups), batch).tolist() == first
 
 
-@given(seed=st.integers(0, 99), step=st.integers(0, 40), groups=some_groups, batch=sizes, world=small, micro=small)
+@given(
+    seed=st.integers(0, 99),
+    step=st.integers(0, 40),
+    groups=some_groups,
+    batch=sizes,
+    world=small,
+    micro=small,
+)
 def test_the_ranks_share_a_step_exactly(
     seed: int, step: int, groups: list[Group], batch: int, world: int, micro: int
 ) -> None:
@@ -151,27 +175,44 @@ def test_the_ranks_share_a_step_exactly(
 
 def test_blocks_of_one_cost_are_dealt_in_order() -> None:
     shares = [rank_blocks(np.arange(5), np.full(5, 9), rank, world=2, micro=2) for rank in range(2)]
-    assert [[part.tolist() for part in share] for share in shares] == [[[0, 2], [4, -1]], [[1, 3], [-1, -1]]]
+    assert [[part.tolist() for part in share] for share in shares] == [
+        [[0, 2], [4, -1]],
+        [[1, 3], [-1, -1]],
+    ]
 
 
 def test_blocks_of_like_cost_share_a_micro_step() -> None:
     ids, costs = np.array([10, 11, 12, 13, 14, 15]), np.array([5, 90, 6, 91, 50, 52])
-    shares = [[int(part[0]) for part in rank_blocks(ids, costs, rank, world=2, micro=1)] for rank in range(2)]
-    assert shares == [[13, 14, 12], [11, 15, 10]]  # 91 | 90, then 50 | 52 and 6 | 5: dearest to who had least
+    shares = [
+        [int(part[0]) for part in rank_blocks(ids, costs, rank, world=2, micro=1)]
+        for rank in range(2)
+    ]
+    # 91 | 90, then 50 | 52 and 6 | 5: dearest to who had least
+    assert shares == [[13, 14, 12], [11, 15, 10]]
 
 
 def test_each_micro_step_is_balanced_by_itself() -> None:
-    """The second begins with what ranks have of the whole step, and goes on with what they have of itself."""
+    """The second begins with ranks' parts of the whole step, and goes on with its own."""
     costs = np.array([100, 10, 9, 8, 7, 6, 5, 4])
-    shares = [[part.tolist() for part in rank_blocks(np.arange(8), costs, rank, world=2, micro=2)] for rank in range(2)]
+    shares = [
+        [part.tolist() for part in rank_blocks(np.arange(8), costs, rank, world=2, micro=2)]
+        for rank in range(2)
+    ]
     assert shares == [[[0, 3], [5, 6]], [[1, 2], [4, 7]]]
 
 
-def waiting(costs: NDArray[np.int64], world: int, micro: int, deal: Callable[..., list[NDArray[np.int64]]]) -> float:
-    """The part of a step that ranks spend waiting for the slowest, if they meet after every micro-step."""
+def waiting(
+    costs: NDArray[np.int64], world: int, micro: int, deal: Callable[..., list[NDArray[np.int64]]]
+) -> float:
+    """The part of a step that ranks wait for the slowest, if they meet after each micro-step."""
     padded = np.append(costs, 0)  # PADDING is -1
     ids = np.arange(len(costs))
-    spent = np.array([[padded[part].sum() for part in deal(ids, costs, rank, world, micro)] for rank in range(world)])
+    spent = np.array(
+        [
+            [padded[part].sum() for part in deal(ids, costs, rank, world, micro)]
+            for rank in range(world)
+        ]
+    )
     return 1 - float(spent.mean(axis=0).sum() / spent.max(axis=0).sum())
 
 
@@ -192,7 +233,9 @@ def skewed_costs(seed: int, blocks: int) -> NDArray[np.int64]:
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("micro", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_dealing_by_cost_waits_less_than_dealing_in_order(world: int, micro: int, accumulation: int) -> None:
+def test_dealing_by_cost_waits_less_than_dealing_in_order(
+    world: int, micro: int, accumulation: int
+) -> None:
     cases = [skewed_costs(seed, world * micro * accumulation) for seed in range(30)]
     by_cost = np.mean([waiting(costs, world, micro, rank_blocks) for costs in cases])
     in_order = np.mean([waiting(costs, world, micro, dealt_in_order) for costs in cases])
@@ -203,13 +246,16 @@ def test_dealing_by_cost_waits_less_than_dealing_in_order(world: int, micro: int
 
 
 @given(costs=st.lists(st.integers(1, 10**12), min_size=1, max_size=60), world=st.integers(1, 8))
-def test_single_blocks_never_wait_longer_than_when_dealt_in_order(costs: list[int], world: int) -> None:
+def test_single_blocks_never_wait_longer_than_when_dealt_in_order(
+    costs: list[int], world: int
+) -> None:
     array = np.array(costs, dtype=np.int64)
     assert waiting(array, world, 1, rank_blocks) <= waiting(array, world, 1, dealt_in_order) + 1e-12
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    # Golden values: a resumed run must see the order that it began with, whatever was updated meanwhile.
+    # Golden values: a resumed run must see the order that it began with, whatever was updated
+    # meanwhile.
     ten = [Group(1.0, 10)]
     assert step_blocks(0, 0, ten, 4).tolist() == GOLDEN[0]
     assert step_blocks(0, 3, ten, 4).tolist() == GOLDEN[1]
@@ -219,7 +265,11 @@ def test_the_order_is_the_same_for_ever() -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = {tuple(step_blocks(seed, number, [Group(1.0, 50)], 50)) for seed in range(3) for number in range(3)}
+    orders = {
+        tuple(step_blocks(seed, number, [Group(1.0, 50)], 50))
+        for seed in range(3)
+        for number in range(3)
+    }
     assert len(orders) == 9
 
 

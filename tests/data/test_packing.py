@@ -31,7 +31,9 @@ def fill(bins: Bins, lengths: NDArray[np.int64], capacity: int) -> float:
 
 @pytest.mark.parametrize("window", [1, 16, packing.WINDOW_DOCUMENTS])
 @given(case=lengths_and_capacity, seed=st.integers(0, 2**40))
-def test_each_document_is_in_one_bin_and_no_bin_overflows(window: int, case: tuple[list[int], int], seed: int) -> None:
+def test_each_document_is_in_one_bin_and_no_bin_overflows(
+    window: int, case: tuple[list[int], int], seed: int
+) -> None:
     lengths, capacity = np.array(case[0], dtype=np.int64), case[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "WINDOW_DOCUMENTS", window)
@@ -56,21 +58,31 @@ def test_a_document_goes_where_it_leaves_the_least_room(case: tuple[list[int], i
         rooms.append(min(fitting, default=capacity) - length)
     bins = pack(np.array(case[0], dtype=np.int64), capacity, 0)
     sizes = np.array(case[0], dtype=np.int64)
-    assert sorted(capacity - int(sizes[documents].sum()) for documents in each(bins)) == sorted(rooms)
+    assert sorted(capacity - int(sizes[documents].sum()) for documents in each(bins)) == sorted(
+        rooms
+    )
 
 
 def test_the_same_seed_packs_the_same_and_another_otherwise() -> None:
     lengths = np.tile(np.arange(1, 2000) % 97 + 1, 70)
     assert len(lengths) > packing.WINDOW_DOCUMENTS
     first, again, other = pack(lengths, 256, 1), pack(lengths, 256, 1), pack(lengths, 256, 2)
-    assert np.array_equal(first.documents, again.documents) and np.array_equal(first.offsets, again.offsets)
+    assert np.array_equal(first.documents, again.documents) and np.array_equal(
+        first.offsets, again.offsets
+    )
     assert not np.array_equal(first.documents, other.documents)
 
 
 def test_the_bins_are_the_same_for_ever() -> None:
     # Golden values: what was packed on one machine must be found packed alike on any other.
     bins = pack(np.array([5, 3, 8, 2, 7, 1, 4, 6, 9, 2]), 10, 3)
-    assert [documents.tolist() for documents in each(bins)] == [[8, 5], [2, 9], [4, 1], [7, 6], [0, 3]]
+    assert [documents.tolist() for documents in each(bins)] == [
+        [8, 5],
+        [2, 9],
+        [4, 1],
+        [7, 6],
+        [0, 3],
+    ]
 
 
 @pytest.mark.parametrize(("median", "least"), [(40, 0.999), (350, 0.9995), (3000, 0.995)])
@@ -81,7 +93,7 @@ def test_little_stays_empty_whatever_the_lengths(median: int, least: float) -> N
 
 @pytest.mark.parametrize("count", [1, 500, 501, 10_250])
 def test_the_work_is_bounded_by_windows(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """However many documents there are, no more than a window of them are fitted together, and each of them once."""
+    """With any number of documents, only a window of them is fitted together, each once."""
     windows: list[int] = []
 
     def counted(lengths: list[int], capacity: int) -> list[int]:

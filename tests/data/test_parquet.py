@@ -29,10 +29,16 @@ def called(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def test_what_arrow_fills_in_is_taken_out_again(tmp_path: Path) -> None:
-    """Every struct of a column has all keys, so calls would get the arguments of the others, as null."""
+    """Every struct of a column has all keys, so calls would get others' arguments, as null."""
     tools = [
-        {"type": "function", "function": {"name": "a", "parameters": {"properties": {"city": {"type": "string"}}}}},
-        {"type": "function", "function": {"name": "b", "parameters": {"properties": {"days": {"type": "number"}}}}},
+        {
+            "type": "function",
+            "function": {"name": "a", "parameters": {"properties": {"city": {"type": "string"}}}},
+        },
+        {
+            "type": "function",
+            "function": {"name": "b", "parameters": {"properties": {"days": {"type": "number"}}}},
+        },
     ]
     first: dict[str, Any] = {
         "messages": [ASKS, called("a", city="x"), RESULT, ANSWERS],
@@ -56,8 +62,14 @@ def test_what_arrow_fills_in_is_taken_out_again(tmp_path: Path) -> None:
 def test_the_schema_names_columns_and_the_keys_of_structs(tmp_path: Path) -> None:
     arguments = pa.map_(pa.string(), pa.struct({"deep": pa.int8()}))
     calls = pa.list_(pa.struct({"name": pa.string(), "arguments": arguments}))
-    schema = {"messages": pa.list_(pa.struct({"role": pa.string(), "calls": calls})), "id": pa.int64()}
-    pq.write_table(pa.table({name: pa.array([None], kind) for name, kind in schema.items()}), tmp_path / "a.parquet")
+    schema = {
+        "messages": pa.list_(pa.struct({"role": pa.string(), "calls": calls})),
+        "id": pa.int64(),
+    }
+    pq.write_table(
+        pa.table({name: pa.array([None], kind) for name, kind in schema.items()}),
+        tmp_path / "a.parquet",
+    )
 
     assert CorpusFile(tmp_path / "a.parquet").schema_names() == {
         *("messages", "role", "calls", "name", "arguments", "deep", "id")
@@ -77,16 +89,29 @@ def test_every_format_comes_as_parquet(tmp_path: Path) -> None:
     for row_format, row in rows:
         assert read(write(tmp_path / "rows.parquet", [row]), Layout(row_format)) == ([hello], [])
     path = write(tmp_path / "rows.parquet", [{**alpaca, "history": [["a", "b"]]}])
-    assert [row.supervised for row in read(path, Layout("alpaca"))[0] if isinstance(row, Conversation)] == [(1, 3)]
+    assert [
+        row.supervised for row in read(path, Layout("alpaca"))[0] if isinstance(row, Conversation)
+    ] == [(1, 3)]
 
 
 def test_bad_rows_have_their_number(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"text": "a"}, {"text": " "}, {"text": "b\0"}, {"text": None}] * 200
+    rows: list[dict[str, Any]] = [
+        {"text": "a"},
+        {"text": " "},
+        {"text": "b\0"},
+        {"text": None},
+    ] * 200
     good, refused = read(write(tmp_path / "rows.parquet", rows, row_group_size=70), Layout("text"))
 
     assert good == [Text("a")] * 200
-    assert [row.reason for row in refused] == [Reason.EMPTY, Reason.BAD_TEXT, Reason.WRONG_FORMAT] * 200
-    assert [row.place.row for row in refused] == [number for number in range(1, 801) if number % 4 != 1]
+    assert [row.reason for row in refused] == [
+        Reason.EMPTY,
+        Reason.BAD_TEXT,
+        Reason.WRONG_FORMAT,
+    ] * 200
+    assert [row.place.row for row in refused] == [
+        number for number in range(1, 801) if number % 4 != 1
+    ]
     assert (refused[0].to_json().keys() & {"line", "byte_offset"}) == set()
 
 
@@ -102,10 +127,17 @@ def test_text_that_is_not_utf8_costs_its_own_row_only(tmp_path: Path) -> None:
 
 def test_maps_are_objects(tmp_path: Path) -> None:
     calls = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
-    turns = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(calls))])
+    turns = pa.struct(
+        [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(calls))]
+    )
     arguments = [[("city", "x")], [("city", "x"), ("city", "y")]]
-    rows = [[ASKS, {"role": "assistant", "tool_calls": [{"name": "a", "arguments": pairs}]}] for pairs in arguments]
-    pq.write_table(pa.table({"messages": pa.array(rows, pa.list_(turns))}), tmp_path / "rows.parquet")
+    rows = [
+        [ASKS, {"role": "assistant", "tool_calls": [{"name": "a", "arguments": pairs}]}]
+        for pairs in arguments
+    ]
+    pq.write_table(
+        pa.table({"messages": pa.array(rows, pa.list_(turns))}), tmp_path / "rows.parquet"
+    )
     good, refused = read(tmp_path / "rows.parquet")
 
     assert good == [Conversation([ASKS, called("a", city="x")], None, (1,))]
@@ -113,8 +145,12 @@ def test_maps_are_objects(tmp_path: Path) -> None:
 
 
 def test_nulls_of_maps_and_lists_and_columns_are_values(tmp_path: Path) -> None:
-    calls = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.list_(pa.string())))])
-    turns = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(calls))])
+    calls = pa.struct(
+        [("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.list_(pa.string())))]
+    )
+    turns = pa.struct(
+        [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(calls))]
+    )
     called_with = [("city", None), ("days", ["x", None])]
     rows = [[ASKS, {"role": "assistant", "tool_calls": [{"name": "a", "arguments": called_with}]}]]
     columns = {"messages": pa.array(rows, pa.list_(turns)), "system": pa.array([None], pa.string())}
@@ -135,7 +171,10 @@ def test_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
 
 
 def test_values_that_json_does_not_have_do_no_harm(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"text": "a", "when": datetime(2026, 1, 1), "raw": b"\xff"}, {"text": "", "raw": b""}]
+    rows: list[dict[str, Any]] = [
+        {"text": "a", "when": datetime(2026, 1, 1), "raw": b"\xff"},
+        {"text": "", "raw": b""},
+    ]
     good, refused = read(write(tmp_path / "rows.parquet", rows), Layout("text"))
 
     assert (good, [row.reason for row in refused]) == ([Text("a")], [Reason.EMPTY])
@@ -148,9 +187,17 @@ def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "text", "empty"])
-def test_a_damaged_file_is_one_error_that_tells_how_far_it_went(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_one_error_that_tells_how_far_it_went(
+    tmp_path: Path, damage: str
+) -> None:
     rows = [{"text": f"{number} {number * 7919}"} for number in range(5000)]
-    path = write(tmp_path / "rows.parquet", rows, row_group_size=1000, compression="zstd", use_dictionary=False)
+    path = write(
+        tmp_path / "rows.parquet",
+        rows,
+        row_group_size=1000,
+        compression="zstd",
+        use_dictionary=False,
+    )
     content = path.read_bytes()
     middle = len(content) // 2
     damaged = {
@@ -162,7 +209,8 @@ def test_a_damaged_file_is_one_error_that_tells_how_far_it_went(tmp_path: Path, 
     path.write_bytes(damaged[damage])
 
     with pytest.raises(
-        DataError, match=r"rows\.parquet: not parquet, or damaged, after row \d+: .*; get the file again"
+        DataError,
+        match=r"rows\.parquet: not parquet, or damaged, after row \d+: .*; get the file again",
     ):
         list(CorpusFile(path, "rows.parquet"))
 
@@ -180,14 +228,18 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     for rows in (500, 60_000):
         table = pa.table({"text": [f"{number} " * 700 for number in range(rows)]})
         paths.append(tmp_path / f"{rows}.parquet")
-        pq.write_table(table, paths[-1], row_group_size=100_000, use_dictionary=False, compression="zstd")
+        pq.write_table(
+            table, paths[-1], row_group_size=100_000, use_dictionary=False, compression="zstd"
+        )
     characters, growth_bytes = memory_growth(*paths)
 
     assert characters > 200_000_000
     assert growth_bytes < 110_000_000  # Arrow itself takes 10 MB; its allocator keeps some more
 
 
-def test_a_text_that_is_stored_once_for_all_rows_is_unpacked_a_few_times_at_once(tmp_path: Path) -> None:
+def test_a_text_that_is_stored_once_for_all_rows_is_unpacked_a_few_times_at_once(
+    tmp_path: Path,
+) -> None:
     """256 rows of 4 MiB, and many small ones before them, in a file of some kilobytes."""
     rows = 40_000
     large = pa.DictionaryArray.from_arrays(
@@ -197,7 +249,9 @@ def test_a_text_that_is_stored_once_for_all_rows_is_unpacked_a_few_times_at_once
     small = pa.table({"text": ["x"] * 500})
     paths = [tmp_path / "small.parquet", tmp_path / "large.parquet"]
     pq.write_table(small, paths[0])
-    pq.write_table(pa.table({"text": large}), paths[1], compression="zstd", dictionary_pagesize_limit=64 << 20)
+    pq.write_table(
+        pa.table({"text": large}), paths[1], compression="zstd", dictionary_pagesize_limit=64 << 20
+    )
     assert paths[1].stat().st_size < 20_000
     characters, growth_bytes = memory_growth(*paths)
 
@@ -210,7 +264,10 @@ def test_a_row_that_is_too_large_is_refused_and_the_others_are_read(
 ) -> None:
     monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 100}] * 20
-    rows: list[dict[str, Any]] = [{"text": "a", "messages": []}, {"text": "b" * 1000, "messages": []}]
+    rows: list[dict[str, Any]] = [
+        {"text": "a", "messages": []},
+        {"text": "b" * 1000, "messages": []},
+    ]
     rows += [{"text": "c", "messages": turns}, {"text": "d", "messages": turns[:2]}]
     good, refused = read(write(tmp_path / "rows.parquet", rows * 10), Layout("text"))
 

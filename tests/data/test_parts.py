@@ -1,4 +1,4 @@
-"""What a row holds is rendered or the row is dropped with its reason, under each published template."""
+"""A row's content is rendered or the row drops with its reason, by each published template."""
 
 import json
 import shutil
@@ -34,10 +34,17 @@ from .chats import (
 )
 from .conftest import Pipeline
 
-LOOK = say("assistant", "I look.", tool_calls=[call(place="Bonn", more={"deep": [{"deeper": "unheard-of"}]})])
+LOOK = say(
+    "assistant",
+    "I look.",
+    tool_calls=[call(place="Bonn", more={"deep": [{"deeper": "unheard-of"}]})],
+)
 CALL = say("assistant", "", tool_calls=[call(place="Bonn")])
 _FUNCTION: dict[str, Any] = TOOL["function"]  # type: ignore[assignment]
-NESTED = {**_FUNCTION, "parameters": {"type": "object", "properties": {"at": {"description": "a deep word"}}}}
+NESTED = {
+    **_FUNCTION,
+    "parameters": {"type": "object", "properties": {"at": {"description": "a deep word"}}},
+}
 CHATS = {
     "text and a call": talk(QUESTION, LOOK, tools=[TOOL]),
     "a call": talk(QUESTION, CALL),
@@ -51,7 +58,9 @@ RENDERING_ALL = ("hybrid", "instruct-2507", "qwen2.5", "qwen3.5")
 @pytest.fixture
 def made(tiny_folder: Path, tmp_path: Path) -> Any:
     return lambda template, **settings: Encoder(
-        change_template(tiny_folder, tmp_path / "model", template), Tokenize(max_tokens=10_000, **settings), fast=False
+        change_template(tiny_folder, tmp_path / "model", template),
+        Tokenize(max_tokens=10_000, **settings),
+        fast=False,
     )
 
 
@@ -73,7 +82,9 @@ def test_templates_that_render_all_drop_nothing(made: Any, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["chatml", "no generation prompt"])
-def test_what_a_template_leaves_out_drops_the_row(made: Any, name: str, chat: str, drop: Drop | None) -> None:
+def test_what_a_template_leaves_out_drops_the_row(
+    made: Any, name: str, chat: str, drop: Drop | None
+) -> None:
     (outcome,) = made(TEMPLATES[name]).encode([CHATS[chat]])[0]
     assert outcome == drop if drop else isinstance(outcome, Sample)
 
@@ -82,8 +93,14 @@ SHALLOW_CALLS = TEMPLATES["hybrid"].replace(
     "call.function.arguments | tojson", "call.function.arguments | list | tojson"
 )
 SHALLOW_TOOLS = TEMPLATES["hybrid"].replace("tool | tojson", "tool.function.name")
-NO_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + TEMPLATES["chatml"]
-NO_RESULTS = "{% set messages = messages | rejectattr('role', 'equalto', 'tool') | list %}" + TEMPLATES["instruct-2507"]
+NO_SYSTEM = (
+    "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+    + TEMPLATES["chatml"]
+)
+NO_RESULTS = (
+    "{% set messages = messages | rejectattr('role', 'equalto', 'tool') | list %}"
+    + TEMPLATES["instruct-2507"]
+)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +131,14 @@ def test_a_text_that_a_template_leaves_out_for_its_words_drops_the_row(made: Any
         ({"system": "Be brief."}, NO_SYSTEM, "tokenize.system"),
     ],
 )
-def test_what_the_config_gives_has_to_be_rendered(made: Any, settings: Any, template: str, key: str) -> None:
+def test_what_the_config_gives_has_to_be_rendered(
+    made: Any, settings: Any, template: str, key: str
+) -> None:
     with pytest.raises(DataError, match=f"^{key}: the chat template of .* does not render it"):
         made(template, **settings).encode([talk(QUESTION, ANSWER)])
-    assert isinstance(made(TEMPLATES["hybrid"], **settings).encode([talk(QUESTION, ANSWER)])[0][0], Sample)
+    assert isinstance(
+        made(TEMPLATES["hybrid"], **settings).encode([talk(QUESTION, ANSWER)])[0][0], Sample
+    )
 
 
 def test_a_template_that_wants_null_and_text_is_given_them(made: Any) -> None:
@@ -129,47 +150,65 @@ def test_a_template_that_wants_null_and_text_is_given_them(made: Any) -> None:
     function = {"name": "weather", "arguments": '{"place": "Bonn"}'}
     given = [
         QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        },
     ]
-    wanted = AutoTokenizer.from_pretrained(encoder._folder).apply_chat_template(given, return_dict=False)
+    wanted = AutoTokenizer.from_pretrained(encoder._folder).apply_chat_template(
+        given, return_dict=False
+    )
     assert sample.tokens.tolist() == wanted
-    assert encoder.encode([talk(QUESTION, LOOK)])[0] == [Drop.CALLS_NOT_RENDERED]  # it reads calls only beside null
+    # it reads calls only beside null
+    assert encoder.encode([talk(QUESTION, LOOK)])[0] == [Drop.CALLS_NOT_RENDERED]
 
 
 def test_thinking_that_a_template_cuts_is_the_reason_of_the_drop(made: Any) -> None:
     encoder = made(TEMPLATES["r1-distill"])
     assert encoder.encode([talk(QUESTION, REASONED)])[0] == [Drop.THINKING_NOT_RENDERED]
-    assert encoder.encode([talk(QUESTION, say("assistant", "<think>\nThey ask, and wait.\n</think>\n\nFine."))])[0] == [
-        Drop.THINKING_NOT_RENDERED
-    ]
+    assert encoder.encode(
+        [talk(QUESTION, say("assistant", "<think>\nThey ask, and wait.\n</think>\n\nFine."))]
+    )[0] == [Drop.THINKING_NOT_RENDERED]
 
 
 def test_the_role_tokens_of_a_template_may_stand_in_no_row(made: Any) -> None:
     encoder = made(TEMPLATES["r1-distill"])
     for token in ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"):
         assert encoder.control_token_in(talk(say("user", f"a {token} b"), ANSWER)) == token
-    assert made(TEMPLATES["hybrid"]).control_token_in(talk(say("user", "<｜User｜> <tool_call>"), ANSWER)) is None
+    assert (
+        made(TEMPLATES["hybrid"]).control_token_in(
+            talk(say("user", "<｜User｜> <tool_call>"), ANSWER)
+        )
+        is None
+    )
 
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 
-@pytest.mark.parametrize(("name", "text"), [("qwen3.5", "onetwo"), ("hybrid", "one\ntwo"), ("chatml", "one\ntwo")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("qwen3.5", "onetwo"), ("hybrid", "one\ntwo"), ("chatml", "one\ntwo")]
+)
 def test_text_parts_are_joined_as_the_template_joins_them(made: Any, name: str, text: str) -> None:
     encoder = made(TEMPLATES[name])
-    row = {"messages": [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}]}
+    row = {
+        "messages": [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}]
+    }
     (sample,) = encoder.encode([content_of(row)])[0]
     joined = [say("user", text), say("assistant", text)]
     ((prompt, written),) = supervised_turns(sample)
     tokenizer = judge(encoder._folder)
-    assert [*prompt, *written] == (tokenizer.apply_chat_template(joined, return_dict=False))[: len(sample.tokens)]
+    assert [*prompt, *written] == (tokenizer.apply_chat_template(joined, return_dict=False))[
+        : len(sample.tokens)
+    ]
     if name == "qwen3.5":
         given = tokenizer.apply_chat_template(row["messages"], return_dict=False)
         assert given[: len(sample.tokens)] == sample.tokens.tolist()
 
 
 def test_answers_that_begin_with_a_line_end_are_learned(qwen_folder: Path, tmp_path: Path) -> None:
-    """Qwen's tokenizer has one token for two line ends; a model that is given the first writes the second."""
+    """Qwen's tokenizer has one token for two line ends; a model given the first adds another."""
     folder = change_template(qwen_folder, tmp_path, TEMPLATES["instruct-2507"])
     encoder = Encoder(folder, Tokenize())
     samples = encoder.encode([talk(QUESTION, say("assistant", "\n\nFine."), QUESTION, ANSWER)])[0]

@@ -65,7 +65,8 @@ def test_a_lost_worker_says_what_it_was_at(kind: str, cause: LossCause, detail: 
     with Pool(load, 2, TIGHT) as pool, pytest.raises(WorkerLost, match=detail) as caught:
         for result in pool.map(tasks):
             taken.append(result)
-    assert taken == [STATE, STATE + 1, STATE + 2]  # what came before is not lost, and what is named does not vary
+    # what came before is not lost, and what is named does not vary
+    assert taken == [STATE, STATE + 1, STATE + 2]
     assert (caught.value.cause, caught.value.task, caught.value.position) == (cause, Harm(kind), 7)
 
 
@@ -80,14 +81,20 @@ def test_a_task_may_run_in_the_place_of_one_whose_worker_was_lost() -> None:
     with Pool(load, 2, TIGHT) as pool:
         found = list(pool.map(tasks, instead))
     assert found == [STATE, 0, *(STATE + number for number in range(1, 12)), 0]
-    assert {(loss.cause, loss.position) for loss in lost} == {(LossCause.CPU, 7), (LossCause.MEMORY, 7)}
+    assert {(loss.cause, loss.position) for loss in lost} == {
+        (LossCause.CPU, 7),
+        (LossCause.MEMORY, 7),
+    }
     assert len(lost) == 3
 
 
 def test_a_worker_without_progress_is_given_up() -> None:
     limits = Limits(silence_s=3)
     tasks: list[Task[int, int]] = [Add(0), Harm("silent")]
-    with Pool(load, 2, limits) as pool, pytest.raises(WorkerLost, match="no progress in 3 s") as caught:
+    with (
+        Pool(load, 2, limits) as pool,
+        pytest.raises(WorkerLost, match="no progress in 3 s") as caught,
+    ):
         list(pool.map(tasks))
     assert (caught.value.cause, caught.value.position) == (LossCause.SILENT, 7)
 
@@ -102,14 +109,20 @@ def test_what_a_task_raises_is_raised_in_its_place() -> None:
 
 
 def test_a_bug_in_a_task_is_no_fault_of_the_data(capfd: pytest.CaptureFixture[str]) -> None:
-    with Pool(load, 1) as pool, pytest.raises(RuntimeError, match="exit code 1; its traceback is above"):
+    with (
+        Pool(load, 1) as pool,
+        pytest.raises(RuntimeError, match="exit code 1; its traceback is above"),
+    ):
         list(pool.map([Harm("bug")]))
     assert "ZeroDivisionError: a bug of ours" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("loading", "error", "message"),
-    [(fail_to_load, DataError, "no such model"), (crash_while_loading, WorkerLost, "killed from outside")],
+    [
+        (fail_to_load, DataError, "no such model"),
+        (crash_while_loading, WorkerLost, "killed from outside"),
+    ],
 )
 def test_a_worker_that_cannot_load_is_one_error(
     loading: Callable[[], int], error: type[Exception], message: str

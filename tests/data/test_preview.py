@@ -22,7 +22,9 @@ from .test_ledger import encoded_of
         ([0, 2], [0, 2]),
     ],
 )
-def test_every_source_is_shown_and_large_ones_more(tmp_path: Path, sizes: list[int], shown: list[int]) -> None:
+def test_every_source_is_shown_and_large_ones_more(
+    tmp_path: Path, sizes: list[int], shown: list[int]
+) -> None:
     with SampleWriter(tmp_path) as writer:
         for number, size in enumerate(sizes):
             encoded = encoded_of([3] * size)

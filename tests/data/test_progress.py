@@ -10,7 +10,12 @@ def test_a_line_has_done_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     said: list[str] = []
     told = Progress(said.append, "tokenize: a.jsonl", "rows")
-    for elapsed_s, done, fraction in ((1, 10, 0.01), (6, 6000, 0.25), (7, 6500, 0.3), (12, 12_000, 0.5)):
+    for elapsed_s, done, fraction in (
+        (1, 10, 0.01),
+        (6, 6000, 0.25),
+        (7, 6500, 0.3),
+        (12, 12_000, 0.5),
+    ):
         now_s[0] = 100.0 + elapsed_s
         told.update(done, fraction)
     assert said == [

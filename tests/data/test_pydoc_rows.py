@@ -38,7 +38,7 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_nothing_depends_on_where_python_lies() -> None:
-    """platform.architecture has sys.executable as a default, which made another demo of each clone."""
+    """platform.architecture defaults to sys.executable, which made another demo of each clone."""
     texts = [message["content"] for messages in conversations() for message in messages]
     assert len(texts) > 30_000
     assert [text for text in texts if sys.prefix in text or sys.base_prefix in text] == []
@@ -47,7 +47,9 @@ def test_nothing_depends_on_where_python_lies() -> None:
 def test_importing_the_modules_says_and_starts_nothing() -> None:
     code = f"import importlib, threading\nfor name in {MODULES!r}: importlib.import_module(name)\n"
     code += "assert threading.active_count() == 1"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -58,25 +60,43 @@ def test_every_row_is_a_conversation_of_its_own(rows: list[dict[str, Any]]) -> N
     turns = Counter(sum(message["role"] == "user" for message in row["messages"]) for row in rows)
     assert turns.keys() == {1, 2} and turns[2] > 500
     assert sum(row["messages"][0]["role"] == "system" for row in rows) > 300
-    asked = Counter(message["content"] for row in rows for message in row["messages"] if message["role"] == "user")
+    asked = Counter(
+        message["content"]
+        for row in rows
+        for message in row["messages"]
+        if message["role"] == "user"
+    )
     assert max(asked.values()) == 1  # or a held-out answer could be read off a training row
     text = json.dumps(rows)
     assert " at 0x" not in text and "<object" not in text and str(Path.home()) not in text
 
 
 def test_there_are_many_kinds_of_questions_about_all_modules(rows: list[dict[str, Any]]) -> None:
-    questions = [message["content"] for row in rows for message in row["messages"] if message["role"] == "user"]
+    questions = [
+        message["content"]
+        for row in rows
+        for message in row["messages"]
+        if message["role"] == "user"
+    ]
     kinds = Counter(re.sub("`[^`]*`", "X", question) for question in questions)
     assert sum(number > 100 for number in kinds.values()) >= 6
-    assert sum(any(f"`{name}" in question for question in questions) for name in MODULES) > 0.9 * len(MODULES)
+    assert sum(
+        any(f"`{name}" in question for question in questions) for name in MODULES
+    ) > 0.9 * len(MODULES)
 
 
 def test_signatures_and_summaries_are_right() -> None:
     entries = {entry.name: entry for entry in read_entries()}
     join = entries["textwrap.fill"]
-    assert (join.kind, join.holder, join.signature) == ("function", "textwrap", "(text, width=70, **kwargs)")
+    assert (join.kind, join.holder, join.signature) == (
+        "function",
+        "textwrap",
+        "(text, width=70, **kwargs)",
+    )
     assert join.summary == "Fill a single paragraph of text, returning a new string."
-    assert entries["shlex.shlex.get_token"].kind == "method" and entries["shlex.shlex"].kind == "class"
+    assert (
+        entries["shlex.shlex.get_token"].kind == "method" and entries["shlex.shlex"].kind == "class"
+    )
     assert entries["heapq"].kind == "module"
     assert not any(part.startswith("_") for name in entries for part in name.split("."))
 
@@ -85,8 +105,15 @@ def test_samples_are_short(rows: list[dict[str, Any]], tiny_folder: Path) -> Non
     rows = rows[:1500]
     contents = [to_content(row, Layout("messages")) for row in rows]
     encoded = Encoder(tiny_folder, Tokenize(max_tokens=100_000)).encode(contents)
-    lengths = sorted(len(sample.tokens) for samples in encoded for sample in samples if isinstance(sample, Sample))
-    assert len(lengths) == sum(message["role"] == "assistant" for row in rows for message in row["messages"])
+    lengths = sorted(
+        len(sample.tokens)
+        for samples in encoded
+        for sample in samples
+        if isinstance(sample, Sample)
+    )
+    assert len(lengths) == sum(
+        message["role"] == "assistant" for row in rows for message in row["messages"]
+    )
     assert lengths[len(lengths) // 2] < 100 and lengths[-len(lengths) // 200] < 250
 
 

@@ -18,7 +18,10 @@ QUESTIONS = [[{"role": "user", "content": text}] for text in ("Who?", "And why?"
 
 def test_prompts_are_those_of_the_template(folder: Path) -> None:
     template = ChatTemplate.load(folder)
-    expected = [template.render(each, add_generation_prompt=True, enable_thinking=False) for each in QUESTIONS]
+    expected = [
+        template.render(each, add_generation_prompt=True, enable_thinking=False)
+        for each in QUESTIONS
+    ]
     assert render_prompts(folder, QUESTIONS, enable_thinking=False) == expected
     assert render_prompts(folder, []) == []
 
@@ -32,12 +35,15 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 LIMITS = Limits(cpu_s=0.5)
 FAILING = {
-    LOOP: "a worker process was ended while rendering the chat template of .*: more than 0.5 s of CPU time",
+    LOOP: "a worker process was ended while rendering the chat template of .*: more than 0.5 s of "
+    "CPU time",
     "{{ raise_exception('not today') }}": "not today",
 }
 
 
-@pytest.mark.parametrize("template", [*FAILING, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+@pytest.mark.parametrize(
+    "template", [*FAILING, "{% for message in messages %}{{ message.content }}{% endfor %}"]
+)
 def test_a_template_may_end_no_answer(tmp_path: Path, tiny_folder: Path, template: str) -> None:
     """Raw text needs no template, so its training is exported all the same."""
     model = change_template(tiny_folder, tmp_path / "model", template)
@@ -47,13 +53,20 @@ def test_a_template_may_end_no_answer(tmp_path: Path, tiny_folder: Path, templat
             render_prompts(model, QUESTIONS, LIMITS)
 
 
-NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-NEVER_OFF = "{% if enable_thinking is defined and not enable_thinking %}{{ raise_exception('it thinks') }}{% endif %}"
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+)
+NEVER_OFF = (
+    "{% if enable_thinking is defined and not enable_thinking %}{{ raise_exception('it "
+    "thinks') }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize("before", ["", NEEDS_SYSTEM, NEVER_OFF])
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != NO_TEMPLATE])
-def test_each_published_template_ends_its_answers(tmp_path: Path, tiny_folder: Path, name: str, before: str) -> None:
+def test_each_published_template_ends_its_answers(
+    tmp_path: Path, tiny_folder: Path, name: str, before: str
+) -> None:
     model = change_template(tiny_folder, tmp_path / "model", before + TEMPLATES[name])
     end = "<｜end▁of▁sentence｜>" if name == "r1-distill" else "<|im_end|>"
     state = Encoder(model, Tokenize())
@@ -86,7 +99,9 @@ def test_a_template_is_compiled_within_the_limits(
         work(model, limits)
 
 
-def test_a_template_that_wants_another_question_is_in_order(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_template_that_wants_another_question_is_in_order(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
     model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     (model / "chat_template.jinja").write_text("{{ raise_exception('give me tools') }}")
     check_template(model)

@@ -14,7 +14,13 @@ from pipeline_lib.data.layouts import to_content
 from pipeline_lib.data.ledger import FileLedger, SourceLedger
 from pipeline_lib.data.lost_rows import refuse_missing_columns
 from pipeline_lib.data.read_files import CorpusFile, value_of
-from pipeline_lib.data.sources import BATCH_BYTES, BATCH_ROWS, DataSource, fraction_read, open_sources
+from pipeline_lib.data.sources import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    DataSource,
+    fraction_read,
+    open_sources,
+)
 
 
 def row(number: int, answer: str = "It is.") -> dict[str, Any]:
@@ -32,7 +38,10 @@ def source_of(tmp_path: Path, *files: list[Any], number: int = 0, **reading: Any
 
 
 def shape(batches: list[RowBatch]) -> list[tuple[int, int, str | None]]:
-    return [(batch.file, len(batch.rows), batch.layout.format if batch.layout else None) for batch in batches]
+    return [
+        (batch.file, len(batch.rows), batch.layout.format if batch.layout else None)
+        for batch in batches
+    ]
 
 
 def test_batches_are_bounded_in_rows_and_in_bytes(tmp_path: Path) -> None:
@@ -51,7 +60,9 @@ def test_batches_are_bounded_in_rows_and_in_bytes(tmp_path: Path) -> None:
 
 
 def test_the_first_row_that_is_understood_settles_the_format(tmp_path: Path) -> None:
-    source = source_of(tmp_path, [{"a": 1}] * (BATCH_ROWS + 2) + [row(1)] * BATCH_ROWS, [{"text": "Once."}], [[1]])
+    source = source_of(
+        tmp_path, [{"a": 1}] * (BATCH_ROWS + 2) + [row(1)] * BATCH_ROWS, [{"text": "Once."}], [[1]]
+    )
     batches = list(source.batches())
     assert shape(batches) == [
         (0, BATCH_ROWS, None),
@@ -60,7 +71,9 @@ def test_the_first_row_that_is_understood_settles_the_format(tmp_path: Path) -> 
         (1, 1, "text"),
         (2, 1, None),
     ]
-    assert batches[1].first is not None and batches[1].first.startswith(f"0-0.jsonl:{BATCH_ROWS + 3}: {{")
+    assert batches[1].first is not None and batches[1].first.startswith(
+        f"0-0.jsonl:{BATCH_ROWS + 3}: {{"
+    )
 
 
 def test_names_of_columns_are_used_to_find_the_format(tmp_path: Path) -> None:
@@ -72,7 +85,13 @@ def test_names_of_columns_are_used_to_find_the_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("max_rows", "expected"),
-    [(1, [(0, 1)]), (3, [(0, 3)]), (4, [(0, 3), (1, 1)]), (6, [(0, 3), (1, 3)]), (None, [(0, 3), (1, 3)])],
+    [
+        (1, [(0, 1)]),
+        (3, [(0, 3)]),
+        (4, [(0, 3), (1, 1)]),
+        (6, [(0, 3), (1, 3)]),
+        (None, [(0, 3), (1, 3)]),
+    ],
 )
 def test_a_source_ends_after_its_last_row(
     tmp_path: Path, max_rows: int | None, expected: list[tuple[int, int]]
@@ -93,7 +112,10 @@ def booked(source: DataSource) -> SourceLedger:
 
 
 PLAIN = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-THINKS = {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], "thought": "w"}], "rules": "s"}
+THINKS = {
+    "messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], "thought": "w"}],
+    "rules": "s",
+}
 MAY_LACK = {"system": "rules", "reasoning_content": "thought"}
 
 
@@ -116,18 +138,25 @@ def test_a_named_key_of_a_parquet_file_may_be_null_in_all_rows(tmp_path: Path) -
     table = pa.table({"messages": pa.array([PLAIN["messages"]], pa.list_(turn))})
     pq.write_table(table, tmp_path / "a.parquet")
     file = CorpusFile(tmp_path / "a.parquet", "a.parquet")
-    source = DataSource(0, "data.train[0]", "name", Rows(columns={"reasoning_content": "thought"}), [file])
+    source = DataSource(
+        0, "data.train[0]", "name", Rows(columns={"reasoning_content": "thought"}), [file]
+    )
     refuse_missing_columns([booked(source)], [source])
 
 
 @pytest.mark.parametrize(
     ("reading", "said"),
     [
-        ({"columns": MAY_LACK}, r"\Aname: no row has 'rules', which data\.train\[0\]\.columns names as system; .*"),
+        (
+            {"columns": MAY_LACK},
+            r"\Aname: no row has 'rules', which data\.train\[0\]\.columns names as system; .*",
+        ),
         ({"columns": MAY_LACK, "max_rows": 9}, r"\Aname: no row has 'rules'"),
     ],
 )
-def test_a_named_key_that_no_file_has_is_refused(tmp_path: Path, reading: dict[str, Any], said: str) -> None:
+def test_a_named_key_that_no_file_has_is_refused(
+    tmp_path: Path, reading: dict[str, Any], said: str
+) -> None:
     source = source_of(tmp_path, [PLAIN], [PLAIN], **reading)
     with pytest.raises(DataError, match=said + r".* Mend the name, or remove it from `columns`\Z"):
         refuse_missing_columns([booked(source)], [source])
@@ -137,7 +166,8 @@ def test_a_column_that_max_rows_may_have_cut_off_is_said_to_be_missing(tmp_path:
     source = source_of(tmp_path, [PLAIN, THINKS], columns={"system": "rules"}, max_rows=1)
 
     assert refuse_missing_columns([booked(source)], [source]) == [
-        "tokenize: name: of 1 row read none has 'rules', which data.train[0].columns names as system"
+        "tokenize: name: of 1 row read none has 'rules', which data.train[0].columns names as "
+        "system"
     ]
 
 

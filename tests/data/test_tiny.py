@@ -37,7 +37,9 @@ def load(folder: Path) -> Any:
     return model
 
 
-def test_transformers_loads_all_of_it_and_would_save_the_same_config(tiny_folder: Path, tmp_path: Path) -> None:
+def test_transformers_loads_all_of_it_and_would_save_the_same_config(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     assert list_files(tiny_folder) == FILES
     model = load(tiny_folder)
     assert model.dtype == torch.float32
@@ -57,18 +59,29 @@ def test_it_generates_and_knows_where_to_stop(tiny_folder: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_folder)
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    assert model.generation_config.pad_token_id == model.config.pad_token_id == tokenizer.pad_token_id
+    assert (
+        model.generation_config.pad_token_id == model.config.pad_token_id == tokenizer.pad_token_id
+    )
     assert model.config.eos_token_id == tokenizer.eos_token_id
     inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "hi"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    assert model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1] <= inputs["input_ids"].shape[1] + 4
+    assert (
+        model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1]
+        <= inputs["input_ids"].shape[1] + 4
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["import os\n\n\nprint(1234)", "e\u0301 caf\u00e9 你好 \U0001f600", "  a\r\n\t b ", "I'm"]
+    "text",
+    ["import os\n\n\nprint(1234)", "e\u0301 caf\u00e9 你好 \U0001f600", "  a\r\n\t b ", "I'm"],
 )
-def test_the_trained_tokenizer_loses_nothing_but_the_form_of_accents(tiny_folder: Path, text: str) -> None:
+def test_the_trained_tokenizer_loses_nothing_but_the_form_of_accents(
+    tiny_folder: Path, text: str
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text.replace("e\u0301", "\u00e9")
     assert all(len(tokenizer.tokenize(digit)) == 1 for digit in "0123456789")
@@ -85,29 +98,53 @@ def test_the_marks_of_the_template_are_tokens_but_no_control_tokens(tiny_folder:
 
 def test_its_template_knows_tools_and_thinking(tiny_folder: Path) -> None:
     made = [call(place="Bonn"), call(place="北京")]
-    messages = [SYSTEM, QUESTION, THOUGHTFUL, QUESTION, {**REASONED, "tool_calls": made}, SUNNY, RAINY, ANSWER]
-    text = ChatTemplate.load(tiny_folder).render(messages, [TOOL], add_generation_prompt=True, enable_thinking=False)
-    system, first, answer, second, calls, results, last, prompt, *rest = text.split("<|im_start|>")[1:]
-    assert not rest and system.startswith("system\nBe brief.\n\n") and json.dumps(TOOL) in system
-    assert (first, answer) == ("user\nHow are you?<|im_end|>\n", "assistant\nFine.<|im_end|>\n")  # thought away
-    assert second == first and calls.startswith("assistant\n<think>\nThey ask.\n</think>\n\nFine.\n<tool_call>\n")
-    assert [json.loads(part.split("\n</tool_call>")[0]) for part in calls.split("<tool_call>\n")[1:]] == [
-        one["function"] for one in made
+    messages = [
+        SYSTEM,
+        QUESTION,
+        THOUGHTFUL,
+        QUESTION,
+        {**REASONED, "tool_calls": made},
+        SUNNY,
+        RAINY,
+        ANSWER,
     ]
-    responses = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in (SUNNY, RAINY)]
+    text = ChatTemplate.load(tiny_folder).render(
+        messages, [TOOL], add_generation_prompt=True, enable_thinking=False
+    )
+    system, first, answer, second, calls, results, last, prompt, *rest = text.split("<|im_start|>")[
+        1:
+    ]
+    assert not rest and system.startswith("system\nBe brief.\n\n") and json.dumps(TOOL) in system
+    # thought away
+    assert (first, answer) == ("user\nHow are you?<|im_end|>\n", "assistant\nFine.<|im_end|>\n")
+    assert second == first and calls.startswith(
+        "assistant\n<think>\nThey ask.\n</think>\n\nFine.\n<tool_call>\n"
+    )
+    assert [
+        json.loads(part.split("\n</tool_call>")[0]) for part in calls.split("<tool_call>\n")[1:]
+    ] == [one["function"] for one in made]
+    responses = [
+        f"<tool_response>\n{message['content']}\n</tool_response>" for message in (SUNNY, RAINY)
+    ]
     assert results == "user\n" + "\n".join(responses) + "<|im_end|>\n"
     assert last == "assistant\n<think>\n\n</think>\n\nFine, 谢谢!<|im_end|>\n"
     assert prompt == "assistant\n<think>\n\n</think>\n\n"
 
 
-def test_it_is_the_same_every_time_and_another_seed_makes_other_weights(tiny_folder: Path, tmp_path: Path) -> None:
+def test_it_is_the_same_every_time_and_another_seed_makes_other_weights(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     for name, seed in (("again", SMALL.seed), ("other", 1)):
         (tmp_path / name).mkdir()
         build_tiny(SMALL.model_copy(update={"seed": seed}), tmp_path / name, silent)
     again, other = tmp_path / "again", tmp_path / "other"
-    assert [sha256_file(again / name) for name in FILES] == [sha256_file(tiny_folder / name) for name in FILES]
+    assert [sha256_file(again / name) for name in FILES] == [
+        sha256_file(tiny_folder / name) for name in FILES
+    ]
     name = "model.layers.0.self_attn.q_proj.weight"
-    first, second = (load_file(folder / "model.safetensors")[name] for folder in (tiny_folder, other))
+    first, second = (
+        load_file(folder / "model.safetensors")[name] for folder in (tiny_folder, other)
+    )
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.15
 
 
@@ -140,6 +177,8 @@ def test_it_is_built_around_a_real_vocabulary(qwen_folder: Path, tmp_path: Path)
 
 def test_a_tokenizer_without_an_end_token_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     shutil.copyfile(tiny_folder / "tokenizer.json", tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<|endoftext|>", "eos_token": "<nope>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": "<|endoftext|>", "eos_token": "<nope>"})
+    )
     with pytest.raises(DataError, match="names no eos_token that the tokenizer has"):
         build_tiny(SMALL, tmp_path, silent)

@@ -1,4 +1,4 @@
-"""The tokenize stage reads, encodes and writes as a stream: ten times the data take the same memory."""
+"""The tokenize stage reads, encodes and writes as a stream: ten times the data, equal memory."""
 
 import json
 import subprocess
@@ -11,8 +11,9 @@ import pytest
 from .conftest import ROOT, Pipeline
 
 ROWS = 700
-# Small batches, so that a small input too has as many of them on their way as there may be. VmHWM is the peak of a
-# program alone; rusage also counts what its process held before it became that program.
+# Small batches, so that a small input too has as many of them on their way as there may be. VmHWM
+# is the peak of a program alone; rusage also counts what its process held before it became that
+# program.
 STAGE = """
 import sys
 from functools import partial

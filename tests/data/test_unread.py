@@ -13,7 +13,9 @@ USER: dict[str, Any] = {"role": "user", "content": "q"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "a"}
 SYSTEM: dict[str, Any] = {"role": "system", "content": "s"}
 MESSAGES: dict[str, Any] = {"messages": [USER, ASSISTANT]}
-SHAREGPT: dict[str, Any] = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+SHAREGPT: dict[str, Any] = {
+    "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+}
 ALPACA: dict[str, Any] = {"instruction": "q", "output": "a"}
 COMPLETION: dict[str, Any] = {"prompt": "q", "completion": "a"}
 EVERY = [MESSAGES, SHAREGPT, ALPACA, COMPLETION]
@@ -38,11 +40,16 @@ def counted(*rows: dict[str, Any], **columns: str) -> KeyCounts:
     [
         *[({**row, "reasoning_content": "why"}, {}) for row in ONE_ANSWER],
         *[({**row, "why": "why"}, {"reasoning_content": "why"}) for row in ONE_ANSWER],
-        ({"q": "q", "a": "a", "why": "why"}, {"instruction": "q", "output": "a", "reasoning_content": "why"}),
+        (
+            {"q": "q", "a": "a", "why": "why"},
+            {"instruction": "q", "output": "a", "reasoning_content": "why"},
+        ),
         ({"prompt": [USER], "completion": "a", "reasoning_content": "why", "thinking": "why"}, {}),
     ],
 )
-def test_the_reasoning_of_a_single_answer_is_read(row: dict[str, Any], columns: dict[str, str]) -> None:
+def test_the_reasoning_of_a_single_answer_is_read(
+    row: dict[str, Any], columns: dict[str, str]
+) -> None:
     content = read(row, **columns)
 
     assert isinstance(content, Conversation)
@@ -53,7 +60,12 @@ def test_reasoning_belongs_to_the_last_answer() -> None:
     content = read({**ALPACA, "history": [["b", "c"]], "reasoning_content": "why"})
 
     assert isinstance(content, Conversation)
-    assert [message.get("reasoning_content") for message in content.messages] == [None, None, None, "why"]
+    assert [message.get("reasoning_content") for message in content.messages] == [
+        None,
+        None,
+        None,
+        "why",
+    ]
 
 
 NOT_READ: list[tuple[dict[str, Any], str, str]] = [
@@ -62,14 +74,34 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
         for row in ONE_ANSWER
         for key in ("reasoning", "cot")
     ],
-    *[({**row, "reasoning_content": "w"}, "reasoning_content", "write it into its turn") for row in LISTED],
+    *[
+        ({**row, "reasoning_content": "w"}, "reasoning_content", "write it into its turn")
+        for row in LISTED
+    ],
     *[({**row, "thinking": "why"}, "thinking", "write it into its turn") for row in LISTED],
-    *[({**row, "history": [["a", "b"]]}, "history", "write it as the first turns") for row in LISTED],
-    *[({**row, "reasoning_details": [{"text": "why"}]}, "reasoning_details", "as reasoning_content") for row in EVERY],
-    *[({**row, "system_prompt": "s"}, "system_prompt", r"{system: system_prompt}") for row in EVERY],
+    *[
+        ({**row, "history": [["a", "b"]]}, "history", "write it as the first turns")
+        for row in LISTED
+    ],
+    *[
+        (
+            {**row, "reasoning_details": [{"text": "why"}]},
+            "reasoning_details",
+            "as reasoning_content",
+        )
+        for row in EVERY
+    ],
+    *[
+        ({**row, "system_prompt": "s"}, "system_prompt", r"{system: system_prompt}")
+        for row in EVERY
+    ],
     *[({**row, "functions": [{"name": "f"}]}, "functions", r"{tools: functions}") for row in EVERY],
     *[
-        ({**row, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "not set")
+        (
+            {**row, "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs",
+            "not set",
+        )
         for row in EVERY
     ],
     *[({**row, "weight": 0}, "weight", "rows are not weighted") for row in EVERY],
@@ -78,19 +110,36 @@ NOT_READ: list[tuple[dict[str, Any], str, str]] = [
     ({**COMPLETION, "context": "c"}, "context", "put it into the prompt"),
     ({**COMPLETION, "instruction": "i"}, "instruction", "put it into the prompt"),
     ({**COMPLETION, "history": [["a", "b"]]}, "history", "set format: alpaca"),
-    *[({**row, "documents": [{"text": "d"}]}, "documents", "write their text into") for row in EVERY],
-    *[({**row, "tool_calls": [{"name": "f"}]}, "tool_calls", "write the row as messages") for row in ONE_ANSWER],
+    *[
+        ({**row, "documents": [{"text": "d"}]}, "documents", "write their text into")
+        for row in EVERY
+    ],
+    *[
+        ({**row, "tool_calls": [{"name": "f"}]}, "tool_calls", "write the row as messages")
+        for row in ONE_ANSWER
+    ],
     *[({**row, "System": "s"}, "System", "{system: System}") for row in EVERY],
     *[({**row, "System Prompt": "s"}, "System Prompt", "{system: System Prompt}") for row in EVERY],
-    *[({**row, "Reasoning": "w"}, "Reasoning", "{reasoning_content: Reasoning}") for row in ONE_ANSWER],
+    *[
+        ({**row, "Reasoning": "w"}, "Reasoning", "{reasoning_content: Reasoning}")
+        for row in ONE_ANSWER
+    ],
     *[({**row, "WEIGHT": "0"}, "WEIGHT", "rows are not weighted") for row in EVERY],
     ({**ALPACA, "Input": "i"}, "Input", "{input: Input}"),
 ]
 IN_A_TURN: list[tuple[dict[str, Any], str, str]] = [
     ({**ASSISTANT, "reasoning": "why"}, "reasoning", "{reasoning_content: reasoning}"),
-    ({**ASSISTANT, "reasoning_details": [{"text": "why"}]}, "reasoning_details", "its text as reasoning_content"),
+    (
+        {**ASSISTANT, "reasoning_details": [{"text": "why"}]},
+        "reasoning_details",
+        "its text as reasoning_content",
+    ),
     ({**ASSISTANT, "function_call": {"name": "f"}}, "function_call", "write it as tool_calls"),
-    ({**ASSISTANT, "function_calls": [{"name": "f"}]}, "function_calls", "{tool_calls: function_calls}"),
+    (
+        {**ASSISTANT, "function_calls": [{"name": "f"}]},
+        "function_calls",
+        "{tool_calls: function_calls}",
+    ),
     ({**ASSISTANT, "train_detail": [{"end": 1}]}, "train_detail", "as a whole"),
     ({**ASSISTANT, "masked": True}, "masked", "write `loss: false`"),
     ({**USER, "images": ["a.png"]}, "images", "only text is supported"),
@@ -107,47 +156,76 @@ def test_what_would_change_what_is_learnt_is_refused_unless_it_is_to_be_ignored(
 
     assert remedy.replace("not set", "does not set") in caught.value.detail
     assert caught.value.detail.endswith(f"to leave it out set columns: {{{key}: ignore}}")
-    assert read(row, **{key: "ignore"}) == read({name: value for name, value in row.items() if name != key})
+    assert read(row, **{key: "ignore"}) == read(
+        {name: value for name, value in row.items() if name != key}
+    )
     assert counted(row, **{key: "ignore"}).unread == Counter()
 
 
 @pytest.mark.parametrize(("turn", "key", "remedy"), IN_A_TURN)
 def test_the_same_in_a_turn(turn: dict[str, Any], key: str, remedy: str) -> None:
-    order = {"system": [turn, USER, ASSISTANT], "user": [turn, ASSISTANT], "assistant": [USER, turn]}
+    order = {
+        "system": [turn, USER, ASSISTANT],
+        "user": [turn, ASSISTANT],
+        "assistant": [USER, turn],
+    }
     row = {"messages": order[turn["role"]]}
 
     with pytest.raises(BadRow, match=rf"messages\[\d\]\.{key}: ") as caught:
         read(row)
     assert remedy in caught.value.detail
-    plain = [{name: value for name, value in each.items() if name != key} for each in row["messages"]]
+    plain = [
+        {name: value for name, value in each.items() if name != key} for each in row["messages"]
+    ]
     assert read(row, **{key: "ignore"}) == read({"messages": plain})
 
 
 @pytest.mark.parametrize("key", TRAINED_KEYS)
 def test_a_weight_of_rows_is_ignored_and_those_of_turns_hold(key: str) -> None:
-    turns = [USER, {**ASSISTANT, key: False}, USER, {**ASSISTANT, key: 0.0}, USER, {**ASSISTANT, key: 1.0}]
+    turns = [
+        USER,
+        {**ASSISTANT, key: False},
+        USER,
+        {**ASSISTANT, key: 0.0},
+        USER,
+        {**ASSISTANT, key: 1.0},
+    ]
     row = {"messages": turns, key: 0.34}
     with pytest.raises(BadRow, match=f"set columns: {{{key}: ignore}}"):
         read(row)
 
     content = read(row, **{key: "ignore"})
     assert isinstance(content, Conversation) and content.supervised == (5,)
-    with pytest.raises(BadRow, match=rf"messages\[1\]\.{key}: 0\.3 .* write one of these, or remove the key$"):
+    with pytest.raises(
+        BadRow, match=rf"messages\[1\]\.{key}: 0\.3 .* write one of these, or remove the key$"
+    ):
         read({"messages": [USER, {**ASSISTANT, key: 0.3}]}, **{key: "ignore"})
 
 
 @pytest.mark.parametrize("columns", [{}, {"tools": "ignore"}])
 def test_tools_of_a_turn_are_not_ignored_with_those_of_the_row(columns: dict[str, str]) -> None:
     row = {"messages": [{**USER, "tools": [TOOL]}, ASSISTANT], "tools": [TOOL]}
-    with pytest.raises(BadRow, match=r"messages\[0\]\.tools: not read here: write it as .* of its system turn$"):
+    with pytest.raises(
+        BadRow, match=r"messages\[0\]\.tools: not read here: write it as .* of its system turn$"
+    ):
         read(row, **columns)
 
 
 @pytest.mark.parametrize(
     ("row", "columns", "said"),
     [
-        *[({**row, "system": "s"}, {"system": "sys"}, "^bad_value: system: not read, .* as sys, or") for row in EVERY],
-        *[({**row, "reasoning_content": "w", "why": ""}, {"reasoning_content": "why"}, "as why") for row in ONE_ANSWER],
+        *[
+            (
+                {**row, "system": "s"},
+                {"system": "sys"},
+                "^bad_value: system: not read, .* as sys, or",
+            )
+            for row in EVERY
+        ],
+        *[
+            ({**row, "reasoning_content": "w", "why": ""}, {"reasoning_content": "why"}, "as why")
+            for row in ONE_ANSWER
+        ],
         (
             {"messages": [USER, {**ASSISTANT, "reasoning_content": "w"}]},
             {"reasoning_content": "why"},
@@ -196,8 +274,12 @@ def test_a_key_that_says_nothing_is_harmless(row: dict[str, Any], nothing: objec
         *[{"label": value} for value in (False, 0, 0.0, "False", "false", "0")],
     ],
 )
-def test_preference_data_is_refused_by_what_it_is(row: dict[str, Any], more: dict[str, Any]) -> None:
-    with pytest.raises(PreferenceData, match="is preference data by its .*: only good examples can be trained on"):
+def test_preference_data_is_refused_by_what_it_is(
+    row: dict[str, Any], more: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        PreferenceData, match="is preference data by its .*: only good examples can be trained on"
+    ):
         read({**row, **more})
 
     ignored = dict.fromkeys(more, "ignore")
@@ -245,7 +327,13 @@ def test_tools_may_stand_in_the_system_turn() -> None:
 def test_all_other_keys_are_counted() -> None:
     counts = counted(
         {**MESSAGES, "id": 1, "source": "web", "note": None, "tags": []},
-        {"messages": [{**USER, "name": "ann"}, {**ASSISTANT, "reasoning_content": "w", "thinking": "w"}], "id": 0},
+        {
+            "messages": [
+                {**USER, "name": "ann"},
+                {**ASSISTANT, "reasoning_content": "w", "thinking": "w"},
+            ],
+            "id": 0,
+        },
     )
 
     assert counts.unread == {"id": 2, "source": 1, "messages[].name": 1, "messages[].thinking": 1}
@@ -274,7 +362,13 @@ def test_keys_without_end_are_counted_together() -> None:
 
 
 def test_columns_are_found_in_rows_and_turns_even_if_they_are_null_or_the_row_is_bad() -> None:
-    columns = {"messages": "dialog", "role": "by", "system": "sys", "tools": "none", "label": "ignore"}
+    columns = {
+        "messages": "dialog",
+        "role": "by",
+        "system": "sys",
+        "tools": "none",
+        "label": "ignore",
+    }
     counts = KeyCounts()
     with pytest.raises(BadRow):
         to_content({"dialog": [{"by": 1}], "sys": None}, Layout("messages", columns), counts)
@@ -284,7 +378,9 @@ def test_columns_are_found_in_rows_and_turns_even_if_they_are_null_or_the_row_is
 
 
 def test_turns_of_another_format_are_told() -> None:
-    with pytest.raises(BadRow, match=r"set format: sharegpt and columns: \{conversations: messages\}"):
+    with pytest.raises(
+        BadRow, match=r"set format: sharegpt and columns: \{conversations: messages\}"
+    ):
         read({"messages": SHAREGPT["conversations"]})
 
 

@@ -1,4 +1,4 @@
-"""What the tests read in a page: its sections, code and links; and a folder in which its commands run."""
+"""What tests read in a page: its sections, code and links; and a folder for its commands."""
 
 import os
 import re
@@ -33,8 +33,10 @@ class Section:
         return self.heading.count("#")
 
     def facts(self) -> Counter[str]:
-        """What both languages have to contain: code, links, and numbers in the prose that are written in digits."""
-        links = [link.partition("#")[0].replace(CHINESE, ".md") for link in LINK.findall(self.prose)]
+        """What both languages must contain: code, links, and numbers written in digits."""
+        links = [
+            link.partition("#")[0].replace(CHINESE, ".md") for link in LINK.findall(self.prose)
+        ]
         bare = LINK.sub("]", INLINE.sub("", self.prose))
         found = Counter(f"line of code {line!r}" for line in self.code)
         found += Counter(f"code `{code}`" for code in self.inline())
@@ -57,7 +59,10 @@ def chinese_of(page: str) -> str:
 
 def sections_of(text: str) -> list[Section]:
     """The sections of a page; the first is what stands above all headings of level two."""
-    sections, fence, may_indent = [Section("(top)")], False, False  # a blank line stands before code that is indented
+    # a blank line stands before code that is indented
+    sections = [Section("(top)")]
+    fence = False
+    may_indent = False
     for line in text.splitlines():
         indented = may_indent and re.match(r" {4,}\S", line)
         may_indent = bool(indented) or not line.strip()
@@ -82,9 +87,17 @@ def differences(page: str, english: str, chinese: str) -> list[str]:
         return [f"the sections differ: {headings[0]} and {headings[1]}"]
     found = []
     for one, other in zip(first, second, strict=True):
-        left_out = {f"link {Path(name).name!r}" for name in (page, chinese_of(page))}  # each links to the other
-        for name, more in ((page, one.facts() - other.facts()), (chinese_of(page), other.facts() - one.facts())):
-            found += [f"{one.heading}: only in {name}: {what}" for what in more.elements() if what not in left_out]
+        # each links to the other
+        left_out = {f"link {Path(name).name!r}" for name in (page, chinese_of(page))}
+        for name, more in (
+            (page, one.facts() - other.facts()),
+            (chinese_of(page), other.facts() - one.facts()),
+        ):
+            found += [
+                f"{one.heading}: only in {name}: {what}"
+                for what in more.elements()
+                if what not in left_out
+            ]
     return found
 
 
@@ -119,7 +132,11 @@ class Workplace:
         for name in PROJECT:
             (folder / name).symlink_to(ROOT / name)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        kept = {key: value for key, value in os.environ.items() if key not in ("HF_TOKEN", "PIPELINE_STORE")}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("HF_TOKEN", "PIPELINE_STORE")
+        }
         self.environment = {**kept, "PATH": path, "HF_HOME": str(folder / "hf"), **environment}
 
     def run(self, command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""All pages: links lead somewhere, commands exist, both languages agree, and every page is in the index."""
+"""All pages: links lead somewhere, commands exist, languages agree, every page is in the index."""
 
 import re
 import shlex
@@ -20,7 +20,11 @@ from tests.docs.pages import (
     sections_of,
 )
 
-PAGES = ["README.md", "README.zh-CN.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+PAGES = [
+    "README.md",
+    "README.zh-CN.md",
+    *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+]
 IN_TWO_LANGUAGES = [
     "README.md",
     "docs/long-context.md",
@@ -44,8 +48,16 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
             "chat demos",
             "## Two commands: only in README.zh-CN.md: line of code '    python -m pipeline_lib",
         ),
-        ("epochs: 2\n", "epochs: 3\n", "## Your own run: only in README.md: line of code '     epochs: 2'"),
-        ("docs/data.md", "docs/dat.md", "## Your own run: only in README.zh-CN.md: link 'docs/dat.md'"),
+        (
+            "epochs: 2\n",
+            "epochs: 3\n",
+            "## Your own run: only in README.md: line of code '     epochs: 2'",
+        ),
+        (
+            "docs/data.md",
+            "docs/dat.md",
+            "## Your own run: only in README.zh-CN.md: link 'docs/dat.md'",
+        ),
         ("## 承诺", "### 承诺", "the sections differ: "),
     ],
 )
@@ -59,11 +71,18 @@ def test_a_change_in_one_language_alone_is_named(old: str, new: str, what: str) 
 
 
 def test_a_translated_comment_is_no_difference() -> None:
-    assert differences("x.md", "a\n\n    make demo  # in 3 s\n", "一\n\n    make demo   # 三秒\n") == []
+    assert (
+        differences("x.md", "a\n\n    make demo  # in 3 s\n", "一\n\n    make demo   # 三秒\n")
+        == []
+    )
 
 
 def test_the_chinese_readme_has_a_section_on_modelscope_and_swanlab() -> None:
-    [section] = [section for section in sections_of(read("README.zh-CN.md")) if section.heading == ONLY_IN_CHINESE]
+    [section] = [
+        section
+        for section in sections_of(read("README.zh-CN.md"))
+        if section.heading == ONLY_IN_CHINESE
+    ]
     assert "source: modelscope" in "\n".join(section.code)
     assert "swanlab sync" in section.prose
 
@@ -76,26 +95,35 @@ def test_links_lead_somewhere(page: str) -> None:
         if name.startswith("http"):
             continue
         target = (ROOT / page).parent / name if name else ROOT / page
-        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))):
+        if not target.exists() or (
+            anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))
+        ):
             broken.append(link)
     assert broken == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_exist(page: str) -> None:
-    makefile, rules = read("Makefile"), "".join(path.read_text() for path in sorted(ROOT.glob("workflow/rules/*.smk")))
+    makefile = read("Makefile")
+    rules = "".join(path.read_text() for path in sorted(ROOT.glob("workflow/rules/*.smk")))
     rules += read("Snakefile")
     for line in commands_of(read(page)):
         command = shlex.split(re.split(r" && | > ", line)[0])
         if command[0] == "make":
             assert all(
-                re.search(rf"^{target}:", makefile, re.MULTILINE) for target in command[1:] if "=" not in target
+                re.search(rf"^{target}:", makefile, re.MULTILINE)
+                for target in command[1:]
+                if "=" not in target
             ), line
         elif command[0] == "snakemake" and "--snakefile" not in command:
             for target in targets_of(command[1:]):
-                assert re.search(rf'^rule {target}:|^for stage in .*"{target}"', rules, re.MULTILINE), line
+                assert re.search(
+                    rf'^rule {target}:|^for stage in .*"{target}"', rules, re.MULTILINE
+                ), line
         elif command[0] == "python" and len(command) > 3:
-            words = ["1" if word == "N" else word for word in command[3:] if word not in ("...", "&")]
+            words = [
+                "1" if word == "N" else word for word in command[3:] if word not in ("...", "&")
+            ]
             parser().parse_args(words)  # exits where it cannot
 
 
@@ -112,17 +140,25 @@ def targets_of(arguments: list[str]) -> list[str]:
 
 def test_two_machines_quotes_the_speeds_in_the_header_of_its_recipe() -> None:
     recipe = read("config/recipes/full-1.5b-2nodes-2xa10-9gbit.yaml")
-    header = " ".join(line.removeprefix("#").strip() for line in recipe.splitlines() if line.startswith("#"))
+    header = " ".join(
+        line.removeprefix("#").strip() for line in recipe.splitlines() if line.startswith("#")
+    )
     of_two_and_of_one = re.findall(r"([\d,]+) tokens/s \([^)]*\) in all", header)
     assert len(of_two_and_of_one) == 2
     for page in ("docs/two-machines.md", chinese_of("docs/two-machines.md")):
-        [section] = [one for one in sections_of(read(page)) if "full-1.5b-2nodes-2xa10-9gbit.yaml)" in one.prose]
+        [section] = [
+            one
+            for one in sections_of(read(page))
+            if "full-1.5b-2nodes-2xa10-9gbit.yaml)" in one.prose
+        ]
         assert re.findall(r"([\d,]+) tokens/s", section.prose) == of_two_and_of_one
 
 
 def test_the_index_names_every_page() -> None:
     index = read("docs/README.md")
-    pages = [Path(page).name for page in PAGES if page.startswith("docs/") and page != "docs/README.md"]
+    pages = [
+        Path(page).name for page in PAGES if page.startswith("docs/") and page != "docs/README.md"
+    ]
     assert [page for page in pages if f"({page})" not in index] == []
 
 

@@ -22,14 +22,20 @@ NOT_RUN = {  # here; docs/tutorial.md and others have tests of their own
     "store": "needs a trained model: tests/upkeep",
     "docs": "writes into the repository: tests/config",
 }
-MODEL: Files = {"config.json": b"{}", "model.safetensors": b"0"}  # the plan knows the sizes of Qwen3-0.6B
+# the plan knows the sizes of Qwen3-0.6B
+MODEL: Files = {"config.json": b"{}", "model.safetensors": b"0"}
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     """README's data row, many times, and its config, beside a hub that has the model."""
     folder = tmp_path_factory.mktemp("readme")
-    [row] = [line for section in sections_of(read("README.md")) for line in section.code if '"messages"' in line]
+    [row] = [
+        line
+        for section in sections_of(read("README.md"))
+        for line in section.code
+        if '"messages"' in line
+    ]
     (folder / "data").mkdir()
     rows = [row.strip().replace("Who are you?", f"Who are you, {number}?") for number in range(200)]
     (folder / "data" / "chat.jsonl").write_text("\n".join(rows) + "\n")
@@ -41,7 +47,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 @pytest.mark.parametrize("page", READMES)
 def test_it_is_short(page: str) -> None:
-    assert len(read(page).splitlines()) <= MAX_LINES + (25 if page == "README.zh-CN.md" else 0)  # one section more
+    # one section more
+    assert len(read(page).splitlines()) <= MAX_LINES + (25 if page == "README.zh-CN.md" else 0)
 
 
 def test_every_command_runs_as_far_as_check_plan_or_a_dry_run(workplace: Workplace) -> None:
@@ -52,7 +59,9 @@ def test_every_command_runs_as_far_as_check_plan_or_a_dry_run(workplace: Workpla
         if name in NOT_RUN:
             continue
         if line not in run:
-            done = workplace.run(f"{line} -n" if name == "snakemake" and "-n" not in words else line)
+            done = workplace.run(
+                f"{line} -n" if name == "snakemake" and "-n" not in words else line
+            )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             run.add(line)
 
@@ -60,7 +69,9 @@ def test_every_command_runs_as_far_as_check_plan_or_a_dry_run(workplace: Workpla
     assert names == {"check", "plan", "snakemake"}
 
 
-def test_the_first_config_works_for_conversations_as_short_as_the_example_row(workplace: Workplace) -> None:
+def test_the_first_config_works_for_conversations_as_short_as_the_example_row(
+    workplace: Workplace,
+) -> None:
     """Whole blocks hold as many tokens as a step has, however short the conversations are."""
     done = workplace.run("python -m pipeline_lib check my.yaml")
     assert "is likely to be refused" not in done.stdout + done.stderr
@@ -73,13 +84,18 @@ def test_the_first_config_works_for_conversations_as_short_as_the_example_row(wo
 
 
 def test_configs_pass_check_and_plan(workplace: Workplace) -> None:
-    """A block without `experiment` is to be added to the first one. Most are in both languages: each is tried once."""
+    """A block without `experiment` is to be added to the first one.
+
+    Most are in both languages: each is tried once.
+    """
     tried: list[object] = []
     for page in READMES:
         blocks = [yaml.safe_load(block) for block in yaml_blocks(read(page))]
         for keys in blocks:
             if "experiment" not in keys:
-                keys = blocks[0] | {name: merged(blocks[0].get(name), value) for name, value in keys.items()}
+                keys = blocks[0] | {
+                    name: merged(blocks[0].get(name), value) for name, value in keys.items()
+                }
             if keys in tried:
                 continue
             tried.append(keys)

@@ -1,4 +1,4 @@
-"""The page by symptom: every exit code is explained, and every message that it quotes is one that a user can meet."""
+"""The page by symptom: it explains every exit code, and quotes only messages that users meet."""
 
 import ast
 import inspect
@@ -30,12 +30,18 @@ PRODUCED = {  # messages that the code assembles from several strings: the tests
 
 
 def rows(page: str, *, of_codes: bool = False) -> list[list[str]]:
-    """The cells of the table of exit codes, which is in the last section, or of all other tables."""
+    """The cells of the table of exit codes, in the last section, or of all other tables."""
     sections = sections_of(read(page))
     chosen = sections[-1:] if of_codes else sections[:-1]
-    lines = [line for section in chosen for line in section.prose.splitlines() if line.startswith("| ")]
+    lines = [
+        line for section in chosen for line in section.prose.splitlines() if line.startswith("| ")
+    ]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [each for each in cells if each[0] not in ("Code", "退出码", "Message or symptom", "消息或现象")]
+    return [
+        each
+        for each in cells
+        if each[0] not in ("Code", "退出码", "Message or symptom", "消息或现象")
+    ]
 
 
 def quoted(page: str) -> list[str]:
@@ -62,8 +68,17 @@ def texts() -> str:
     assert snakemake is not None
     assert snakemake.origin is not None
     of_snakemake = Path(snakemake.origin).parent
-    files = [*ROOT.glob("pipeline_lib/**/*.py"), of_snakemake / "exceptions.py", of_snakemake / "common/__init__.py"]
-    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.expr))
+    files = [
+        *ROOT.glob("pipeline_lib/**/*.py"),
+        of_snakemake / "exceptions.py",
+        of_snakemake / "common/__init__.py",
+    ]
+    nodes = (
+        node
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.expr)
+    )
     return "\n".join(text.replace("\n", " ") for node in nodes if (text := text_of(node)))
 
 
@@ -87,7 +102,15 @@ def test_a_message_that_nobody_prints_is_noticed() -> None:
 
 def test_progress_lines_name_what_is_waited_for() -> None:
     lines: list[str] = []
-    step = {"step": 1, "loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 10.0, "elapsed_s": 1.0, "step_s": 1.0}
+    step = {
+        "step": 1,
+        "loss": 1.0,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "tokens_per_s": 10.0,
+        "elapsed_s": 1.0,
+        "step_s": 1.0,
+    }
     waits = {"peak_memory_bytes": 2**20, "data_wait_s": 0.5, "checkpoint_wait_s": 0.5}
 
     print_progress(lines.append, last_step=1)(EventName.STEP_END, {**step, **waits})
@@ -114,7 +137,9 @@ def codes_in_code() -> dict[int, set[str]]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_table_has_every_exit_code_and_no_other(page: str) -> None:
-    table = {int(code): set(INLINE.findall(classes)) for code, classes, *_ in rows(page, of_codes=True)}
+    table = {
+        int(code): set(INLINE.findall(classes)) for code, classes, *_ in rows(page, of_codes=True)
+    }
 
     assert table == {SUCCESS: set(), KEYBOARD_INTERRUPT_CODE: set(), **codes_in_code()}
 
@@ -122,7 +147,11 @@ def test_the_table_has_every_exit_code_and_no_other(page: str) -> None:
 def test_no_other_class_of_the_package_has_an_exit_code_that_is_missing() -> None:
     known = {*codes_in_code(), KEYBOARD_INTERRUPT_CODE, SUCCESS}
     of_classes = re.compile(r"^    exit_code = (\d+)$", re.MULTILINE)
-    found = {int(code) for path in ROOT.glob("pipeline_lib/**/*.py") for code in of_classes.findall(path.read_text())}
+    found = {
+        int(code)
+        for path in ROOT.glob("pipeline_lib/**/*.py")
+        for code in of_classes.findall(path.read_text())
+    }
 
     assert found <= known
     assert len(found) > 5

@@ -1,8 +1,8 @@
-"""Every command and config of the tutorial works, its plans are what is printed, and its small run really trains.
+"""The tutorial's commands and configs work, its plans are what is printed, its small run trains.
 
-The English page is worked through in its order: files are written as the reader writes them, commands run as far as
-`check`, `plan` or `-n`, and what is shown below them is compared. The Chinese page has the same files, commands and
-output; only prose and comments are translated.
+The English page is worked through in its order: files are written as the reader writes them,
+commands run as far as `check`, `plan` or `-n`, and what is shown below them is compared. The
+Chinese page has the same files, commands and output; only prose and comments are translated.
 """
 
 import json
@@ -35,12 +35,16 @@ NOT_RUN = {  # by the first words of a command
     "echo": "chat: the slow test",
     "python -m pipeline_lib compare": "needs two trained models: tests/compare",
 }
-MODEL: Files = {"config.json": b"{}", "model.safetensors": b"0"}  # the plan knows the sizes of these
+# the plan knows the sizes of these
+MODEL: Files = {"config.json": b"{}", "model.safetensors": b"0"}
 
 
 @dataclass
 class Block:
-    """A part of the page that is not prose: `kind` is `commands` for indented lines, else the word behind the fence."""
+    """A part of the page that is not prose.
+
+    `kind` is `commands` for indented lines, else the word behind the fence.
+    """
 
     kind: str
     lines: list[str]
@@ -73,7 +77,8 @@ def is_run(command: str) -> bool:
     return not any(f"{command} ".startswith(f"{words} ") for words in NOT_RUN)
 
 
-# The lengths of the file's questions and answers, in characters: the means of ten parts of equal size.
+# The lengths of the file's questions and answers, in characters: the means of ten parts of equal
+# size.
 ASKED, ANSWERED = (3, 7, 11, 15, 20, 25, 31, 40, 53, 88), (3, 7, 11, 15, 18, 22, 28, 36, 49, 82)
 
 
@@ -88,7 +93,7 @@ def rows_like_huanhuan() -> str:
 
 
 def workplace(folder: Path, **environment: str) -> Workplace:
-    """A clone in which the demo has run, as far as its model is not trained; with the file that curl brings."""
+    """A clone in which the demo has run, except its training; with the file that curl brings."""
     model = folder / "results" / "demo" / "model"
     model.mkdir(parents=True)
     build_tiny(TinyModel(source="tiny"), model, lambda _: None)
@@ -146,7 +151,9 @@ def test_the_page_works_as_far_as_check_plan_or_a_dry_run(tmp_path: Path, hub: s
                 if not is_run(command):
                     continue
                 is_snakemake = shlex.split(command, comments=True)[0] == "snakemake"
-                done = place.run(command.replace("snakemake", "snakemake -n", 1) if is_snakemake else command)
+                done = place.run(
+                    command.replace("snakemake", "snakemake -n", 1) if is_snakemake else command
+                )
                 assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
                 run.append(command)
                 in_full &= not is_snakemake
@@ -159,8 +166,14 @@ def test_the_page_works_as_far_as_check_plan_or_a_dry_run(tmp_path: Path, hub: s
 
 
 def test_every_kind_of_command_that_is_not_run_is_there() -> None:
-    commands = [line for block in blocks_of(PAGES[0]) if block.kind == "commands" for line in block.lines]
-    unused = [words for words in NOT_RUN if not any(f"{line} ".startswith(f"{words} ") for line in commands)]
+    commands = [
+        line for block in blocks_of(PAGES[0]) if block.kind == "commands" for line in block.lines
+    ]
+    unused = [
+        words
+        for words in NOT_RUN
+        if not any(f"{line} ".startswith(f"{words} ") for line in commands)
+    ]
     assert unused == []
 
 
@@ -179,13 +192,17 @@ def test_the_small_run_trains_and_its_model_answers(tmp_path: Path, forked_progr
         done = place.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         if command.startswith("echo"):
-            assert re.fullmatch(r"Order \d+ has left our warehouse. It arrives in two days.", done.stdout.strip())
+            assert re.fullmatch(
+                r"Order \d+ has left our warehouse. It arrives in two days.", done.stdout.strip()
+            )
     assert (tmp_path / "results" / "orders" / "report.html").exists()
 
 
 def commands_of_the_small_run() -> list[str]:
     """`summary`, and the questions that a pipe asks."""
-    lines = [line for block in blocks_of(PAGES[0]) if block.kind == "commands" for line in block.lines]
+    lines = [
+        line for block in blocks_of(PAGES[0]) if block.kind == "commands" for line in block.lines
+    ]
     found = [line for line in lines if line.startswith(("python -m pipeline_lib summary", "echo "))]
     assert len(found) == 3
     return found

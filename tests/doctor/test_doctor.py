@@ -42,7 +42,12 @@ gpu1:813:902 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [receive] via NET/IB/3/GD
 def healthy() -> Facts:
     """A node of two GPUs that has nothing wrong."""
     gpu = {"name": "NVIDIA H100 80GB HBM3", "power_limit_w": 700.0, "power_limit_default_w": 700.0}
-    at_work = {"sm_clock_mhz": 1755, "sm_clock_most_mhz": 1980, "temperature_c": 60, "slowed_down": []}
+    at_work = {
+        "sm_clock_mhz": 1755,
+        "sm_clock_most_mhz": 1980,
+        "temperature_c": 60,
+        "slowed_down": [],
+    }
     return {
         "versions": {"python": "3.12.3"},
         "out of range": {},
@@ -53,7 +58,10 @@ def healthy() -> Facts:
         "links": {"0-1": "NV18"},
         "disk": {"folder": "/data", "write_bytes_per_s": 2e9},
         "run": {"ranks": 2, "device": "cuda"},
-        "exchange": {"transports": ["P2P/CUMEM"], "gpus_at_work": {"0": at_work, "1": dict(at_work)}},
+        "exchange": {
+            "transports": ["P2P/CUMEM"],
+            "gpus_at_work": {"0": at_work, "1": dict(at_work)},
+        },
     }
 
 
@@ -66,17 +74,35 @@ def test_nothing_is_said_of_a_healthy_machine() -> None:
     [
         ("limits", {"shm_bytes": 64 << 20}, ["is 67 MB", "--shm-size=8g"]),
         ("limits", {"open_files": 1024}, ["1024 files", "ulimit -n 65536"]),
-        ("exchange", {"transports": ["NET/Socket/0"]}, ["sockets between GPUs", "NCCL_P2P_DISABLE"]),
+        (
+            "exchange",
+            {"transports": ["NET/Socket/0"]},
+            ["sockets between GPUs", "NCCL_P2P_DISABLE"],
+        ),
         ("exchange", {"transports": ["SHM/direct"]}, ["host memory although the GPUs have NVLink"]),
         ("processors", {"cgroup_limit": 1.5}, ["1.5 of the machine's 96 cores for 2 ranks"]),
         ("disk", {"write_bytes_per_s": 40e6}, ["/data is written at 40 MB/s", "PIPELINE_STORE"]),
-        ("torch", {"cuda_works": False, "cuda": "none: a build for the CPU"}, ["2 GPUs, but torch 2.11.0+cu128 is a"]),
+        (
+            "torch",
+            {"cuda_works": False, "cuda": "none: a build for the CPU"},
+            ["2 GPUs, but torch 2.11.0+cu128 is a"],
+        ),
         ("torch", {"cuda_works": False}, ["built for CUDA 12.8, cannot use them", "driver 570.86"]),
-        ("torch", {"no_kernels": "there is no C compiler (gcc)"}, ["cannot be compiled", "no C compiler (gcc);"]),
-        ("out of range", {"transformers": "4.57.0, wanted >=5.17,<6"}, ["transformers is 4.57.0, wanted >=5.17,<6"]),
+        (
+            "torch",
+            {"no_kernels": "there is no C compiler (gcc)"},
+            ["cannot be compiled", "no C compiler (gcc);"],
+        ),
+        (
+            "out of range",
+            {"transformers": "4.57.0, wanted >=5.17,<6"},
+            ["transformers is 4.57.0, wanted >=5.17,<6"],
+        ),
     ],
 )
-def test_every_rule_says_what_is_wrong_and_what_to_set(section: str, change: dict[str, Any], words: list[str]) -> None:
+def test_every_rule_says_what_is_wrong_and_what_to_set(
+    section: str, change: dict[str, Any], words: list[str]
+) -> None:
     facts = healthy()
     facts[section] |= change
     [said] = advice(facts)
@@ -114,12 +140,20 @@ def test_links_and_transports_are_read_from_what_programs_say(tmp_path: Path) ->
 
 
 def test_variables_are_shown_without_secrets() -> None:
-    environ = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "abc", "SLURM_JOB_ID": "7", "SLURM_JWT": "x", "HF_TOKEN": "hf_a"}
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "WANDB_API_KEY": "abc",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JWT": "x",
+        "HF_TOKEN": "hf_a",
+    }
 
     assert software.variables(environ) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "7"}
 
 
-def test_a_disk_probe_leaves_nothing_even_if_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_probe_leaves_nothing_even_if_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it writes has no name, so that the system takes it back when the process ends."""
     seen: list[list[Path]] = []
     monkeypatch.setattr(resources, "WRITE_BYTES", resources.CHUNK_BYTES)
@@ -135,10 +169,15 @@ def test_a_disk_probe_leaves_nothing_even_if_it_is_killed(tmp_path: Path, monkey
 def test_a_number_of_ranks_is_positive(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["doctor", "--ranks", ranks])
-    assert f"argument --ranks: {ranks!r} is not a whole number of at least 1" in capsys.readouterr().err
+    assert (
+        f"argument --ranks: {ranks!r} is not a whole number of at least 1"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_probe_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_hangs_or_fails_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def reason(code: str, timeout_s: float = 90) -> str:
@@ -161,7 +200,11 @@ def test_a_missing_program_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_examines_this_machine(tmp_path: Path) -> None:
     written = tmp_path / "doctor.json"
-    environ = {**os.environ, "PIPELINE_STORE": str(tmp_path / "store"), "HF_TOKEN": "hf_canarycanarycanary"}
+    environ = {
+        **os.environ,
+        "PIPELINE_STORE": str(tmp_path / "store"),
+        "HF_TOKEN": "hf_canarycanarycanary",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pipeline_lib", "doctor", "--ranks", "2", "--json", str(written)],
         cwd=ROOT,
@@ -176,7 +219,9 @@ def test_it_examines_this_machine(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout
     assert "canary" not in done.stdout + written.read_text()
     facts = json.loads(written.read_text())["facts"]
-    took_too_long = [name for name, section in facts.items() if "longer" in section.get(UNMEASURED, "")]
+    took_too_long = [
+        name for name, section in facts.items() if "longer" in section.get(UNMEASURED, "")
+    ]
     if "disk" not in took_too_long:
         assert facts["disk"]["write_bytes_per_s"] > 0
     if "torch" not in took_too_long:

@@ -1,4 +1,4 @@
-"""The doctor on hosts without a scheduler: two machines that ssh connects, with a slow cable between them."""
+"""The doctor on hosts without a scheduler: two machines joined by ssh over a slow cable."""
 
 import json
 import os
@@ -58,7 +58,12 @@ def written(folder: Path, model: str = "tiny", cluster: str = "cpu_ranks: 1") ->
 
 def refused(folder: Path, *options: str, **variables: str) -> str:
     """What the command says as it refuses its arguments."""
-    environ = {"PATH": str(folder), "HOME": str(folder), "PIPELINE_STORE": str(folder / "store"), **variables}
+    environ = {
+        "PATH": str(folder),
+        "HOME": str(folder),
+        "PIPELINE_STORE": str(folder / "store"),
+        **variables,
+    }
     command = [sys.executable, "-m", "pipeline_lib", "doctor", *options]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -67,10 +72,14 @@ def refused(folder: Path, *options: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("option", [("--profile", "slurm"), ("--nodes", "2"), ("--ranks", "2")])
-def test_other_ways_to_choose_machines_are_refused_beside_hosts(tmp_path: Path, option: tuple[str, str]) -> None:
+def test_other_ways_to_choose_machines_are_refused_beside_hosts(
+    tmp_path: Path, option: tuple[str, str]
+) -> None:
     said = refused(tmp_path, "--hosts", "a,b", *option)
 
-    assert said.startswith(f"error: doctor --hosts: 1 problem\n  - cannot be combined with {option[0]}")
+    assert said.startswith(
+        f"error: doctor --hosts: 1 problem\n  - cannot be combined with {option[0]}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,11 @@ def test_other_ways_to_choose_machines_are_refused_beside_hosts(tmp_path: Path, 
         (["--hosts", "a"], {}, "needs two hosts or more, and has a:"),
         (["--hosts"], {"PIPELINE_HOSTS": "a"}, "needs two hosts or more, and has a:"),
         (["--hosts", "a,a"], {}, "doctor --hosts: 1 problem\n  - a is listed more than once"),
-        (["--hosts", "a,-oProxyCommand=x"], {}, "'-oProxyCommand=x' is no name or address of a host"),
+        (
+            ["--hosts", "a,-oProxyCommand=x"],
+            {},
+            "'-oProxyCommand=x' is no name or address of a host",
+        ),
     ],
 )
 def test_lists_that_name_no_two_hosts_are_refused(
@@ -110,14 +123,22 @@ PLACE = RankPlacement("spawn", 2, 2, 1, "cpu")
 
 def order(program: RankArguments | ProbeArguments, tmp_path: Path) -> dict[str, Any]:
     """What an agent receives."""
-    environ = {"PIPELINE_SITE": "", "HOME": str(tmp_path), "NCCL_DEBUG": "INFO", "MASTER_PORT": "20001", "TOKEN": "x"}
+    environ = {
+        "PIPELINE_SITE": "",
+        "HOME": str(tmp_path),
+        "NCCL_DEBUG": "INFO",
+        "MASTER_PORT": "20001",
+        "TOKEN": "x",
+    }
     common = HostOrder.common(PLACE, environ, tmp_path, program)
     own = {"node_rank": 1, "host": "b", "interface": "eth0"}
     return dict(json.loads(json.dumps({**common, **own})))
 
 
 @pytest.mark.parametrize("program", [RANK, PROBE])
-def test_an_order_names_its_program_by_settings(tmp_path: Path, program: RankArguments | ProbeArguments) -> None:
+def test_an_order_names_its_program_by_settings(
+    tmp_path: Path, program: RankArguments | ProbeArguments
+) -> None:
     made = HostOrder.from_json(order(program, tmp_path), lambda name: name != "MASTER_PORT")
 
     assert made.program == program
@@ -144,7 +165,9 @@ def test_an_agent_starts_no_other_program(tmp_path: Path, program: Any) -> None:
 
 def test_without_a_config_all_gpus_that_each_host_has_take_part(tmp_path: Path) -> None:
     here = facts_of_this_host([], "", "")
-    of_gpus = [HostFacts(**{**vars(here), "gpus": (HostGpu("H100", "570.1"),) * count}) for count in (8, 4)]
+    of_gpus = [
+        HostFacts(**{**vars(here), "gpus": (HostGpu("H100", "570.1"),) * count}) for count in (8, 4)
+    ]
     without = HostFacts(**{**vars(here), "gpus": ()})
 
     found = place_of(None, dict(zip("ab", of_gpus, strict=True)), HERE)
@@ -157,14 +180,19 @@ def test_without_a_config_all_gpus_that_each_host_has_take_part(tmp_path: Path) 
 
 def test_the_report_of_hosts_does_not_speak_of_slurm() -> None:
     between = {"between nodes": {"interface": "eth1"}, "versions": {"python": "3.11"}}
-    found = Findings(2, nodes={"a": between, "b": between}, numbers={0: "a", 1: "b"}, said=["b: no torch"])
+    found = Findings(
+        2, nodes={"a": between, "b": between}, numbers={0: "a", 1: "b"}, said=["b: no torch"]
+    )
     report = nodes_report(found, together(found), "one node alone would be faster")
 
     assert "job" not in report
     assert "SLURM" not in report
     assert "the hosts say:\n      b: no torch" in report
     assert "one node alone would be faster\nwhat is wrong" in report
-    assert any("`interface: eth1` in the site file, or PIPELINE_INTERFACE" in line for line in to_set(found))
+    assert any(
+        "`interface: eth1` in the site file, or PIPELINE_INTERFACE" in line
+        for line in to_set(found)
+    )
 
 
 def compared(path: Path, gbit_s: float, nodes: int = 2) -> str:
@@ -184,7 +212,12 @@ def test_one_node_is_said_to_be_faster_than_a_slow_network_only(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("model", "cluster", "nodes", "words"),
     [
-        ("huggingface, name: nobody/nothing", "cpu_ranks: 1", 2, "the sizes of nobody/nothing are not known here"),
+        (
+            "huggingface, name: nobody/nothing",
+            "cpu_ranks: 1",
+            2,
+            "the sizes of nobody/nothing are not known here",
+        ),
         ("tiny", "gpus_per_node: 1", 2, "set cluster.gpu"),
         ("tiny", "cpu_ranks: 1", 3, "on 3 nodes, train.global_batch_tokens"),
     ],
@@ -200,9 +233,11 @@ def test_what_keeps_the_comparison_from_being_made_is_said(
 
 @pytest.mark.slow
 def test_the_tasks_run_under_an_agent_of_this_machine(tmp_path: Path) -> None:
-    """Two ranks of one node: a store that their launcher has, and nothing to measure between nodes."""
+    """Two ranks of one node: a store that their launcher has, and no nodes to measure between."""
     store, said = Store(tmp_path / "store"), list[str]()
-    examination = HostsExamination([Host("localhost")], Cluster(cpu_ranks=2), store, Site(), os.environ)
+    examination = HostsExamination(
+        [Host("localhost")], Cluster(cpu_ranks=2), store, Site(), os.environ
+    )
     found = examination.findings(said.append)
 
     assert found.failures == {}
@@ -221,11 +256,25 @@ def test_a_host_alone_needs_no_network(tmp_path: Path) -> None:
     code = (
         "import os; from pathlib import Path; from tests.doctor.test_hosts import *; "
         f"store = Store(Path({str(tmp_path)!r}) / 'store'); "
-        "host = HostsExamination([Host('localhost')], Cluster(cpu_ranks=2), store, Site(), os.environ); "
+        "host = HostsExamination([Host('localhost')], Cluster(cpu_ranks=2), store, Site(), "
+        "os.environ); "
         "print(host.findings(lambda _: None).numbers)"
     )
-    offline = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-c", code]
-    assert subprocess.run(offline, cwd=ROOT, check=True, text=True, capture_output=True).stdout == "{0: 'localhost'}\n"
+    offline = [
+        "unshare",
+        "--net",
+        "sh",
+        "-c",
+        'ip link set lo up && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    assert (
+        subprocess.run(offline, cwd=ROOT, check=True, text=True, capture_output=True).stdout
+        == "{0: 'localhost'}\n"
+    )
 
 
 # On two machines, with a cable of LINK_MBIT between them.
@@ -243,16 +292,26 @@ class Doctor:
     def run(self, *arguments: str) -> tuple[int, str]:
         """Run it to its end; return its exit code, and what it says."""
         done = self.pair[0].run(
-            *DOCTOR, *arguments, cwd=self.folder, environ=self._environ, check=False, timeout_s=DEADLINE_S
+            *DOCTOR,
+            *arguments,
+            cwd=self.folder,
+            environ=self._environ,
+            check=False,
+            timeout_s=DEADLINE_S,
         )
         return done.returncode, done.stdout
 
     @contextmanager
     def measuring(self) -> Iterator["subprocess.Popen[bytes]"]:
-        """Have it running during the block, from when tasks run on both machines; what it says goes to `said`."""
-        started = self.pair[0].start(*DOCTOR, "m1,m2", cwd=self.folder, environ=self._environ, log=self._log)
+        """Have it running during the block, once both machines run tasks; it writes to `said`."""
+        started = self.pair[0].start(
+            *DOCTOR, "m1,m2", cwd=self.folder, environ=self._environ, log=self._log
+        )
         try:
-            wait_for(lambda: all(machine.processes(TASK) for machine in self.pair), "the tasks on both hosts")
+            wait_for(
+                lambda: all(machine.processes(TASK) for machine in self.pair),
+                "the tasks on both hosts",
+            )
             yield started
         finally:
             for process in self.pair[0].processes(" ".join(DOCTOR[1:])):
@@ -289,7 +348,9 @@ def doctor(pair: list[Machine], tmp_path: Path) -> Doctor:
 @pytest.mark.slow
 @pytest.mark.root
 @needs_machines
-def test_it_measures_between_hosts_and_says_that_one_is_faster(doctor: Doctor, tmp_path: Path) -> None:
+def test_it_measures_between_hosts_and_says_that_one_is_faster(
+    doctor: Doctor, tmp_path: Path
+) -> None:
     path = tmp_path / "doctor.json"
     code, said = doctor.run("m1,m2", "--json", str(path), str(written(tmp_path)))
 
@@ -328,7 +389,9 @@ def test_without_a_config_the_bandwidth_is_said_and_no_more(doctor: Doctor) -> N
 @pytest.mark.slow
 @pytest.mark.root
 @needs_machines
-def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(doctor: Doctor, tmp_path: Path) -> None:
+def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(
+    doctor: Doctor, tmp_path: Path
+) -> None:
     config = written(tmp_path, cluster="gpus_per_node: 1, gpu: h100")
     code, said = doctor.run("m1,m2,m9", str(config))
 
@@ -336,7 +399,10 @@ def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(doctor: 
     assert "error: the hosts: 3 problems" in said
     assert "m9: ssh: " in said
     for host in ("m1", "m2"):
-        assert f"{host}: it has no GPUs (nvidia-smi shows none), and cluster.gpus_per_node is 1" in said
+        assert (
+            f"{host}: it has no GPUs (nvidia-smi shows none), and cluster.gpus_per_node is 1"
+            in said
+        )
     assert "measur" not in said
     assert doctor.is_gone
 
@@ -345,7 +411,8 @@ def test_all_problems_of_all_hosts_are_said_before_anything_is_measured(doctor: 
 @pytest.mark.root
 @needs_machines
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, 128 + signal.SIGKILL)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, 128 + signal.SIGKILL)],
 )
 def test_nothing_is_left_on_any_host(doctor: Doctor, number: signal.Signals, code: int) -> None:
     with doctor.measuring() as started:
@@ -374,6 +441,8 @@ def test_hosts_of_one_machine_are_refused(tmp_path: Path) -> None:
         [Host("localhost"), Host("127.0.0.1")], None, Store(tmp_path / "store"), Site(), os.environ
     )
 
-    with pytest.raises(ConfigError, match=r"localhost and 127\.0\.0\.1 are one machine: list each machine once"):
+    with pytest.raises(
+        ConfigError, match=r"localhost and 127\.0\.0\.1 are one machine: list each machine once"
+    ):
         examination.findings(lambda _: None)
     assert list((tmp_path / "store").glob(".hosts-*")) == []

@@ -35,13 +35,18 @@ def node(**changes: dict[str, Any]) -> Facts:
         "network": {"host": "x", "ib0": {"address": "10.0.0.1", "mbit_per_s": 10_000, "mtu": 4092}},
         "between nodes": {"interface": "ib0"},
     }
-    return {name: {**section, **changes.get(name.replace(" ", "_"), {})} for name, section in facts.items()}
+    return {
+        name: {**section, **changes.get(name.replace(" ", "_"), {})}
+        for name, section in facts.items()
+    }
 
 
 def findings(count: int, **changes: Any) -> Findings:
     """Of `count` healthy nodes n1, n2, ... whose pairs all have 9.4 Gbit/s."""
     names = [f"n{number + 1}" for number in range(count)]
-    found = Findings(count, job="7", nodes={name: node() for name in names}, numbers=dict(enumerate(names)))
+    found = Findings(
+        count, job="7", nodes={name: node() for name in names}, numbers=dict(enumerate(names))
+    )
     found.pairs = [Pair(a, b, 9.4 * GBIT, 9.5 * GBIT, 2e-5) for a, b in combinations(names, 2)]
     for name, value in changes.items():
         setattr(found, name, value)
@@ -51,7 +56,9 @@ def findings(count: int, **changes: Any) -> Findings:
 def slow(found: Findings, *pairs: tuple[str, str]) -> Findings:
     """The same with 2.1 Gbit/s back between `pairs`."""
     found.pairs = [
-        Pair(one.first, one.second, one.there, 2.1 * GBIT, one.latency_s) if (one.first, one.second) in pairs else one
+        Pair(one.first, one.second, one.there, 2.1 * GBIT, one.latency_s)
+        if (one.first, one.second) in pairs
+        else one
         for one in found.pairs
     ]
     return found
@@ -86,11 +93,23 @@ def test_one_pair_is_compared_with_its_other_direction_and_with_its_interface() 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"GPUs": {"driver": "550.54"}}, "GPUs driver: 570.86 on n1, n2; 550.54 on n3; ask for nodes of one kind"),
-        ({"versions": {"torch": "2.12.0"}}, "versions torch: 2.13.0 on n1, n2; 2.12.0 on n3; run the same environment"),
-        ({"memory": {"total_bytes": 256 * 10**9}}, "n3 has 256 GB of host memory, where others have 512 GB"),
+        (
+            {"GPUs": {"driver": "550.54"}},
+            "GPUs driver: 570.86 on n1, n2; 550.54 on n3; ask for nodes of one kind",
+        ),
+        (
+            {"versions": {"torch": "2.12.0"}},
+            "versions torch: 2.13.0 on n1, n2; 2.12.0 on n3; run the same environment",
+        ),
+        (
+            {"memory": {"total_bytes": 256 * 10**9}},
+            "n3 has 256 GB of host memory, where others have 512 GB",
+        ),
         ({"limits": {"shm_bytes": 64 << 20}}, "limits shm_bytes: "),
-        ({"store": {UNMEASURED: "/data/.t: No such file or directory"}}, "n3 cannot use the store: /data/.t: No such"),
+        (
+            {"store": {UNMEASURED: "/data/.t: No such file or directory"}},
+            "n3 cannot use the store: /data/.t: No such",
+        ),
     ],
 )
 def test_a_node_that_differs_is_named(changes: dict[str, Any], words: str) -> None:
@@ -136,7 +155,9 @@ def test_what_to_set_is_what_a_node_sends() -> None:
 
     assert to_set(found)[0].startswith("cluster.internode_gbit_s: 10 ")
     assert "NCCL_SOCKET_IFNAME=ib0" in to_set(found)[1]
-    assert "all-reduce of 16.8 MB over all ranks (cpu): 10 Gbit/s on the bus" in nodes_report(found, [])
+    assert "all-reduce of 16.8 MB over all ranks (cpu): 10 Gbit/s on the bus" in nodes_report(
+        found, []
+    )
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
@@ -149,17 +170,27 @@ def test_all_pairs_meet_once_and_nobody_is_in_two_at_a_time(nodes: int) -> None:
 
 def test_messages_survive_lines_of_many_tasks_in_any_order() -> None:
     messages = [{"rank": rank, "text": '"ä" \\' * 300} for rank in range(3)]
-    lines = [line for rank, message in enumerate(messages) for line in lines_of(str(rank), 0, message)]
+    lines = [
+        line for rank, message in enumerate(messages) for line in lines_of(str(rank), 0, message)
+    ]
     random.Random(1).shuffle(lines)
     inbox = Inbox()
-    got = [message for line in [*lines, "@doctor [1, 2", "a warning"] if (message := inbox.take(line))]
+    got = [
+        message for line in [*lines, "@doctor [1, 2", "a warning"] if (message := inbox.take(line))
+    ]
 
     assert sorted(got, key=lambda message: int(message["rank"])) == messages
     assert max(map(len, lines)) < 1024
 
 
 def test_a_job_around_us_does_not_make_srun_a_step_of_it() -> None:
-    environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SRUN_DEBUG": "3", "SLURM_CONF": "/etc/x", "PATH": "/bin"}
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2",
+        "SRUN_DEBUG": "3",
+        "SLURM_CONF": "/etc/x",
+        "PATH": "/bin",
+    }
 
     assert outside_of_jobs(environ) == {"SLURM_CONF": "/etc/x", "PATH": "/bin"}
     assert outside_of_jobs({"SLURM_PARTITION": "gpu"}) == {"SLURM_PARTITION": "gpu"}
@@ -170,7 +201,10 @@ def test_how_the_tasks_ended_is_waited_for_and_the_job_not_cancelled_before(
 ) -> None:
     """Srun closes what the tasks printed a moment before it tells how they ended."""
     ended = "srun: error: n1: task 0: Exited with exit code 3"
-    programs = {"srun": f"exec >&-\nsleep 0.5\necho '{ended}' >&2", "scancel": f"touch {tmp_path}/cancelled"}
+    programs = {
+        "srun": f"exec >&-\nsleep 0.5\necho '{ended}' >&2",
+        "scancel": f"touch {tmp_path}/cancelled",
+    }
     for name, script in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -191,8 +225,14 @@ def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    code = "import sys, pipeline_lib.doctor.nodes, pipeline_lib.doctor.nodes_report; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, pipeline_lib.doctor.nodes, pipeline_lib.doctor.nodes_report; "
+        "print('torch' "
+        "in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
 
     assert done.stdout == "False\n"
 
@@ -202,7 +242,10 @@ def test_a_login_node_needs_no_torch() -> None:
     [
         (["--profile", "slurm", "--ranks", "2"], "error: doctor --ranks: 1 problem"),
         (["--nodes", "2"], "error: doctor --nodes: 1 problem"),
-        (["--profile", "slurm"], "there is no SLURM here: srun, scancel, squeue, sinfo not on PATH"),
+        (
+            ["--profile", "slurm"],
+            "there is no SLURM here: srun, scancel, squeue, sinfo not on PATH",
+        ),
     ],
 )
 def test_what_cannot_be_examined_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
@@ -219,11 +262,27 @@ def test_what_cannot_be_examined_is_refused(tmp_path: Path, options: list[str], 
 
 
 def test_what_another_launcher_has_left_is_no_place_of_a_task(tmp_path: Path) -> None:
-    """The one task of a job, which has no other to meet; no first of its node, so that it looks at nothing else."""
+    """The one task of a job, with none to meet; not its node's first, so it looks no further."""
     left = {"MASTER_PORT": "29500", "RANK": "3", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "4"}
-    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"}
+    task = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_ID": "7",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline_lib", "probe", "node", "--store", str(tmp_path), "--token", "token"],
+        [
+            sys.executable,
+            "-m",
+            "pipeline_lib",
+            "probe",
+            "node",
+            "--store",
+            str(tmp_path),
+            "--token",
+            "token",
+        ],
         cwd=ROOT,
         env={"PATH": str(tmp_path), "HOME": str(tmp_path), "SLURMD_NODENAME": "n1", **task, **left},
         capture_output=True,

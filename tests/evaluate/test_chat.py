@@ -1,4 +1,4 @@
-"""The chat as people have it: a real process on a terminal of its own, with Ctrl-C, or one question from a pipe."""
+"""The chat as people have it: a real process on its own terminal with Ctrl-C, or a pipe."""
 
 import fcntl
 import os
@@ -53,7 +53,9 @@ class World:
 def world(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     """Never to be changed."""
     root = tmp_path_factory.mktemp("chat")
-    folders = {part: talkative(tiny, root / part, seed) for seed, part in enumerate(("model", "merge"))}
+    folders = {
+        part: talkative(tiny, root / part, seed) for seed, part in enumerate(("model", "merge"))
+    }
     store, tokenize = Store(root / "store"), {"system": SYSTEM}
     folder = seal_model(store, prompts=TRAINED_OFF, tokenize=tokenize, folders=folders)
     experiment = experiment_from(HUB_MODEL, {}, tokenize=tokenize)
@@ -79,10 +81,14 @@ def answer_of(model_folder: Path, messages: list[dict[str, str]], max_new_tokens
     tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     asked = [{"role": "system", "content": SYSTEM}, *messages]
-    text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, enable_thinking=False, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, enable_thinking=False, tokenize=False
+    )
     tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     output = model.generate(**tokens, do_sample=False, max_new_tokens=max_new_tokens)
-    return str(tokenizer.decode(output[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(
+        tokenizer.decode(output[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
 
 
 def printed(answer: str) -> str:
@@ -123,7 +129,8 @@ def chat_with(folder: Path, store: Store, limits: Limits | None = None) -> tuple
 
 
 @pytest.mark.parametrize(
-    "text", ["你好，世界。这是「测试」！", "これはテストです。", "naïve 🙂👩‍👩‍👧 Straße\n\tend", "p" * 50]
+    "text",
+    ["你好，世界。这是「测试」！", "これはテストです。", "naïve 🙂👩‍👩‍👧 Straße\n\tend", "p" * 50],
 )
 def test_characters_arrive_whole_and_as_soon_as_they_are_complete(tiny: Path, text: str) -> None:
     tokenizer, pieces = load_tokenizer(tiny), list[str]()
@@ -158,13 +165,18 @@ def test_bytes_that_are_no_text_end_as_such_and_control_no_terminal(tiny: Path) 
 def test_a_thinking_block_that_the_prompt_opened_stays_whole_in_the_conversation(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    store, kwargs = Store(tmp_path / "store"), dict[str, Any]({"reasoning_effort": "low"} if name == "qwen3.8" else {})
+    store = Store(tmp_path / "store")
+    kwargs = dict[str, Any]({"reasoning_effort": "low"} if name == "qwen3.8" else {})
     merged = Path(shutil.copytree(tiny, tmp_path / "merge"))
     (merged / "chat_template.jinja").write_text(FAMILIES[name])
     prompts = {"prompts": {"thinking_on": 9}, "thinking_default": "on"}
     settings = {"chat_template_kwargs": kwargs}
-    chat, _ = chat_with(seal_model(store, prompts=prompts, tokenize=settings, folders={"merge": merged}), store)
-    monkeypatch.setattr(Chat, "_answer", lambda self, model: ("They ask.\n</think>\n\nFine.", False))
+    chat, _ = chat_with(
+        seal_model(store, prompts=prompts, tokenize=settings, folders={"merge": merged}), store
+    )
+    monkeypatch.setattr(
+        Chat, "_answer", lambda self, model: ("They ask.\n</think>\n\nFine.", False)
+    )
     chat.ask(QUESTION)
     chat.ask(QUESTION)
     thought = {"role": "assistant", "content": "Fine.", "reasoning_content": "They ask."}
@@ -182,7 +194,10 @@ def test_a_thinking_block_that_the_prompt_opened_stays_whole_in_the_conversation
 
 def test_a_conversation_is_asked_as_the_model_was_trained_and_remembers(world: World) -> None:
     chat, said = chat_with(world.folder, world.store)
-    assert "thinking off, as it was trained, with the system prompt of the training, greedy" in chat.describe()
+    assert (
+        "thinking off, as it was trained, with the system prompt of the training, greedy"
+        in chat.describe()
+    )
     chat.ask(QUESTION)
     first = answer_of(world.folder, asked(QUESTION), 8)
     assert said.take() == printed(first)
@@ -223,7 +238,9 @@ def test_a_copy_finds_its_base_in_the_store_that_is_given(world: World, tmp_path
     assert said.take() not in (tuned, "")
     chat, said = chat_with(tmp_path / "copy", Store(tmp_path / "store"))
     chat.ask(QUESTION)
-    with pytest.raises(IntegrityError, match=r"base model \(modelscope Qwen/Qwen3-8B@\w+\) is not in this store"):
+    with pytest.raises(
+        IntegrityError, match=r"base model \(modelscope Qwen/Qwen3-8B@\w+\) is not in this store"
+    ):
         chat.ask_base()
     (tmp_path / "copy" / "lineage.json").unlink()
     chat, said = chat_with(tmp_path / "copy", world.store)
@@ -237,27 +254,40 @@ def test_a_conversation_longer_than_the_model_reads_is_refused_and_one_up_to_the
 ) -> None:
     shutil.copytree(world.folder, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "config.json"
-    config.write_text(re.sub(r'"max_position_embeddings": \d+', '"max_position_embeddings": 64', config.read_text()))
+    config.write_text(
+        re.sub(
+            r'"max_position_embeddings": \d+', '"max_position_embeddings": 64', config.read_text()
+        )
+    )
     chat, said = chat_with(tmp_path, world.store, Limits())
     chat.ask("Hi")
     assert "(cut after " in said.notes
     assert "the model reads at most 64 tokens; /new begins a new conversation" in said.notes
     before = list(chat.messages)
-    with pytest.raises(DataError, match=r"the conversation has \d{3} tokens, and the model reads at most 64; .* /new"):
+    with pytest.raises(
+        DataError,
+        match=r"the conversation has \d{3} tokens, and the model reads at most 64; .* /new",
+    ):
         chat.ask("Why? " * 40)
     assert chat.messages == before
 
 
-def test_answers_are_as_long_as_the_samples_of_the_training_unless_told_otherwise(world: World) -> None:
+def test_answers_are_as_long_as_the_samples_of_the_training_unless_told_otherwise(
+    world: World,
+) -> None:
     chat, said = chat_with(world.folder, world.store, Limits())
     chat.ask(QUESTION)
     assert "(cut after 256 tokens" in said.notes
 
 
-def test_a_temperature_samples_and_zero_is_greedy_whatever_the_folder_says(world: World, tmp_path: Path) -> None:
+def test_a_temperature_samples_and_zero_is_greedy_whatever_the_folder_says(
+    world: World, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     shutil.copytree(world.folder, tmp_path, dirs_exist_ok=True)
-    write_json(tmp_path / "generation_config.json", {"do_sample": True, "temperature": 0.5, "top_k": 20})
+    write_json(
+        tmp_path / "generation_config.json", {"do_sample": True, "temperature": 0.5, "top_k": 20}
+    )
     told = {}
     for temperature in (None, 0.0, 2.0):
         chat, said = chat_with(tmp_path, world.store, Limits(16, temperature))
@@ -268,7 +298,11 @@ def test_a_temperature_samples_and_zero_is_greedy_whatever_the_folder_says(world
             chat.ask(QUESTION)
             answers.add(said.take())
         assert (len(answers) == 1) == (temperature == 0)
-    assert told == {None: "sampled at temperature 0.5", 0.0: "greedy", 2.0: "sampled at temperature 2"}
+    assert told == {
+        None: "sampled at temperature 0.5",
+        0.0: "greedy",
+        2.0: "sampled at temperature 2",
+    }
 
 
 def test_without_a_template_each_text_is_continued_by_itself(world: World, tmp_path: Path) -> None:
@@ -284,7 +318,20 @@ def test_without_a_template_each_text_is_continued_by_itself(world: World, tmp_p
 
 def test_lines_are_questions_or_commands_and_errors_end_nothing(world: World) -> None:
     chat, said = chat_with(world.folder, world.store)
-    lines = iter(["", "/help", "/bas", "/base", "/usr/bin is what?", "Why? " * 4000, "/new", "/base", "/quit", "never"])
+    lines = iter(
+        [
+            "",
+            "/help",
+            "/bas",
+            "/base",
+            "/usr/bin is what?",
+            "Why? " * 4000,
+            "/new",
+            "/base",
+            "/quit",
+            "never",
+        ]
+    )
     converse(chat, lambda: next(lines))
     assert list(lines) == ["never"]
     assert all(name in said.notes for name in COMMANDS)
@@ -301,17 +348,25 @@ def test_lines_are_questions_or_commands_and_errors_end_nothing(world: World) ->
 def test_weights_are_halved_where_memory_is_short_and_what_has_no_room_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameters = sum(value.numel() for value in load_file(world.folder / "model.safetensors").values())
+    parameters = sum(
+        value.numel() for value in load_file(world.folder / "model.safetensors").values()
+    )
     for factor, dtype in ((4, torch.float32), (3, torch.bfloat16)):
-        monkeypatch.setattr("pipeline_lib.evaluate.chat.host_free_bytes", lambda factor=factor: factor * parameters)
+        monkeypatch.setattr(
+            "pipeline_lib.evaluate.chat.host_free_bytes", lambda factor=factor: factor * parameters
+        )
         assert place_for(world.folder).dtype == dtype
     monkeypatch.setattr("pipeline_lib.evaluate.chat.host_free_bytes", lambda: parameters)
-    with pytest.raises(DataError, match=r"there is no room for this model: it takes .* in bf16, and .* free"):
+    with pytest.raises(
+        DataError, match=r"there is no room for this model: it takes .* in bf16, and .* free"
+    ):
         place_for(world.folder)
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "device_map"), [(6.0, torch.device("cuda")), (0.1, "auto")], ids=["one GPU", "spread"]
+    ("free_gib", "device_map"),
+    [(6.0, torch.device("cuda")), (0.1, "auto")],
+    ids=["one GPU", "spread"],
 )
 def test_a_model_that_one_gpu_cannot_hold_is_spread(
     world: World, monkeypatch: pytest.MonkeyPatch, free_gib: float, device_map: object
@@ -346,19 +401,26 @@ def test_an_unfinished_experiment_is_refused_with_the_command_that_finishes_it(
     config = tmp_path / "my own.yaml"
     config.write_text("experiment: mine\nmodel: {source: tiny}\ndata: {train: [{source: pydoc}]}\n")
     with pytest.raises(
-        IntegrityError, match=r"'mine' has no finished model; run `snakemake --configfile '.*my own.yaml"
+        IntegrityError,
+        match=r"'mine' has no finished model; run `snakemake --configfile '.*my own.yaml",
     ):
         model_of(str(config), store)
     Dag.compile([str(config)], {}, store).freeze()
     for text in ("mine", "results/mine/model"):
-        with pytest.raises(IntegrityError, match=r"'mine' has no finished model; .*pipeline_lib status mine` shows"):
+        with pytest.raises(
+            IntegrityError, match=r"'mine' has no finished model; .*pipeline_lib status mine` shows"
+        ):
             model_of(text, store)
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "problem"),
     [
-        ("nowhere/model", ConfigError, "nowhere/model: no such model folder, config file or experiment; .*: made"),
+        (
+            "nowhere/model",
+            ConfigError,
+            "nowhere/model: no such model folder, config file or experiment; .*: made",
+        ),
         ("maed", ConfigError, "did you mean 'made'"),
         ("empty", DataError, "empty: no model folder, for it has no config.json$"),
         ("around", DataError, "no model folder, for it has no config.json; around/model is one"),
@@ -366,10 +428,19 @@ def test_an_unfinished_experiment_is_refused_with_the_command_that_finishes_it(
     ],
 )
 def test_what_is_no_model_is_refused_with_what_would_be(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, kind: type[PipelineError], problem: str
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    kind: type[PipelineError],
+    problem: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("around/model/config.json", "around/adapter/adapter_config.json", "empty/notes.txt"):
+    for name in (
+        "around/model/config.json",
+        "around/adapter/adapter_config.json",
+        "empty/notes.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     with pytest.raises(kind, match=problem):
@@ -384,7 +455,12 @@ def command(world: World, *options: str) -> list[str]:
 
 
 def environment(world: World) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(world.store.root), "TERM": "xterm"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PIPELINE_STORE": str(world.store.root),
+        "TERM": "xterm",
+    }
 
 
 def test_a_question_from_a_pipe_is_answered_once_with_nothing_else_on_stdout(world: World) -> None:
@@ -395,14 +471,20 @@ def test_a_question_from_a_pipe_is_answered_once_with_nothing_else_on_stdout(wor
         capture_output=True,
         check=False,
     )
-    assert done.stdout.decode() == printed(answer_of(world.folder, asked(QUESTION), 12)), done.stderr
+    assert done.stdout.decode() == printed(answer_of(world.folder, asked(QUESTION), 12)), (
+        done.stderr
+    )
     assert done.returncode == 0
     assert done.stderr.decode() == "(cut after 12 tokens: --max-new-tokens sets how many)\n"
 
 
-@pytest.mark.parametrize(("question", "problem"), [(b" \n", "there is no question"), (b"\xff\n", "is not UTF-8")])
+@pytest.mark.parametrize(
+    ("question", "problem"), [(b" \n", "there is no question"), (b"\xff\n", "is not UTF-8")]
+)
 def test_a_pipe_without_a_question_is_refused(world: World, question: bytes, problem: str) -> None:
-    done = subprocess.run(command(world), env=environment(world), input=question, capture_output=True, check=False)
+    done = subprocess.run(
+        command(world), env=environment(world), input=question, capture_output=True, check=False
+    )
     assert (done.returncode, done.stdout) == (DataError.exit_code, b"")
     assert problem in done.stderr.decode()
 
@@ -419,7 +501,7 @@ class Terminal:
         os.write(self._screen, text.encode())
 
     def wait_for(self, pattern: str, within_s: float = DEADLINE_S) -> str:
-        """Return what is shown up to the first match of `pattern`, which later calls do not see again."""
+        """Return what is shown up to the first match of `pattern`; later calls do not see it."""
         deadline_s = monotonic() + within_s
         while (found := re.search(pattern, self._shown)) is None:
             if monotonic() > deadline_s:
@@ -429,7 +511,10 @@ class Terminal:
         return shown
 
     def interrupt(self, pattern: str) -> None:
-        """Type Ctrl-C until `pattern` is shown: Python misses one between readline's prompt and its wait for a key."""
+        """Type Ctrl-C until `pattern` is shown, as Python may miss one.
+
+        It misses one between readline's prompt and its wait for a key.
+        """
         for _ in range(10):
             self.type("\x03")
             with suppress(TimeoutError):
@@ -457,7 +542,10 @@ class Terminal:
 
 @contextmanager
 def terminal(arguments: list[str], environ: dict[str, str]) -> Iterator[Terminal]:
-    """`arguments` on a terminal, whose Ctrl-C becomes a real SIGINT; killed, if it still runs, when the block ends."""
+    """`arguments` on a terminal, whose Ctrl-C is a real SIGINT; killed when the block ends.
+
+    It is killed if it still runs.
+    """
     screen, inside = pty.openpty()
 
     def take_terminal() -> None:
@@ -483,7 +571,10 @@ def terminal(arguments: list[str], environ: dict[str, str]) -> Iterator[Terminal
 
 @pytest.mark.slow
 def test_a_chat_in_a_terminal(world: World) -> None:
-    """Its answers do not end by themselves. While a line is read, pasted lines are bracketed (`?2004h` to `?2004l`)."""
+    """Its answers do not end by themselves.
+
+    While a line is read, pasted lines are bracketed (`?2004h` to `?2004l`).
+    """
     begun, ready = r"2004l\r[^\x1b]{40}", r"2004h> $"
     environ = {**environment(world), "INPUTRC": "/dev/null"}
     with terminal(command(world, "--max-new-tokens", "3000"), environ) as chat:
@@ -493,7 +584,8 @@ def test_a_chat_in_a_terminal(world: World) -> None:
             chat.wait_for(begun)
             chat.interrupt(rf"\(stopped\)\r\n.*{ready}")
         chat.type("half a line")
-        chat.wait_for("half a line")  # what is not read yet Ctrl-C discards, and readline waits for it
+        # what is not read yet Ctrl-C discards, and readline waits for it
+        chat.wait_for("half a line")
         chat.interrupt(rf"\(/quit or Ctrl-D ends\)\r\n.*{ready}")
         chat.type("/base\n")
         chat.wait_for(r"loading the base model beside the tuned one, .*\r\n[^\x1b]{40}")

@@ -27,7 +27,13 @@ from pipeline_lib.data import shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document, Samples
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.evaluate.answers import answers_here, bounded, device_for, load_to_answer, load_to_score
+from pipeline_lib.evaluate.answers import (
+    answers_here,
+    bounded,
+    device_for,
+    load_to_answer,
+    load_to_score,
+)
 from pipeline_lib.evaluate.stage import (
     NOT_JUDGED,
     judge,
@@ -59,7 +65,11 @@ def test_packed_blocks_score_as_the_documents_do_alone(tmp_path: Path) -> None:
     model = load_base(tmp_path / "model", torch.float32)
     bins = make_documents(11, seed=3)
     write_blocks(tmp_path / "blocks", bins, BLOCK_TOKENS, 1)
-    (losses,) = score(tmp_path / "model", [[BlockReader(tmp_path / "blocks")[block] for block in range(11)]], print)
+    (losses,) = score(
+        tmp_path / "model",
+        [[BlockReader(tmp_path / "blocks")[block] for block in range(11)]],
+        print,
+    )
     nats: list[float] = []
     tokens: list[int] = []
     alone_each = [document for documents in bins for document in documents]
@@ -86,7 +96,11 @@ def test_unigram_loss_by_hand(tmp_path: Path) -> None:
 
 
 def test_shuffling_keeps_answers_and_changes_prompts() -> None:
-    documents = [document([1, 2, 10, 11], 2), document([3, 20], 1), document([4, 5, 6, 30, 31, 32], 3)]
+    documents = [
+        document([1, 2, 10, 11], 2),
+        document([3, 20], 1),
+        document([4, 5, 6, 30, 31, 32], 3),
+    ]
     shuffled, kept = shuffle_prompts(documents, 8)
     assert kept == [0, 1, 2]
     assert [document.tokens.tolist() for block in shuffled for document in documents_of(block)] == [
@@ -94,8 +108,12 @@ def test_shuffling_keeps_answers_and_changes_prompts() -> None:
         [4, 5, 6, 20],
         [1, 2, 30, 31, 32],
     ]
-    assert [block.tokens[block.supervised].tolist() for block in shuffled] == [[10, 11, 20], [30, 31, 32]]
-    unequal = [document([1, 2, 3, 4, 5, 10], 5), document([6, 20, 21, 22], 1)]  # of which one pair does not fit
+    assert [block.tokens[block.supervised].tolist() for block in shuffled] == [
+        [10, 11, 20],
+        [30, 31, 32],
+    ]
+    # of which one pair does not fit
+    unequal = [document([1, 2, 3, 4, 5, 10], 5), document([6, 20, 21, 22], 1)]
     blocks, kept = shuffle_prompts(unequal, 6)
     assert (len(blocks), kept) == (1, [0])
 
@@ -135,7 +153,8 @@ def test_few_documents_prove_no_gain_however_large() -> None:
     found = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
     assert (found["improved"], found["uses_prompt"]) == (False, False)
     assert found["text"].startswith(
-        "Not proven better than the base model on held-out answers (2.000 against 5.000 nats a token; fewer than 20 "
+        "Not proven better than the base model on held-out answers (2.000 against 5.000 nats a "
+        "token; fewer than 20 "
     )
 
 
@@ -147,7 +166,11 @@ def base_job(tmp_path: Path, tiny: Path) -> Job:
     for name in ("train", "validation"):
         write_blocks(tmp_path / "shard" / name, make_documents(4, seed=3), BLOCK_TOKENS, 1)
     inputs = {name: sealed_at(tmp_path / name) for name in ("model", "shard", "tokenize")}
-    spec = Spec("evaluate", 4, {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}})
+    spec = Spec(
+        "evaluate",
+        4,
+        {"generations": 1, "max_new_tokens": 1, "prompts": ["?"], "context": {"system": "!"}},
+    )
     (tmp_path / "baseline").mkdir()
     store, lock = Store(tmp_path / "store"), hold(tmp_path / "lock")
     return Job(spec, store, inputs, tmp_path / "baseline", lambda _: None, lock)
@@ -168,7 +191,10 @@ def sealed_at(path: Path) -> Sealed:
 
 def run_both(base_job: Job, job: Job, **settings: Any) -> dict[str, Any]:
     """Evaluate the base and then the tuned model, with `settings`; what the latter returns."""
-    jobs = [replace(one, spec=replace(one.spec, settings={**one.spec.settings, **settings})) for one in (base_job, job)]
+    jobs = [
+        replace(one, spec=replace(one.spec, settings={**one.spec.settings, **settings}))
+        for one in (base_job, job)
+    ]
     run(jobs[0])
     return run(jobs[1])
 
@@ -192,7 +218,12 @@ def test_the_base_model_answers_as_its_own_generation_config_says(
 
     monkeypatch.setattr("pipeline_lib.evaluate.stage.generate_all", ask)
     manifest = Manifest(stage="download", digest="0", spec={}, files={})
-    run(replace(base_job, inputs={**base_job.inputs, "generation": Sealed(tmp_path / "generation", manifest)}))
+    run(
+        replace(
+            base_job,
+            inputs={**base_job.inputs, "generation": Sealed(tmp_path / "generation", manifest)},
+        )
+    )
     assert asked == [(3, 1.5)]
 
 
@@ -230,7 +261,9 @@ def test_one_model_is_held_at_a_time_and_loaded_once_where_it_has_room(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(tmp_path: Path, family: str) -> None:
+def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(
+    tmp_path: Path, family: str
+) -> None:
     folder = write_family(tmp_path / "model", family, "instruct-2507")
     write_blocks(tmp_path / "blocks", make_documents(4, seed=3), BLOCK_TOKENS, 1)
     blocks = [BlockReader(tmp_path / "blocks")[block] for block in range(4)]
@@ -242,7 +275,9 @@ def test_a_model_that_is_loaded_once_gives_the_bits_of_one_that_is_loaded_twice(
     assert whole.tokens.tolist() == parts.tokens.tolist()
     tokens = torch.arange(3, 20)[None]
     with torch.no_grad():
-        found, expected = (one(tokens, use_cache=True).logits for one in (model, load_to_answer(folder, place)))
+        found, expected = (
+            one(tokens, use_cache=True).logits for one in (model, load_to_answer(folder, place))
+        )
     assert torch.equal(found, expected)
 
 
@@ -262,7 +297,10 @@ def test_a_model_is_loaded_once_where_both_have_room(
 ) -> None:
     write_json(tmp_path / "config.json", model_config("0.6B", None))
     answers = Answers(place, int(place == "gpu"), 1, 8, 1, 8)
-    assert is_loaded_once(read_geometry(tmp_path), 4096, answers, gpu_gib * 2**30, host_gib * 2**30) == is_once
+    assert (
+        is_loaded_once(read_geometry(tmp_path), 4096, answers, gpu_gib * 2**30, host_gib * 2**30)
+        == is_once
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +321,7 @@ def test_a_model_without_room_on_the_gpu_answers_on_cpus(
 def test_with_little_host_memory_the_model_is_read_more_often_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden states of 32 numbers in fp32; half of the memory is for three groups of blocks, and there are eight."""
+    """Hidden states of 32 fp32 numbers; half the memory holds three groups of blocks of eight."""
     write_model(tmp_path / "model")
     blocks = len(make_documents(32, seed=3))
     write_blocks(tmp_path / "blocks", make_documents(32, seed=3), BLOCK_TOKENS, 1)
@@ -292,9 +330,14 @@ def test_with_little_host_memory_the_model_is_read_more_often_and_that_is_said(
     said: list[str] = []
     (whole,) = score(tmp_path / "model", [held], said.append)
     assert said == []
-    monkeypatch.setattr("pipeline_lib.evaluate.stage.host_free_bytes", lambda: 2 * 3 * 4 * BLOCK_TOKENS * 32 * 4)
+    monkeypatch.setattr(
+        "pipeline_lib.evaluate.stage.host_free_bytes", lambda: 2 * 3 * 4 * BLOCK_TOKENS * 32 * 4
+    )
     (parts,) = score(tmp_path / "model", [held], said.append)
-    assert said == ["evaluate: host memory holds the hidden states of a part of the blocks: 3 passes of the model"]
+    assert said == [
+        "evaluate: host memory holds the hidden states of a part of the blocks: 3 passes of the "
+        "model"
+    ]
     assert parts.nats.tolist() == whole.nats.tolist()
 
 
@@ -338,7 +381,11 @@ def test_the_users_own_prompts_are_answered_before_held_out_ones() -> None:
     settings = Evaluate(prompts=("a", "b"), generations=6, max_new_tokens=96)
     for answers, prompts, generations in ((1, ("a",), 0), (3, ("a", "b"), 1), (8, ("a", "b"), 6)):
         found = bounded(settings, Answers("cpu", 0, answers, 20, 8, 96))
-        assert (found.prompts, found.generations, found.max_new_tokens) == (prompts, generations, 20)
+        assert (found.prompts, found.generations, found.max_new_tokens) == (
+            prompts,
+            generations,
+            20,
+        )
 
 
 def with_sources(job: Job, tmp_path: Path, **settings: Any) -> Job:
@@ -348,9 +395,14 @@ def with_sources(job: Job, tmp_path: Path, **settings: Any) -> Job:
         for first, count in ((10, 70), (30, 50))
     ]
     write_samples(tmp_path / "tokenize", *of_sources)
-    write_json(tmp_path / "tokenize" / "ledger.json", {"sources": [{"name": "rows.jsonl"}, {"name": "rows.jsonl"}]})
+    write_json(
+        tmp_path / "tokenize" / "ledger.json",
+        {"sources": [{"name": "rows.jsonl"}, {"name": "rows.jsonl"}]},
+    )
     spec = Spec("shard", 2, {"block_tokens": 64, **settings}, {"tokenize": Ref("tokenize", "0")})
-    tokenize = Sealed(tmp_path / "tokenize", Manifest(stage="tokenize", digest="0", spec={}, files={}))
+    tokenize = Sealed(
+        tmp_path / "tokenize", Manifest(stage="tokenize", digest="0", spec={}, files={})
+    )
     shutil.rmtree(tmp_path / "shard")
     (tmp_path / "shard").mkdir()
     shard.run(replace(job, spec=spec, inputs={"tokenize": tokenize}, out=tmp_path / "shard"))
@@ -375,16 +427,24 @@ def test_the_loss_of_each_source_is_that_of_its_own_documents(
     for number, one in enumerate(by_source):
         first, end = samples.source_offsets[number : number + 2]
         none = Losses(np.zeros(end - first), np.zeros(end - first, np.int64))
-        names = {row["document"] for row in score_rows([samples[each] for each in range(first, end)], none, none)}
+        names = {
+            row["document"]
+            for row in score_rows([samples[each] for each in range(first, end)], none, none)
+        }
         own = [row for row in rows if row["document"] in names]
-        assert (one["samples"], one["supervised_tokens"]) == (len(own), sum(row["tokens"] for row in own))
+        assert (one["samples"], one["supervised_tokens"]) == (
+            len(own),
+            sum(row["tokens"] for row in own),
+        )
         for model in ("base", "tuned"):
             mean = sum(row[model] for row in own) / one["supervised_tokens"]
             assert one[model]["loss"] == pytest.approx(mean)
     assert sum(one["samples"] for one in by_source) == metrics["eval"]["samples"] == len(rows)
 
 
-def test_documents_that_are_not_those_of_the_tokens_have_no_source(job: Job, tmp_path: Path) -> None:
+def test_documents_that_are_not_those_of_the_tokens_have_no_source(
+    job: Job, tmp_path: Path
+) -> None:
     changed = with_sources(job, tmp_path, validation_fraction=0.4)
     spec = changed.inputs["shard"].manifest.spec
     spec["settings"]["seed"] = 5
@@ -409,7 +469,7 @@ def test_if_nothing_is_held_out_the_models_answer_the_users_prompts_alone(
 def test_the_sealed_evaluation_of_the_base_gives_the_bits_of_one_made_beside_the_tuned_model(
     base_job: Job, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made again where it is not to be compared: in another precision, or with other prompts."""
+    """It is made again where nothing compares it: in another precision, with other prompts."""
     loaded: list[Path] = []
 
     def load(folder: Path, *arguments: Any) -> PreTrainedModel:
@@ -424,7 +484,9 @@ def test_the_sealed_evaluation_of_the_base_gives_the_bits_of_one_made_beside_the
     model, merge = job.inputs["model"].path, job.inputs["merge"].path
     changes: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"max_new_tokens": 7}]
     for change in changes:
-        write_json(base_job.out / "metrics.json", {"conditions": {**sealed["conditions"], **change}})
+        write_json(
+            base_job.out / "metrics.json", {"conditions": {**sealed["conditions"], **change}}
+        )
         run(job)
         assert [(job.out / name).read_bytes() for name in names] == expected
         assert loaded == ([merge, model] if change else [merge])

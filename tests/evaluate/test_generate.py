@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from pipeline_lib.data.conversations import Conversation, Message
 from pipeline_lib.data.documents import Document, prompt_length, question
 from pipeline_lib.data.encode import Encoder, Sample, load_tokenizer
 from pipeline_lib.data.how_to_call import trained_modes
-from pipeline_lib.evaluate.answers import GREEDY, Context, answers_to, generate, load_to_answer, rendered
+from pipeline_lib.evaluate.answers import (
+    GREEDY,
+    Context,
+    answers_to,
+    generate,
+    load_to_answer,
+    rendered,
+)
 from pipeline_lib.export.merge import stop_at_end_of_turn
 from pipeline_lib.plan.evaluation import Answers, answer_bytes
 from tests.data.chats import FAMILIES, change_template
@@ -38,8 +46,12 @@ def encoded(tiny: Path, answer: Message, **settings: str) -> tuple[Document, Tok
     return document, load_tokenizer(tiny)
 
 
-@pytest.mark.parametrize(("thinking", "is_cut"), [("mask", True), ("keep", False), ("strip", False)])
-def test_masked_thinking_of_the_reference_is_not_given(tiny: Path, thinking: str, is_cut: bool) -> None:
+@pytest.mark.parametrize(
+    ("thinking", "is_cut"), [("mask", True), ("keep", False), ("strip", False)]
+)
+def test_masked_thinking_of_the_reference_is_not_given(
+    tiny: Path, thinking: str, is_cut: bool
+) -> None:
     answer: Message = {"role": "assistant", "content": "51", "reasoning_content": "It is 51."}
     document, tokenizer = encoded(tiny, answer, thinking=thinking)
     asked = tokenizer.decode(question(document, tokenizer), skip_special_tokens=False)
@@ -68,44 +80,65 @@ def test_prompts_are_asked_in_the_context_that_was_trained(tiny: Path) -> None:
     [
         ({"thinking_on": 9}, "on", "assistant\n"),
         ({"thinking_off": 9}, "on", EMPTY_BLOCK),
-        ({"thinking_off": 1, "thinking_on": 9}, "on", EMPTY_BLOCK),  # of both, as it was before either was counted
+        (
+            {"thinking_off": 1, "thinking_on": 9},
+            "on",
+            EMPTY_BLOCK,
+        ),  # of both, as it was before either was counted
         ({}, None, EMPTY_BLOCK),
     ],
 )
 def test_prompts_are_asked_with_the_switch_that_was_trained(
     tiny: Path, prompts: dict[str, int], default: str | None, asked: str
 ) -> None:
-    (text,) = rendered(tiny, ["Who are you?"], Context.of({}, trained_modes(prompts, default)), print)
+    (text,) = rendered(
+        tiny, ["Who are you?"], Context.of({}, trained_modes(prompts, default)), print
+    )
     assert text.endswith(asked)
 
 
 def test_prompts_are_asked_with_the_variables_that_were_trained(tiny: Path, tmp_path: Path) -> None:
-    folder, modes = change_template(tiny, tmp_path, FAMILIES["qwen3.8"]), trained_modes({"thinking_on": 9}, "on")
+    folder = change_template(tiny, tmp_path, FAMILIES["qwen3.8"])
+    modes = trained_modes({"thinking_on": 9}, "on")
     for kwargs, begins in (({"reasoning_effort": "low"}, "low"), ({}, "xhigh")):
         context = Context.of({"chat_template_kwargs": kwargs}, modes)
         (text,) = rendered(folder, ["Who are you?"], context, print)
-        assert text.startswith(f"<|im_start|>system\nEffort: {begins}\n") and text.endswith("assistant\n<think>\n")
+        assert text.startswith(f"<|im_start|>system\nEffort: {begins}\n") and text.endswith(
+            "assistant\n<think>\n"
+        )
 
 
-def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(tmp_path: Path, tiny: Path) -> None:
+def test_without_a_template_texts_are_continued_and_the_merge_changes_no_stop(
+    tmp_path: Path, tiny: Path
+) -> None:
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
+    config.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}
+        )
+    )
     assert rendered(tmp_path, ["Once"], Context(system="unused"), print) == ["Once"]
     assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path) == {"eos_token_id": 0}
 
 
 def test_a_template_that_fails_leaves_prompts_as_they_are(tiny: Path, tmp_path: Path) -> None:
-    """The model was trained on raw text, which needs none; an evaluation after hours does not fail for it."""
-    folder, said = change_template(tiny, tmp_path, "{{ raise_exception('not today') }}"), list[str]()
+    """The model was trained on raw text, which needs none; a late evaluation does not fail.
+
+    Late is after hours.
+    """
+    folder = change_template(tiny, tmp_path, "{{ raise_exception('not today') }}")
+    said = list[str]()
     assert rendered(folder, ["Once"], Context(), said.append) == ["Once"]
     assert "not today" in said[0]
 
 
 def test_one_answer_is_taken_however_many_a_model_gives_by_itself(tiny: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tiny)
-    model.generation_config = GenerationConfig.from_dict({"do_sample": True, "num_return_sequences": 2})
+    model.generation_config = GenerationConfig.from_dict(
+        {"do_sample": True, "num_return_sequences": 2}
+    )
     (answer,) = answers_to(model, load_tokenizer(tiny), [[3, 4, 5]], 1, read_geometry(tiny))
     assert isinstance(answer, str)
 
@@ -115,7 +148,7 @@ NEW_TOKENS = 12
 
 
 def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list to which the number of prompts of each batch will be added that the model is asked."""
+    """Return the list that will get the number of prompts of each batch the model is asked."""
     rows: list[int] = []
     generate = model.generate
 
@@ -130,13 +163,18 @@ def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 # The first is what transformers writes for a model without a generation config.
 @pytest.mark.parametrize(
-    "settings", [{"output_attentions": False}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str
+    "settings",
+    [{"output_attentions": False}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}],
+    ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES_OF_MODELS)
 def test_answers_of_a_batch_are_those_of_each_prompt_by_itself(
     tmp_path: Path, family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp32. One of them ends early. What forbids n-grams would see those of the padding, and is asked one by one."""
+    """In fp32. One of them ends early.
+
+    What forbids n-grams would see those of the padding, and is asked one by one.
+    """
     folder = write_family(tmp_path / "model", family, "instruct-2507")
     model: Any = load_to_answer(folder, Answers("cpu", 0, 5, NEW_TOKENS, 5, NEW_TOKENS))
     model.generation_config = GenerationConfig.from_dict(settings)
@@ -155,7 +193,9 @@ def test_answers_of_a_batch_are_those_of_each_prompt_by_itself(
     assert rows == ([1] * len(PROMPTS) if "no_repeat_ngram_size" in settings else [len(PROMPTS)])
 
 
-def test_a_batch_has_as_many_prompts_as_have_room(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_has_as_many_prompts_as_have_room(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The longest is asked by itself, and the others together."""
     geometry = read_geometry(tiny)
     model: Any = load_to_answer(tiny, Answers("cpu", 0, 5, NEW_TOKENS, 5, NEW_TOKENS))
@@ -168,16 +208,19 @@ def test_a_batch_has_as_many_prompts_as_have_room(tiny: Path, monkeypatch: pytes
     assert rows == [1, 4]
 
 
-def test_attention_is_not_planned_anew_for_each_length(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_not_planned_anew_for_each_length(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = load_to_answer(tiny, Answers("cpu", 0, 1, NEW_TOKENS, 1, NEW_TOKENS))
     forward, seen = model.forward, set[bool]()
+    uses_cudnn: Callable[[], bool] = torch.backends.cuda.cudnn_sdp_enabled
 
     def seeing(*arguments: Any, **options: Any) -> Any:
-        seen.add(torch.backends.cuda.cudnn_sdp_enabled())
+        seen.add(uses_cudnn())
         return forward(*arguments, **options)
 
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    before = uses_cudnn()
     monkeypatch.setattr(model, "forward", seeing)
     generate(model, [[3, 4, 5]], NEW_TOKENS, **GREEDY)
     assert seen == {False}
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert uses_cudnn() == before

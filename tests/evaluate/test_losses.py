@@ -18,7 +18,9 @@ def drawn(seed: int, documents: int = 100) -> Losses:
 def test_the_standard_error_is_how_much_samples_differ() -> None:
     estimates = [drawn(seed).estimate for seed in range(2000)]
     spread = float(np.std([estimate.value for estimate in estimates]))
-    assert np.mean([estimate.standard_error for estimate in estimates]) == pytest.approx(spread, rel=0.05)
+    assert np.mean([estimate.standard_error for estimate in estimates]) == pytest.approx(
+        spread, rel=0.05
+    )
     covered = np.mean([estimate.low < 2.0 < estimate.high for estimate in estimates])
     assert covered == pytest.approx(0.95, abs=0.015)
 
@@ -33,7 +35,9 @@ def test_a_paired_gain_is_more_certain_than_either_loss() -> None:
     assert not harder.is_below(easier)
 
 
-@pytest.mark.parametrize(("pairs", "freedom", "quantile"), [(1, 19, 2.09302), (1, 286, 1.96829), (190, 19, 4.46884)])
+@pytest.mark.parametrize(
+    ("pairs", "freedom", "quantile"), [(1, 19, 2.09302), (1, 286, 1.96829), (190, 19, 4.46884)]
+)
 def test_quantiles_are_those_of_students_tables(pairs: int, freedom: int, quantile: float) -> None:
     assert critical(pairs, freedom) == pytest.approx(quantile, rel=1e-4)
 

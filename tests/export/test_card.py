@@ -1,4 +1,4 @@
-"""The model card is what hubs read, and nothing in a name of a file or repository becomes more than a name."""
+"""The model card is what hubs read, and a name of a file or repository stays only a name."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,9 @@ ATTACKS = (
 def page(ledger: Ledger, method: str = "full", model_type: str = "qwen3") -> str:
     train = Train.model_validate({"method": method})
     parity = {"relative_difference": 1e-7, "tolerance": 1e-4}
-    return model_card(Ref("merge", "0" * 16), model_type, train, Training(), parity, Record(), ledger)
+    return model_card(
+        Ref("merge", "0" * 16), model_type, train, Training(), parity, Record(), ledger
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,13 @@ def test_a_hub_reads_what_it_wants_to_know(card: ModelCard) -> None:
 
 
 def test_a_reader_finds_the_chain(card: ModelCard) -> None:
-    for text in (f"modelscope Qwen/Qwen3-8B@{COMMIT}", "chats.jsonl", "| lr | 0.003 |", "ddp on 2 ranks", "held-out"):
+    for text in (
+        f"modelscope Qwen/Qwen3-8B@{COMMIT}",
+        "chats.jsonl",
+        "| lr | 0.003 |",
+        "ddp on 2 ranks",
+        "held-out",
+    ):
         assert text in card.text
     assert "2 ranks by srun on n1, n2 in SLURM job 7, from the start" in card.text
     assert card.text.count("| download |") == 2
@@ -64,15 +72,26 @@ def test_a_reader_finds_the_chain(card: ModelCard) -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_name_is_words_in_one_cell(attack: str) -> None:
     ledger = Ledger(sources=[Source(name=attack, rows=3, kept=2, supervised_tokens=1)])
-    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(ModelCard(page(ledger)).text)
-    rows = [tokens[index + 1].children for index, token in enumerate(tokens) if token.type == "td_open"]
-    (named,) = [row for row in rows if row and row[0].content and ".jsonl" in "".join(each.content for each in row)]
+    tokens = (
+        MarkdownIt("commonmark")
+        .enable(["table", "strikethrough"])
+        .parse(ModelCard(page(ledger)).text)
+    )
+    rows = [
+        tokens[index + 1].children for index, token in enumerate(tokens) if token.type == "td_open"
+    ]
+    (named,) = [
+        row
+        for row in rows
+        if row and row[0].content and ".jsonl" in "".join(each.content for each in row)
+    ]
     assert {each.type for each in named} <= {"text", "text_special"}
     assert (
         "".join(each.content for each in named).split()[0]
         == "".join(char if char.isprintable() else " " for char in attack).split()[0]
     )
-    assert len([token for token in tokens if token.type == "table_open"]) == 3  # data, training, lineage
+    # data, training, lineage
+    assert len([token for token in tokens if token.type == "table_open"]) == 3
     assert not [token for token in tokens if token.type in ("html_block", "fence", "hr")]
 
 
@@ -83,7 +102,9 @@ def test_a_hostile_model_type_stays_a_text_of_the_front_matter() -> None:
 
 
 def test_a_long_table_says_how_much_it_leaves_out() -> None:
-    text = page(Ledger(sources=[Source(name=f"source {number}") for number in range(MOST_ROWS + 5)]))
+    text = page(
+        Ledger(sources=[Source(name=f"source {number}") for number in range(MOST_ROWS + 5)])
+    )
     assert "And 5 more, in `lineage.json`." in text
 
 
@@ -92,7 +113,9 @@ def test_credentials_are_masked() -> None:
 
 
 COUNTED = {"prompts": {"thinking_off": 1000}, "thinking_default": "on"}
-CALL_OFF = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+CALL_OFF = (
+    "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+)
 CALL_ON = CALL_OFF.replace("False", "True")
 
 
@@ -103,7 +126,8 @@ CALL_ON = CALL_OFF.replace("False", "True")
             COUNTED,
             [False],
             (
-                f"1,000 answers were trained with enable_thinking=False:\n\n```python\n{CALL_OFF}\n```",
+                "1,000 answers were trained with "
+                f"enable_thinking=False:\n\n```python\n{CALL_OFF}\n```",
                 '`"chat_template_kwargs": {"enable_thinking": false}`',
                 "No answer was trained under the chat template's default",
             ),
@@ -125,7 +149,11 @@ CALL_ON = CALL_OFF.replace("False", "True")
     ids=["off", "mixed", "not known"],
 )
 def test_the_card_says_how_to_call_the_model(
-    tmp_path: Path, counts: dict[str, Any], modes: list[bool], said: tuple[str, ...], unsaid: tuple[str, ...]
+    tmp_path: Path,
+    counts: dict[str, Any],
+    modes: list[bool],
+    said: tuple[str, ...],
+    unsaid: tuple[str, ...],
 ) -> None:
     folder = seal_model(Store(tmp_path / "store"), prompts=counts)
     text = (folder / "README.md").read_text()
@@ -156,14 +184,18 @@ def test_the_card_names_the_variables_of_the_chat_template(
     tmp_path: Path, counts: dict[str, Any], switch: bool | None, trained: str, warning: str
 ) -> None:
     kwargs = {"reasoning_effort": "low"}
-    folder = seal_model(Store(tmp_path / "store"), prompts=counts, tokenize={"chat_template_kwargs": kwargs})
+    folder = seal_model(
+        Store(tmp_path / "store"), prompts=counts, tokenize={"chat_template_kwargs": kwargs}
+    )
     text = (folder / "README.md").read_text()
     (mode,) = modes_of(folder)
     assert (mode.enable_thinking, mode.kwargs) == (switch, kwargs)
     for said in (trained, mode.code, f"A server: `{mode.request}`", warning):
         assert said in text, text
     called: dict[str, Any] = {}
-    tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **options: called.update(options))
+    tokenizer = SimpleNamespace(
+        apply_chat_template=lambda messages, **options: called.update(options)
+    )
     eval(mode.code, {"tokenizer": tokenizer, "messages": []})  # noqa: S307 - our own code, as a user runs it
     del called["add_generation_prompt"]
     assert json.loads(f"{{{mode.request}}}") == {"chat_template_kwargs": called}

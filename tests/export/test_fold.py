@@ -1,4 +1,4 @@
-"""The exported folder is the trained model, by peft's and transformers' own loading, and laid out as the base."""
+"""The exported folder is the trained model, as peft and transformers load it, laid out as base."""
 
 from collections import ChainMap
 from collections.abc import Callable
@@ -46,7 +46,9 @@ NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**NO_HEAD_DIM, tie_word_embeddings=False),
-    "moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0], tie_word_embeddings=False),
+    "moe": lambda: Qwen3MoeConfig(
+        **SIZES, **EXPERTS, mlp_only_layers=[0], tie_word_embeddings=False
+    ),
 }
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -99,7 +101,10 @@ def merge(base: Path, tmp_path: Path, train: Train, dtype: torch.dtype | None = 
     export(fold, base, {}, out, dtype)
     if train.method == "lora":
         export_adapter(
-            fold.trained.adapters, train, {"source": "huggingface", "name": "Qwen/Some", "path": "/store"}, out
+            fold.trained.adapters,
+            train,
+            {"source": "huggingface", "name": "Qwen/Some", "path": "/store"},
+            out,
         )
     return out
 
@@ -116,8 +121,12 @@ def layout(folder: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
     }
 
 
-@pytest.mark.parametrize("globs", [(), ("model.embed_tokens.*", "model.layers.0.*")], ids=["all", "frozen"])
-def test_full_training_is_exported_tensor_by_tensor(base: Path, tmp_path: Path, globs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "globs", [(), ("model.embed_tokens.*", "model.layers.0.*")], ids=["all", "frozen"]
+)
+def test_full_training_is_exported_tensor_by_tensor(
+    base: Path, tmp_path: Path, globs: tuple[str, ...]
+) -> None:
     train = Train(precision="fp32", freeze=globs)
     model = load_base(base, torch.float32)
     freeze(model, train)
@@ -133,7 +142,11 @@ def test_full_training_is_exported_tensor_by_tensor(base: Path, tmp_path: Path, 
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
     assert loaded.keys() == expected.keys()
     assert [name for name in loaded if not torch.equal(loaded[name], expected[name])] == []
-    kept = {name for name, tensor in load_base(base, torch.bfloat16).state_dict().items() if tensor.equal(loaded[name])}
+    kept = {
+        name
+        for name, tensor in load_base(base, torch.bfloat16).state_dict().items()
+        if tensor.equal(loaded[name])
+    }
     assert any(name.startswith("model.layers.0.") for name in kept) == bool(globs)
 
 
@@ -150,14 +163,23 @@ def test_what_is_beside_the_text_model_is_copied_in_every_bit(tmp_path: Path, ti
             assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, stored[name])
         else:
             assert tensor.dtype == torch.float32 and not torch.equal(tensor, stored[name].float())
-    whole, loaded = (Qwen3_5ForConditionalGeneration.from_pretrained(one, dtype=torch.float32) for one in (base, out))
+    whole, loaded = (
+        Qwen3_5ForConditionalGeneration.from_pretrained(one, dtype=torch.float32)
+        for one in (base, out)
+    )
     assert torch.equal(loaded.model.visual.pos_embed.weight, whole.model.visual.pos_embed.weight)
-    torch.testing.assert_close(logits_of(loaded), logits_of(load_base(out, torch.float32)), rtol=1e-4, atol=1e-4)
-    assert (out / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
+    torch.testing.assert_close(
+        logits_of(loaded), logits_of(load_base(out, torch.float32)), rtol=1e-4, atol=1e-4
+    )
+    assert (out / "preprocessor_config.json").read_bytes() == (
+        base / "preprocessor_config.json"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
-def test_folded_adapters_and_adapters_alone_are_what_peft_makes_of_them(base: Path, tmp_path: Path, lora: Lora) -> None:
+def test_folded_adapters_and_adapters_alone_are_what_peft_makes_of_them(
+    base: Path, tmp_path: Path, lora: Lora
+) -> None:
     train = Train(method="lora", precision="fp32", lora=lora)
     adapted = add_adapters(load_base(base, torch.float32), lora, seed=0)
     trained = train_a_little(adapted, tmp_path / "trained")
@@ -167,12 +189,18 @@ def test_folded_adapters_and_adapters_alone_are_what_peft_makes_of_them(base: Pa
     with_adapter = logits_of(PeftModel.from_pretrained(plain, out / "adapter"))
     torch.testing.assert_close(with_adapter, expected, rtol=1e-4, atol=1e-4)
     saved = load_file(out / "adapter" / "adapter_model.safetensors")
-    assert sum(tensor.numel() for tensor in saved.values()) == sum(tensor.numel() for tensor in trained.values())
+    assert sum(tensor.numel() for tensor in saved.values()) == sum(
+        tensor.numel() for tensor in trained.values()
+    )
     text = (out / "adapter" / "adapter_config.json").read_text()
-    assert read_json(out / "adapter" / "adapter_config.json")["base_model_name_or_path"] == "Qwen/Some"
+    assert (
+        read_json(out / "adapter" / "adapter_config.json")["base_model_name_or_path"] == "Qwen/Some"
+    )
     assert str(tmp_path) not in text and "/store" not in text
     # Of a size of 30; a recurrent state carries what rounding the weights once more has changed.
-    torch.testing.assert_close(logits_of(load_base(out, torch.float32)), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        logits_of(load_base(out, torch.float32)), expected, rtol=1e-4, atol=1e-3
+    )
     assert not torch.allclose(logits_of(load_base(base, torch.float32)), expected, atol=1e-2)
     folded = adapted.merge_and_unload().state_dict()
     for name, tensor in load_base(out, torch.float32).state_dict().items():
@@ -201,7 +229,11 @@ def test_a_tied_head_is_not_written_twice(tmp_path: Path, tiny: Path, stored_twi
     base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.float32, size="1GB")
     if stored_twice:
         tensors = load_file(base / "model.safetensors")
-        save_file({**tensors, HEAD: tensors[EMBEDDING].clone()}, base / "model.safetensors", {"format": "pt"})
+        save_file(
+            {**tensors, HEAD: tensors[EMBEDDING].clone()},
+            base / "model.safetensors",
+            {"format": "pt"},
+        )
     model = load_base(base, torch.float32)
     train_a_little(model, tmp_path / "trained")
     out = merge(base, tmp_path, Train(precision="fp32"))
@@ -218,11 +250,15 @@ def test_layer_by_layer_is_the_whole_model(base: Path) -> None:
     block = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), documents)
     for dtype in (torch.float32, torch.bfloat16):
         whole = probe_logits(load_base(base, dtype), block, torch.device("cpu"))
-        assert torch.equal(StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block)[0], whole)
+        assert torch.equal(
+            StreamedModel(base, dtype, torch.device("cpu")).probe_logits(block)[0], whole
+        )
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_what_training_left_has_to_be_what_it_trained(tmp_path: Path, tiny: Path, method: Any) -> None:
+def test_what_training_left_has_to_be_what_it_trained(
+    tmp_path: Path, tiny: Path, method: Any
+) -> None:
     base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.float32)
     train = Train(method=method, precision="fp32")
     model: nn.Module = load_base(base, torch.float32)
@@ -235,21 +271,31 @@ def test_what_training_left_has_to_be_what_it_trained(tmp_path: Path, tiny: Path
     save_tensors(tmp_path / "trained" / "weights", left)
     with pytest.raises(IntegrityError) as failure:
         plan_fold(base, tmp_path / "trained", train)
-    for problem in (f"lacks {name}", "holds stray, which is not trained", f"holds {other} as [3] instead of"):
+    for problem in (
+        f"lacks {name}",
+        "holds stray, which is not trained",
+        f"holds {other} as [3] instead of",
+    ):
         assert problem in str(failure.value)
 
 
 def test_a_trained_tensor_that_belongs_to_none_of_the_base_is_refused(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the model had a parameter that the list of its tensors leaves out: its training would be lost."""
+    """As if the model had a parameter that its tensors' list omits: its training would be lost."""
     base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.float32)
     stray = {"model.layers.0.stray.weight": nn.Parameter(torch.zeros(3))}
     model = load_base(base, torch.float32)
-    tensors = {name: parameter.detach() for name, parameter in {**trainable(model), **stray}.items()}
+    tensors = {
+        name: parameter.detach() for name, parameter in {**trainable(model), **stray}.items()
+    }
     save_tensors(tmp_path / "trained" / "weights", tensors)
-    monkeypatch.setattr("pipeline_lib.export.fold.trainable", lambda model: {**trainable(model), **stray})
-    with pytest.raises(IntegrityError, match="layers.0.stray.weight belongs to no tensor of the base model"):
+    monkeypatch.setattr(
+        "pipeline_lib.export.fold.trainable", lambda model: {**trainable(model), **stray}
+    )
+    with pytest.raises(
+        IntegrityError, match="layers.0.stray.weight belongs to no tensor of the base model"
+    ):
         plan_fold(base, tmp_path / "trained", Train(precision="fp32"))
 
 
@@ -265,13 +311,17 @@ def test_a_base_without_a_tensor_is_refused(tmp_path: Path, tiny: Path) -> None:
         load_base(base, torch.float32)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 3.4e38], ids=["not a number", "too large for bf16"])
+@pytest.mark.parametrize(
+    "value", [float("nan"), 3.4e38], ids=["not a number", "too large for bf16"]
+)
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tiny: Path, value: float) -> None:
     base = write_base(tmp_path / "base", "qwen3-tied", tiny, torch.bfloat16)
     model = load_base(base, torch.float32)
     with torch.no_grad():
         model.get_parameter(DOWN)[0, 0] = value
-    save_tensors(tmp_path / "trained" / "weights", {name: p.detach() for name, p in trainable(model).items()})
+    save_tensors(
+        tmp_path / "trained" / "weights", {name: p.detach() for name, p in trainable(model).items()}
+    )
     with pytest.raises(TrainingError, match=f"{DOWN} is not finite"):
         merge(base, tmp_path, Train(precision="fp32"))
 
@@ -283,7 +333,9 @@ def test_the_precision_that_is_asked_for_is_written_and_named(tmp_path: Path, ti
     out = merge(base, tmp_path, Train(precision="fp32"), torch.float32)
     config = read_json(out / "config.json")
     assert config["dtype"] == "float32" and "torch_dtype" not in config
-    assert {tensor.dtype for tensors in tensors_of(out).values() for tensor in tensors.values()} == {torch.float32}
+    assert {
+        tensor.dtype for tensors in tensors_of(out).values() for tensor in tensors.values()
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
@@ -293,7 +345,10 @@ def test_a_text_model_in_a_whole_one_loads_in_the_precision_that_is_written(
     """By the line of the README, which names no dtype."""
     base = write_base(tmp_path / "base", kind, tiny, torch.bfloat16)
     config = read_json(base / "config.json")
-    write_json(base / "config.json", {**config, "text_config": {**config["text_config"], "dtype": "bfloat16"}})
+    write_json(
+        base / "config.json",
+        {**config, "text_config": {**config["text_config"], "dtype": "bfloat16"}},
+    )
     model = load_base(base, torch.float32)
     train_a_little(model, tmp_path / "trained")
     out = merge(base, tmp_path, Train(precision="fp32"), torch.float32)
@@ -302,7 +357,9 @@ def test_a_text_model_in_a_whole_one_loads_in_the_precision_that_is_written(
     torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=1e-4, atol=1e-4)
 
 
-BLOCK = Block(np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), np.repeat([0, 1], 12).astype(np.int32))
+BLOCK = Block(
+    np.arange(3, 27, dtype=np.int32), np.ones(24, np.bool_), np.repeat([0, 1], 12).astype(np.int32)
+)
 
 
 def leave_training(model: nn.Module, trained: Path) -> None:
@@ -328,7 +385,9 @@ def test_the_stage_publishes_only_what_answers_as_the_trained_model_did(
     assert "<|im_end|>" in AutoTokenizer.from_pretrained(job.out).decode(
         read_json(job.out / "generation_config.json")["eos_token_id"][:1]
     )
-    save_probe(trained, BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, torch.device("cpu")))
+    save_probe(
+        trained, BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, torch.device("cpu"))
+    )
     again = stage_job(base, trained, train, tmp_path / "again")
     with pytest.raises(TrainingError, match="is not the trained one") as failure:
         run(again)
@@ -345,13 +404,17 @@ def trained_base(tmp_path: Path, tiny: Path) -> Path:
     return base
 
 
-def test_the_generation_config_of_a_local_model_comes_by_itself(tmp_path: Path, trained_base: Path) -> None:
+def test_the_generation_config_of_a_local_model_comes_by_itself(
+    tmp_path: Path, trained_base: Path
+) -> None:
     config = tmp_path / "generation" / "generation_config.json"
     write_json(config, {"compile_config": 5})
     job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
     sealed = Sealed(config.parent, Manifest(stage="download", digest="0", spec={}, files={}))
     job = replace(job, inputs={**job.inputs, "generation": sealed})
-    with pytest.raises(DataError, match=r"; mend it in the model's folder and run snakemake again$"):
+    with pytest.raises(
+        DataError, match=r"; mend it in the model's folder and run snakemake again$"
+    ):
         run(job)  # no file in the store is to be edited
     write_json(config, {"eos_token_id": 1, "top_k": 7})
     run(job)
@@ -382,11 +445,16 @@ def test_code_of_the_base_model_is_named_nowhere(tmp_path: Path, trained_base: P
     assert [line for line in said if "own code (auto_map)" in line]
 
 
-def test_how_the_base_was_stored_is_not_said_of_the_merged_model(tmp_path: Path, trained_base: Path) -> None:
+def test_how_the_base_was_stored_is_not_said_of_the_merged_model(
+    tmp_path: Path, trained_base: Path
+) -> None:
     """Of trainings that were made before such a base was refused."""
     config = read_json(trained_base / "config.json")
     gptq = {"quant_method": "gptq", "bits": 4}
-    write_json(trained_base / "config.json", {**config, "quantization_config": gptq, "quantization": {"bits": 4}})
+    write_json(
+        trained_base / "config.json",
+        {**config, "quantization_config": gptq, "quantization": {"bits": 4}},
+    )
     job = stage_job(trained_base, tmp_path / "trained", Train(precision="fp32"), tmp_path / "out")
     run(job)
     assert read_json(job.out / "config.json").keys() == config.keys() | {"use_cache"}
@@ -401,7 +469,10 @@ def stage_job(base: Path, trained: Path, train: Train, out: Path) -> Job:
         "train": Spec("train", 1, settings_of(train, PLACEMENT_KEYS), {}),
     }
     inputs = {
-        name: Sealed(path, Manifest(stage=specs[name].stage, digest="0", spec=specs[name].to_json(), files={}))
+        name: Sealed(
+            path,
+            Manifest(stage=specs[name].stage, digest="0", spec=specs[name].to_json(), files={}),
+        )
         for name, path in (("model", base), ("train", trained))
     }
     spec = Spec("merge", 1, {}, {name: each.ref for name, each in specs.items()})

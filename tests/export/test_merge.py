@@ -17,7 +17,9 @@ from pipeline_lib.export.proof import judge
 def test_logits_that_differ_are_refused_with_the_figures() -> None:
     expected = torch.randn(4, 10)
     assert judge(expected + 1e-6, expected, 1e-4, has_experts=False)["relative_difference"] < 1e-4
-    with pytest.raises(TrainingError, match="logits differ by .* at 4 of 4 by more than the tolerance, 1e-04"):
+    with pytest.raises(
+        TrainingError, match="logits differ by .* at 4 of 4 by more than the tolerance, 1e-04"
+    ):
         judge(expected * 1.01, expected, 1e-4, has_experts=True)
     with pytest.raises(TrainingError, match="logits differ by nan"):
         judge(expected * float("nan"), expected, 1e-4, has_experts=True)
@@ -41,14 +43,17 @@ def test_positions_at_which_other_experts_were_chosen_are_judged_apart() -> None
 
 @pytest.mark.parametrize("stops", [None, 0, [0]])
 def test_generation_stops_where_turns_end(tiny: Path, stops: object) -> None:
-    """Qwen3-Base names only <|endoftext|> (0 here); the tuned model ends its turns with <|im_end|>."""
+    """Qwen3-Base names only <|endoftext|> (0 here); the tuned model ends turns with <|im_end|>."""
     config = json.loads((tiny / "generation_config.json").read_text())
     end = Tokenizer.from_file(str(tiny / "tokenizer.json")).token_to_id("<|im_end|>")
     assert end in config["eos_token_id"]
     assert stop_at_end_of_turn(config, tiny) == config
     config.pop("eos_token_id")
     config = {**config, "eos_token_id": stops} if stops is not None else config
-    assert stop_at_end_of_turn(config, tiny)["eos_token_id"] == [end, *([0] if stops is not None else [])]
+    assert stop_at_end_of_turn(config, tiny)["eos_token_id"] == [
+        end,
+        *([0] if stops is not None else []),
+    ]
 
 
 def test_a_template_that_never_ends_changes_no_stop(tmp_path: Path, tiny: Path) -> None:
@@ -56,4 +61,6 @@ def test_a_template_that_never_ends_changes_no_stop(tmp_path: Path, tiny: Path) 
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(loop)
-    assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path, Limits(cpu_s=0.5)) == {"eos_token_id": 0}
+    assert stop_at_end_of_turn({"eos_token_id": 0}, tmp_path, Limits(cpu_s=0.5)) == {
+        "eos_token_id": 0
+    }

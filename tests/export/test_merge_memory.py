@@ -25,12 +25,21 @@ from tests.train.loading import SIZES, grown_during, write_random
 pytestmark = pytest.mark.slow
 
 SHARD_BYTES = 40_000_000
-METHODS = {"full": Train(precision="fp32"), "lora": Train(method="lora", precision="fp32", lora=Lora(rank=8))}
+METHODS = {
+    "full": Train(precision="fp32"),
+    "lora": Train(method="lora", precision="fp32", lora=Lora(rank=8)),
+}
 
 
 def write_run(folder: Path, tiny: Path, layers: int) -> int:
     """A base in bf16, in shards, and what training both ways left of it; the bytes of the base."""
-    sizes = {**SIZES, "vocab_size": 2000, "hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": layers}
+    sizes = {
+        **SIZES,
+        "vocab_size": 2000,
+        "hidden_size": 640,
+        "intermediate_size": 2560,
+        "num_hidden_layers": layers,
+    }
     shutil.copytree(tiny, folder / "base")
     (folder / "base" / "model.safetensors").unlink()
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
@@ -38,9 +47,13 @@ def write_run(folder: Path, tiny: Path, layers: int) -> int:
     count = sum(parameter.numel() for parameter in model.parameters())
     for name, train in METHODS.items():
         shapes = {
-            name: parameter.shape for name, parameter in trainable(build_trainable(folder / "base", train)).items()
+            name: parameter.shape
+            for name, parameter in trainable(build_trainable(folder / "base", train)).items()
         }
-        save_tensors(folder / name / "weights", {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()})
+        save_tensors(
+            folder / name / "weights",
+            {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()},
+        )
     return 2 * count
 
 
@@ -51,7 +64,9 @@ def merge_and_replay(folder: Path, method: str) -> None:
     base = folder / "base"
     export(plan_fold(base, folder / method, METHODS[method]), base, {}, out, None)
     length = 32
-    block = Block(np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32))
+    block = Block(
+        np.full(length, 5, np.int32), np.ones(length, np.bool_), np.zeros(length, np.int32)
+    )
     reference = Reference(out, base, folder / method, METHODS[method])
     compare_tensors(reference, torch.device("cpu"))
     reference.streamed(torch.float32, torch.device("cpu")).probe_logits(block)
@@ -59,12 +74,14 @@ def merge_and_replay(folder: Path, method: str) -> None:
 
 
 def grown_bytes(environ: Mapping[str, str], folder: Path, method: str) -> int:
-    """By how much the most memory that this process ever held grew while it merged `folder`/large."""
+    """By how much the peak memory of this process grew while it merged `folder`/large."""
     merge = partial(merge_and_replay, method=method)
     return grown_during(partial(merge, folder / "small"), partial(merge, folder / "large"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
 def test_a_merge_stays_below_two_shards(tmp_path: Path, tiny: Path) -> None:
     write_run(tmp_path / "small", tiny, layers=1)
     base_bytes = write_run(tmp_path / "large", tiny, layers=20)

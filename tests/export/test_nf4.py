@@ -1,4 +1,4 @@
-"""Merging adapters that were trained on a base in 4 bits: into that base, proven, or into the original, unproven."""
+"""Merging adapters trained on a 4-bit base: into that base, proven, or the original, unproven."""
 
 import runpy
 from dataclasses import replace
@@ -25,7 +25,13 @@ from tests.export.test_fold import BLOCK, TOKENS, leave_training, logits_of, sta
 from tests.train.loading import SIZES, multimodal, write_random
 
 CPU = torch.device("cpu")
-WIDE: dict[str, Any] = {**SIZES, "hidden_size": 192, "intermediate_size": 320, "head_dim": 48, "vocab_size": 512}
+WIDE: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "head_dim": 48,
+    "vocab_size": 512,
+}
 LORA = Lora(rank=4, alpha=8, base="nf4", targets=("q_proj", "k_proj", "o_proj", "down_proj"))
 TRAIN = Train(method="lora", precision="fp32", lora=LORA)
 
@@ -57,7 +63,9 @@ def trained(base: Path, tmp_path: Path) -> nn.Module:
 
 
 def job_of(folder: Path, tmp_path: Path, said: list[str], **merge: Any) -> Job:
-    job = stage_job(folder, tmp_path / "trained", TRAIN, tmp_path / f"out-{'-'.join(merge.values())}")
+    job = stage_job(
+        folder, tmp_path / "trained", TRAIN, tmp_path / f"out-{'-'.join(merge.values())}"
+    )
     return replace(job, spec=replace(job.spec, settings=merge), say=said.append)
 
 
@@ -69,11 +77,15 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def dequantized(weight: Tensor) -> Tensor:
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    codes, state = bnb.quantize_4bit(
+        weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
     return bnb.dequantize_4bit(codes, state)
 
 
-def test_the_trained_base_is_merged_and_proven(base: Path, tmp_path: Path, trained: nn.Module) -> None:
+def test_the_trained_base_is_merged_and_proven(
+    base: Path, tmp_path: Path, trained: nn.Module
+) -> None:
     said: list[str] = []
     job = job_of(base, tmp_path, said)
     parity = run(job)
@@ -82,33 +94,49 @@ def test_the_trained_base_is_merged_and_proven(base: Path, tmp_path: Path, train
     assert "QLoRA (base in 4 bits: NF4) fine-tuning" in (job.out / "README.md").read_text()
     stored, merged = weights_of(base), weights_of(job.out)
     assert merged.keys() == stored.keys()
-    up, down, norm = (f"model.layers.1.{name}.weight" for name in ("mlp.up_proj", "mlp.down_proj", "input_layernorm"))
+    up, down, norm = (
+        f"model.layers.1.{name}.weight"
+        for name in ("mlp.up_proj", "mlp.down_proj", "input_layernorm")
+    )
     assert torch.equal(merged[up], dequantized(stored[up]))  # quantized, without an adapter
     assert not torch.equal(merged[down], dequantized(stored[down]))
     assert torch.equal(merged[norm], stored[norm])
-    torch.testing.assert_close(logits_of(load_base(job.out, torch.float32)), logits_of(trained), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits_of(load_base(job.out, torch.float32)), logits_of(trained), rtol=1e-4, atol=1e-4
+    )
 
 
-def test_another_base_than_the_trained_one_is_refused(base: Path, tmp_path: Path, trained: nn.Module) -> None:
-    save_probe(tmp_path / "trained", BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, CPU))
+def test_another_base_than_the_trained_one_is_refused(
+    base: Path, tmp_path: Path, trained: nn.Module
+) -> None:
+    save_probe(
+        tmp_path / "trained", BLOCK, probe_logits(load_base(base, torch.float32), BLOCK, CPU)
+    )
     with pytest.raises(TrainingError, match="is not the trained one"):
         run(job_of(base, tmp_path, []))
 
 
-def test_the_original_base_is_merged_and_nothing_is_claimed(base: Path, tmp_path: Path, trained: nn.Module) -> None:
+def test_the_original_base_is_merged_and_nothing_is_claimed(
+    base: Path, tmp_path: Path, trained: nn.Module
+) -> None:
     said: list[str] = []
     job = job_of(base, tmp_path, said, base="original")
     assert run(job).keys() == {"unproven"}
     assert "logits were not compared" in said[-1]
     assert read_json(job.out / "parity.json").keys() == {"unproven"}
     card = (job.out / "README.md").read_text()
-    assert "This model is not proven to be the trained one: its adapters were trained on a base in 4 bits" in card
+    assert (
+        "This model is not proven to be the trained one: its adapters were trained on a base in 4 "
+        "bits" in card
+    )
     assert "reproduce" not in card
     up = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(weights_of(job.out)[up], weights_of(base)[up])
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = logits_of(PeftModel.from_pretrained(plain, job.out / "adapter"))
-    torch.testing.assert_close(logits_of(load_base(job.out, torch.float32)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits_of(load_base(job.out, torch.float32)), expected, rtol=1e-4, atol=1e-4
+    )
     assert not torch.allclose(expected, logits_of(trained), atol=1e-2)
 
 
@@ -127,7 +155,7 @@ def loaded_by_the_card(folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_adapter_is_the_trained_model_on_the_base_that_its_card_loads(
     kind: str, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With transformers, bitsandbytes and peft alone; of Qwen3.5 some linears of a layer are not quantized."""
+    """With transformers, bitsandbytes and peft alone; Qwen3.5 keeps some linears unquantized."""
     folder = write_wide(tmp_path / "base", kind, tiny)
     train = TRAIN.model_copy(update={"lora": LORA.model_copy(update={"targets": "all-linear"})})
     trained = build_trainable(folder, train)
@@ -136,7 +164,11 @@ def test_the_adapter_is_the_trained_model_on_the_base_that_its_card_loads(
     job = stage_job(folder, tmp_path / "trained", train, tmp_path / "out")
     run(job)
     model = loaded_by_the_card(job.out, folder, monkeypatch)
-    names = {name.rpartition(".")[2] for name, each in model.named_modules() if type(each).__name__ == "Linear4bit"}
+    names = {
+        name.rpartition(".")[2]
+        for name, each in model.named_modules()
+        if type(each).__name__ == "Linear4bit"
+    }
     assert not names & {"in_proj_a", "in_proj_b", "lm_head"}
     with torch.no_grad():
         found = model(TOKENS).logits

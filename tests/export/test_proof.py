@@ -1,4 +1,4 @@
-"""A right merge is proven however much rounding changes its logits, and a slightly wrong one never is."""
+"""A right merge is proven however rounding changes its logits, a slightly wrong one never is."""
 
 from pathlib import Path
 
@@ -13,8 +13,16 @@ from pipeline_lib.core.errors import TrainingError
 FULL = Train(precision="fp32", lr=1e-3)
 CASES = {
     "full": Case(2, 4, 1, 32, tied=True, train=FULL),
-    "lora": Case(3, 8, 2, 32, train=Train(method="lora", precision="bf16", lr=1e-2, lora=LORAS["lora"])),
-    "experts": Case(2, 4, 2, 32, train=Train(method="lora", precision="fp32", lr=1e-2, lora=LORAS["lora of experts"])),
+    "lora": Case(
+        3, 8, 2, 32, train=Train(method="lora", precision="bf16", lr=1e-2, lora=LORAS["lora"])
+    ),
+    "experts": Case(
+        2,
+        4,
+        2,
+        32,
+        train=Train(method="lora", precision="fp32", lr=1e-2, lora=LORAS["lora of experts"]),
+    ),
     "dora": Case(
         3,
         tied=True,
@@ -47,7 +55,9 @@ def test_a_right_merge_is_proven(merges: Merges) -> None:
 @pytest.mark.parametrize("wrong", [*PLANS, *FILES])
 def test_a_slightly_wrong_merge_is_refused(merges: Merges, wrong: str) -> None:
     there_is_one = merges.make_wrong(wrong)
-    assert there_is_one == ((wrong, next(name for name, case in CASES.items() if case is merges.case)) not in MISSING)
+    assert there_is_one == (
+        (wrong, next(name for name, case in CASES.items() if case is merges.case)) not in MISSING
+    )
     if there_is_one:
         with pytest.raises(TrainingError, match="the exported model is not the trained one"):
             merges.proven("wrong")

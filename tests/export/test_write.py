@@ -38,7 +38,8 @@ def lora(kind: Lora) -> Train:
     return Train(method="lora", precision="fp32", lora=kind)
 
 
-# The kind of the base, its dtype, the training, whether the base in 4 bits is dequantized, and the dtype written.
+# The kind of the base, its dtype, the training, whether the base in 4 bits is dequantized, and the
+# dtype written.
 CASES: Mapping[str, tuple[str, torch.dtype, Train, torch.dtype | None]] = {
     "full": ("qwen3-tied", torch.bfloat16, FULL, None),
     "full, experts": ("moe", torch.bfloat16, FULL, None),
@@ -66,8 +67,13 @@ def test_the_bytes_are_the_same_for_any_number_of_threads(
         write_base(base, kind, tiny, stored, size="12KB")
     (base / "chat_template.jinja").unlink()  # else each export starts an interpreter for it
     torch.manual_seed(3)
-    shapes = {name: parameter.shape for name, parameter in trainable(build_trainable(base, train)).items()}
-    save_tensors(tmp_path / "trained" / "weights", {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()})
+    shapes = {
+        name: parameter.shape for name, parameter in trainable(build_trainable(base, train)).items()
+    }
+    save_tensors(
+        tmp_path / "trained" / "weights",
+        {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()},
+    )
     digests = []
     cpus = torch.get_num_threads()
     try:
@@ -82,7 +88,9 @@ def test_the_bytes_are_the_same_for_any_number_of_threads(
                 hashes |= export_adapter(fold.trained.adapters, train, {}, out)
             assert torch.get_num_threads() == threads
             assert hashes == {
-                name: sha256_file(out / name) for name in list_files(out) if name.endswith(".safetensors")
+                name: sha256_file(out / name)
+                for name in list_files(out)
+                if name.endswith(".safetensors")
             }
             digests.append(hashes)
     finally:
@@ -96,7 +104,9 @@ def ones(entry: Entry, buffers: Buffers) -> Tensor:
 
 
 FILES = {
-    f"{letter}.safetensors": [Entry(f"{letter}{number}", (5, 7), torch.bfloat16) for number in range(3)]
+    f"{letter}.safetensors": [
+        Entry(f"{letter}{number}", (5, 7), torch.bfloat16) for number in range(3)
+    ]
     for letter in "abc"
 }
 
@@ -125,7 +135,9 @@ def test_a_full_disk_is_said_by_its_error(tmp_path: Path) -> None:
     assert is_disk_full(failure.value)
 
 
-def test_after_a_failure_no_further_tensors_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_no_further_tensors_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(write, "MERGED_AT_ONCE", 1)
     made: list[str] = []
 
@@ -147,7 +159,11 @@ def sealed_inputs(store: Store, base: Path, trained: Path, train: Train) -> Spec
     for name, folder in (("model", base), ("train", trained)):
         sealed = store.sealed(specs[name].ref)
         shutil.copytree(folder, sealed)
-        about = {"stage": specs[name].stage, "digest": specs[name].digest, "spec": specs[name].to_json()}
+        about = {
+            "stage": specs[name].stage,
+            "digest": specs[name].digest,
+            "spec": specs[name].to_json(),
+        }
         write_manifest(sealed, Manifest(**about, files=describe_files(sealed)))
     return Spec("merge", 1, {}, {name: each.ref for name, each in specs.items()})
 
@@ -195,4 +211,6 @@ def test_a_merge_that_is_killed_while_it_writes_is_made_anew(tmp_path: Path, tin
     assert verify(store.sealed(spec.ref)) == killed
     weights = [name for name in killed.files if name.endswith(".safetensors")]
     assert len(weights) > 3 and "adapter/adapter_model.safetensors" in weights
-    assert {name: killed.files[name] for name in weights} == {name: undisturbed.files[name] for name in weights}
+    assert {name: killed.files[name] for name in weights} == {
+        name: undisturbed.files[name] for name in weights
+    }

@@ -1,4 +1,4 @@
-"""Configs whose specs are pinned: a change of code that changes one of them makes users train anew."""
+"""Configs whose specs are pinned: a code change that changes one makes users train anew."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ CONFIGS = {
     "zero2": f"{_LOCAL}{_ONE_NODE}train: {{strategy: zero2, offload: optimizer}}\n",
     "zero3": f"{_LOCAL}{_TWO_NODES}train: {{strategy: zero3, warmup_steps: 5}}\n",
     "lora": f"{_LOCAL}train: {{method: lora, lora: {{rank: 16, alpha: 32}}, lr: 1.0e-4}}\n",
-    "hub": f"{_HUB}{_ONE_NODE}train: {{strategy: auto, lr: 2.0e-5}}\nevaluate: {{generations: 4}}\n",
+    "hub": f"{_HUB}{_ONE_NODE}train: {{strategy: auto, lr: 2.0e-5}}\nevaluate: {{generations: "
+    f"4}}\n",
     "sweep": f"{_LOCAL}sweep: {{train.lr: [1.0e-4, 2.0e-4], train.seed: [1, 2]}}\n",
     "halving": f"{_LOCAL}train: {{validate_every_steps: 4}}\n"
     "sweep: {train.lr: [1.0e-4, 2.0e-4], halving: {first_step: 4, keep: 0.5}}\n",
@@ -47,7 +48,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def specs_of(name: str, folder: Path) -> dict[str, Any]:
-    """All that the config compiles to, in JSON: the specs of every experiment by part, and the digests of its rungs.
+    """All that the config compiles to, in JSON: every experiment's specs by part, rungs' digests.
 
     The working directory must be `folder`, which is left out of what is told.
     """
@@ -74,4 +75,7 @@ def specs_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _without(folder: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {**value, "where": {key: place.replace(folder, "FOLDER") for key, place in value["where"].items()}}
+    return {
+        **value,
+        "where": {key: place.replace(folder, "FOLDER") for key, place in value["where"].items()},
+    }

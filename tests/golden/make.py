@@ -1,7 +1,8 @@
 """`python -m tests.golden.make`: writes specs.json and store.tar.xz with the code that runs.
 
-They are what users of that code have: the specs that its configs compile to, a finished experiment and one that was
-interrupted. Run it only when users are meant to compute anew; tests/pipeline/test_golden.py then says what changed.
+They are what users of that code have: the specs that its configs compile to, a finished experiment
+and one that was interrupted. Run it only when users are meant to compute anew;
+tests/pipeline/test_golden.py then says what changed.
 """
 
 import json
@@ -20,7 +21,8 @@ SPECS = HERE / "specs.json"
 ARCHIVE = HERE / "store.tar.xz"
 FINISHED, UNFINISHED = "finished.yaml", "unfinished.yaml"
 KEPT = ("model", "rows.jsonl", FINISHED, UNFINISHED, "store", "runs")
-EXPECTED = "expected.json"  # in the archive: what the interrupted experiment came to with the code that began it
+# in the archive: what the interrupted experiment came to with the code that began it
+EXPECTED = "expected.json"
 _CONFIG = """\
 experiment: {name}
 model: {{source: local, path: model}}
@@ -54,21 +56,29 @@ def pinned_specs(folder: Path) -> dict[str, object]:
 
 
 def unpack(project: Project) -> dict[str, object]:
-    """The archive in `project`, as a user's clone has it after an update of the code; returns what is expected."""
+    """The archive in `project`, as in a clone after a code update; returns what is expected."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not known to Python 3.11.0 to 3.11.3
+        # not known to Python 3.11.0 to 3.11.3
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(project.root)  # noqa: S202 - made here
     return dict(json.loads((project.root / EXPECTED).read_text()))
 
 
 def finished_state(project: Project) -> dict[str, object]:
-    """What the interrupted experiment came to: its weights, its loss, and the machine that decides the last bits."""
+    """What the interrupted experiment gave: weights, loss, and the machine of the last bits.
+
+    The machine decides the last bits.
+    """
     experiment = project.experiment(project.root / UNFINISHED)
     manifest = project.manifest("train", experiment)
     metrics = json.loads((project.sealed("evaluate", experiment) / "metrics.json").read_text())
     weights = project.manifest("merge", experiment)["files"]
     return {
-        "weights": {name: entry["sha256"] for name, entry in weights.items() if name.endswith(".safetensors")},
+        "weights": {
+            name: entry["sha256"]
+            for name, entry in weights.items()
+            if name.endswith(".safetensors")
+        },
         "loss": metrics["eval"]["tuned"]["loss"],
         "machine": {"cpu": cpu_model(), "torch": manifest["versions"]["torch"]},
     }
@@ -77,18 +87,25 @@ def finished_state(project: Project) -> dict[str, object]:
 def cpu_model() -> str:
     """The processor as the kernel names it: another one may round sums in another order."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 def _archive(project: Project) -> None:
     project.config.write_text(
-        "experiment: base\nmodel: {source: tiny, vocab_tokens: 384, hidden_size: 16, layers: 2, heads: 2}\n"
+        "experiment: base\nmodel: {source: tiny, vocab_tokens: 384, hidden_size: 16, layers: 2, "
+        "heads: 2}\n"
         "data: {train: [{source: pydoc, max_rows: 60}]}\n"
     )
     project.snakemake("--until", "download_stage")
     base = project.sealed("model")
     shutil.copytree(base, project.root / "model", ignore=shutil.ignore_patterns("manifest.json"))
-    rows = [{"instruction": f"How much is {n} + {n}?", "output": f"It is {2 * n}, twice {n}."} for n in range(90)]
+    rows = [
+        {"instruction": f"How much is {n} + {n}?", "output": f"It is {2 * n}, twice {n}."}
+        for n in range(90)
+    ]
     (project.root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.rmtree(project.root / "store")
     for name, epochs in ((FINISHED, 1), (UNFINISHED, 6)):
@@ -114,7 +131,11 @@ def _interrupt(project: Project) -> None:
     """Ctrl-C after the first checkpoint: the training saves its step and ends."""
     before = set(project.root.glob("runs/*/checkpoints/step-*"))
     process = project.start("--configfile", UNFINISHED)
-    wait_until(lambda: bool(set(project.root.glob("runs/*/checkpoints/step-*")) - before), process, "a checkpoint")
+    wait_until(
+        lambda: bool(set(project.root.glob("runs/*/checkpoints/step-*")) - before),
+        process,
+        "a checkpoint",
+    )
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait() != 0, "it was done before it was interrupted: give it more epochs"
 

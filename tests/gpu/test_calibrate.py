@@ -22,8 +22,18 @@ pytestmark = [
 ]
 # Qwen3-0.6B's config.json.
 MODEL = {
-    **{"model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072},
-    **{"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    **{
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+    },
+    **{
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     **{"max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
 }
 CONFIG = """\
@@ -44,7 +54,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_text(folder / "config.yaml", CONFIG.format(model=folder / "model", gpus=min(GPUS, 2)))
     start_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline_lib", "calibrate", str(folder / "config.yaml"), "--out", str(folder / "c")],
+        [
+            sys.executable,
+            "-m",
+            "pipeline_lib",
+            "calibrate",
+            str(folder / "config.yaml"),
+            "--out",
+            str(folder / "c"),
+        ],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PIPELINE_STORE": str(folder / "store")},
         stdout=subprocess.PIPE,
@@ -67,7 +85,13 @@ def test_rates_are_those_of_a_gpu(measured: Measured) -> None:
     rates = {name: rate.value for name, rate in measured.rates.items()}
     assert measured.gpu == torch.cuda.get_device_name()
     assert measured.gpu_memory_bytes == torch.cuda.get_device_properties(0).total_memory
-    assert {"matmul_flop_s", "attention_flop_s", "memory_bytes_s", "copy_bytes_s", "launch_s"} <= set(rates)
+    assert {
+        "matmul_flop_s",
+        "attention_flop_s",
+        "memory_bytes_s",
+        "copy_bytes_s",
+        "launch_s",
+    } <= set(rates)
     known = find_gpu(measured.gpu)
     if known is not None:
         assert 0.3 < rates["matmul_flop_s"] / known.half_flop_s < 1.05
@@ -86,8 +110,11 @@ def test_layers_cost_what_their_products_do_and_more(measured: Measured) -> None
         per_token_s = layer.forward.per_token_s + layer.backward.per_token_s
         least_s = flops / measured.rates["matmul_flop_s"].high
         assert least_s < per_token_s < 20 * least_s, layer.variant
-        forward_s, backward_s = (one.fixed_s + 4096 * one.per_token_s for one in (layer.forward, layer.backward))
-        # Of eager layers this small the host decides: with selective checkpointing it takes longer forward.
+        forward_s, backward_s = (
+            one.fixed_s + 4096 * one.per_token_s for one in (layer.forward, layer.backward)
+        )
+        # Of eager layers this small the host decides: with selective checkpointing it takes longer
+        # forward.
         if layer.variant.endswith("compiled"):
             assert backward_s > forward_s, layer.variant
         assert layer.forward.host_s > 5e-5, layer.variant

@@ -1,4 +1,4 @@
-"""The chat's model on real GPUs: on one, and spread over two and the host's memory where one does not hold it."""
+"""The chat's model on real GPUs: on one, or spread over two and the host's memory."""
 
 from pathlib import Path
 
@@ -9,11 +9,16 @@ from pipeline_lib.evaluate.answers import GREEDY, generate
 from pipeline_lib.evaluate.chat import load_to_chat, place_for
 from tests.train.loading import write_large
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
 PROMPT = [5, 17, 400, 23, 1999]
 
 
-def test_a_model_spread_over_gpus_answers_as_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_spread_over_gpus_answers_as_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_bytes = 2 * write_large(tmp_path / "model", layers=16)
     place = place_for(tmp_path / "model")
     assert place.device_map == torch.device("cuda")
@@ -30,7 +35,11 @@ def test_a_model_spread_over_gpus_answers_as_on_one(tmp_path: Path, monkeypatch:
     assert place.device_map == "auto"
     spread = load_to_chat(tmp_path / "model", place)
     devices = {parameter.device.type for parameter in spread.parameters()}
-    indices = {parameter.device.index for parameter in spread.parameters() if parameter.device.type == "cuda"}
+    indices = {
+        parameter.device.index
+        for parameter in spread.parameters()
+        if parameter.device.type == "cuda"
+    }
     assert indices == {0, 1}
     assert "meta" in devices  # in the host's memory, from where accelerate takes it layer by layer
     assert generate(spread, [PROMPT], 12, **GREEDY) == expected

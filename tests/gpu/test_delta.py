@@ -1,4 +1,7 @@
-"""Gated DeltaNet on a real GPU: fla-core's kernels against the reference on the CPU. Skipped where there is none."""
+"""Gated DeltaNet on a real GPU: fla-core's kernels against the reference on the CPU.
+
+Skipped where there is none.
+"""
 
 import importlib.util
 from itertools import accumulate, pairwise
@@ -39,7 +42,10 @@ def ends_of(lengths: list[int], filled: int = 0) -> Tensor:
 
 
 def inputs_of(tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Query, key, value, log_decay and beta, as a layer gives them; decays from almost none to a few tokens' memory."""
+    """Query, key, value, log_decay and beta of a layer; decays from none to a short memory.
+
+    They go from almost none to the memory of a few tokens.
+    """
     torch.manual_seed(0)
     query, key = torch.randn(2, tokens, KEY_HEADS, width, device=GPU).to(dtype)
     value = torch.randn(tokens, HEADS, width, device=GPU).to(dtype)
@@ -66,7 +72,9 @@ def test_the_kernels_agree_with_the_reference(width: int) -> None:
     assert has_kernel(tensors[2])
     found = compute(tensors, ends_of(LENGTHS))
     expected = compute([tensor.float().cpu() for tensor in tensors], ends_of(LENGTHS).cpu())
-    errors = {name: relative_error(*pair) for name, *pair in zip(NAMES, found, expected, strict=True)}
+    errors = {
+        name: relative_error(*pair) for name, *pair in zip(NAMES, found, expected, strict=True)
+    }
     print(f"width {width}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert all(errors[name] < bound for name, bound in zip(NAMES, BOUNDS, strict=True)), errors
 
@@ -85,7 +93,10 @@ def test_a_document_is_computed_as_if_it_were_alone() -> None:
         for name, one, other in zip(NAMES, packed, alone, strict=True):
             has_its_bits &= torch.equal(one[begin:end], other)
             # Of a document of one token the decay has no effect, and its gradient is rounding.
-            assert (one[begin:end] - other).abs().max() < BF16_ERROR * one.abs().max(), (name, begin)
+            assert (one[begin:end] - other).abs().max() < BF16_ERROR * one.abs().max(), (
+                name,
+                begin,
+            )
     print(f"a packed document has the bits that it has alone: {has_its_bits}")
 
 
@@ -97,7 +108,10 @@ def test_other_documents_change_no_bit() -> None:
         tensor[:begin] += 1.0
         tensor[end:] += 1.0
     before, after = compute(tensors, ends_of(LENGTHS)), compute(changed, ends_of(LENGTHS))
-    assert all(torch.equal(one[begin:end], other[begin:end]) for one, other in zip(before, after, strict=True))
+    assert all(
+        torch.equal(one[begin:end], other[begin:end])
+        for one, other in zip(before, after, strict=True)
+    )
     assert not torch.equal(before[0][end:], after[0][end:])
 
 
@@ -111,7 +125,8 @@ def test_fp32_takes_the_exact_way() -> None:
     tensors = inputs_of(300, 64, torch.float32)
     assert not has_kernel(tensors[2])
     found, expected = (
-        compute([tensor.to(place) for tensor in tensors], ends_of([70, 1, 229]).to(place)) for place in (GPU, "cpu")
+        compute([tensor.to(place) for tensor in tensors], ends_of([70, 1, 229]).to(place))
+        for place in (GPU, "cpu")
     )
     for name, one, other in zip(NAMES, found, expected, strict=True):
         assert relative_error(one, other) < 1e-4, name
@@ -158,8 +173,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# What is expected is this project's model on the CPU, which tests/model/test_delta.py compares with transformers' own:
-# where fla-core is installed, that one calls its kernels on CPUs too, and fails.
+# What is expected is this project's model on the CPU, which tests/model/test_delta.py compares with
+# transformers' own: where fla-core is installed, that one calls its kernels on CPUs too, and fails.
 
 
 @pytest.mark.parametrize("way", ["bf16 weights", "autocast", "fp32"])
@@ -183,22 +198,32 @@ def gradients_of(model: nn.Module, batches: list[Batch], is_exact: bool = False)
         with torch.autocast(device.type, torch.bfloat16, enabled=not is_exact):
             loss = loss_sum(model, batch.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def assert_as_exact(found: Gradients, other: Gradients, exact: Gradients) -> None:
-    """`found` is off by what bf16 explains: by little, or by at most twice as much as `other`, which is in bf16 too.
+    """`found` is off by what bf16 explains: by little, or at most twice as much as `other`.
 
-    A decay's parameter has one number a head: terms of both signs are added up over all tokens, and rounding shows.
+    `other` is in bf16 too.
+
+    A decay's parameter has one number a head: terms of both signs are added up over all tokens, and
+    rounding shows.
     """
     errors = {
-        name: (relative_error(found[name], exact[name]), relative_error(other[name], exact[name])) for name in exact
+        name: (relative_error(found[name], exact[name]), relative_error(other[name], exact[name]))
+        for name in exact
     }
     print({name: pair for name, pair in errors.items() if max(pair) > 0.03})
     assert all(one < max(5 * BF16_ERROR, 2 * another) for one, another in errors.values()), errors
     of_decays = [name for name in errors if name.endswith(("A_log", "dt_bias"))]
     assert len(of_decays) == 6
-    assert all(one < 5 * BF16_ERROR for name, (one, _) in errors.items() if name not in of_decays), errors
+    assert all(
+        one < 5 * BF16_ERROR for name, (one, _) in errors.items() if name not in of_decays
+    ), errors
 
 
 def test_gradients_of_the_model_agree_with_the_cpu(folder: Path) -> None:
@@ -218,9 +243,20 @@ def prepared(folder: Path, **settings: object) -> nn.Module:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_layers_are_two_graphs_and_learn_the_same(folder: Path, recompute: str) -> None:
-    """One with attention and one without; no break, and none made anew for other numbers and lengths of documents."""
+    """One with attention and one without; no break, and none made anew for other documents.
+
+    Other documents: other numbers and lengths of them.
+    """
     _, batch = documents_and_batch()
-    short = make_batch([Block(np.zeros(512, np.int32), np.ones(512, np.bool_), np.arange(512, dtype=np.int32) // 16)])
+    short = make_batch(
+        [
+            Block(
+                np.zeros(512, np.int32),
+                np.ones(512, np.bool_),
+                np.arange(512, dtype=np.int32) // 16,
+            )
+        ]
+    )
     exact = gradients_of(load_base(folder, torch.float32), [batch, short], is_exact=True)
     found = []
     for compiled in (False, True):
@@ -232,8 +268,10 @@ def test_compiled_layers_are_two_graphs_and_learn_the_same(folder: Path, recompu
             gradients = gradients_of(model, [one])
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         found.append(gradients)
-    assert 0 < graphs[0] <= 2 * (2 if recompute == "selective" else 1)  # a checkpoint's inside counts by itself
-    if recompute != "selective" or torch.__version__ >= "2.13":  # before, shapes inside checkpoints were constants
+    # a checkpoint's inside counts by itself
+    assert 0 < graphs[0] <= 2 * (2 if recompute == "selective" else 1)
+    # before, shapes inside checkpoints were constants
+    if recompute != "selective" or torch.__version__ >= "2.13":
         assert graphs[1] == graphs[0]
     assert not torch._dynamo.utils.counters["graph_break"]
     assert_as_exact(found[1], found[0], exact)
@@ -247,7 +285,9 @@ def test_recomputation_changes_no_bit(folder: Path) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = loss_sum(model, batch.to(GPU))
         loss.backward()  # type: ignore[no-untyped-call]
-        found.append({name: p.grad for name, p in model.named_parameters() if "linear_attn" in name})
+        found.append(
+            {name: p.grad for name, p in model.named_parameters() if "linear_attn" in name}
+        )
     assert found[0]
     for others in found[1:]:
         for name, gradient in found[0].items():

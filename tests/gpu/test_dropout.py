@@ -1,4 +1,7 @@
-"""Dropout of adapters on real GPUs: its masks on CUDA, in compiled layers, and on ranks that share a batch."""
+"""Dropout of adapters on real GPUs: on CUDA, in compiled layers, on ranks that share a batch.
+
+It is its masks that count.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +25,11 @@ pytestmark = [
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
 P = 0.3
 BLOCK = 4 * SEGMENT
-LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": P}, "device": "cuda"}
+LORA: dict[str, Any] = {
+    "method": "lora",
+    "lora": {"rank": 4, "alpha": 8, "dropout": P},
+    "device": "cuda",
+}
 
 
 def masks(draws: Draws, blocks: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -45,16 +52,31 @@ def test_masks_depend_neither_on_the_grouping_of_blocks_nor_on_the_precision() -
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_killed_run_draws_the_same_masks_when_it_goes_on(arena: Arena, tmp_path: Path, compiled: bool) -> None:
-    settings = LORA | {"precision": "bf16", "deterministic": True, "compile": compiled, "save_every_steps": 2}
+def test_a_killed_run_draws_the_same_masks_when_it_goes_on(
+    arena: Arena, tmp_path: Path, compiled: bool
+) -> None:
+    settings = LORA | {
+        "precision": "bf16",
+        "deterministic": True,
+        "compile": compiled,
+        "save_every_steps": 2,
+    }
     run_ranks(train, 1, arena.job(1, tmp_path / "whole", replica="whole", **settings))
     killed = arena.job(1, tmp_path / "killed", replica="killed", **settings)
     run_ranks(train_until_killed, 1, killed, 4)
     run_ranks(train, 1, arena.job(1, tmp_path / "resumed", replica="killed", **settings))
-    assert digest_of(load_weights(tmp_path / "resumed")) == digest_of(load_weights(tmp_path / "whole"))
+    assert digest_of(load_weights(tmp_path / "resumed")) == digest_of(
+        load_weights(tmp_path / "whole")
+    )
 
 
 @two_gpus
-@pytest.mark.parametrize("placement", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"context_ranks": 2}])
-def test_dropout_is_the_same_however_the_batch_is_spread(whole: Callable[..., Path], placement: dict[str, Any]) -> None:
-    assert losses(whole(2, **LORA, **placement)) == pytest.approx(losses(whole(1, **LORA)), rel=1e-4)
+@pytest.mark.parametrize(
+    "placement", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"context_ranks": 2}]
+)
+def test_dropout_is_the_same_however_the_batch_is_spread(
+    whole: Callable[..., Path], placement: dict[str, Any]
+) -> None:
+    assert losses(whole(2, **LORA, **placement)) == pytest.approx(
+        losses(whole(1, **LORA)), rel=1e-4
+    )

@@ -1,4 +1,7 @@
-"""Models with experts on real GPUs: every strategy learns alike, compiled or not. Skipped where there are none."""
+"""Models with experts on real GPUs: every strategy learns alike, compiled or not.
+
+Skipped where there are none.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ RANKS = min(2, GPUS)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights as training begins with: with those of write_random, bf16's noise is a quarter of a gradient."""
+    """Weights as training begins: with write_random's, bf16's noise is a quarter of a gradient."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("moe")
     small_moe().save_pretrained(folder)
@@ -39,13 +42,18 @@ def test_the_curve_is_that_of_one_cpu(folder: Path, strategy: str) -> None:
     assert steps_of(folder, RANKS, "cuda", strategy=strategy) == pytest.approx(expected, rel=1e-3)
 
 
-OF_EXPERTS = {"method": "lora", "lora": {"rank": 8, "targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}}
+OF_EXPERTS = {
+    "method": "lora",
+    "lora": {"rank": 8, "targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")},
+}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_adapters_of_experts_learn_as_on_a_cpu(folder: Path, strategy: str) -> None:
     expected = steps_of(folder, 1, "cpu", **OF_EXPERTS)
-    assert steps_of(folder, RANKS, "cuda", strategy=strategy, **OF_EXPERTS) == pytest.approx(expected, rel=1e-3)
+    assert steps_of(folder, RANKS, "cuda", strategy=strategy, **OF_EXPERTS) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,9 +62,13 @@ def test_adapters_of_experts_learn_as_on_a_cpu(folder: Path, strategy: str) -> N
     ids=["none", "selective", "full", "gathered", "adapters"],
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_compiled_layers_keep_the_curve(folder: Path, strategy: str, settings: dict[str, Any]) -> None:
+def test_compiled_layers_keep_the_curve(
+    folder: Path, strategy: str, settings: dict[str, Any]
+) -> None:
     plain, compiled = (
-        steps_of(folder, RANKS, "cuda", strategy=strategy, precision="bf16", compile=value, **settings)
+        steps_of(
+            folder, RANKS, "cuda", strategy=strategy, precision="bf16", compile=value, **settings
+        )
         for value in (False, True)
     )
     assert compiled == pytest.approx(plain, rel=3e-2)

@@ -1,4 +1,4 @@
-"""What a step in fp8 computes: products of tensors that are rounded to 8 bits with one scale each."""
+"""What an fp8 step computes: products of tensors rounded to 8 bits with one scale each."""
 
 import copy
 import importlib.util
@@ -42,7 +42,9 @@ def linear() -> nn.Linear:
 
 @pytest.fixture
 def hidden() -> Tensor:
-    return torch.randn(96, 128, device=GPU, dtype=torch.bfloat16, generator=torch.Generator(GPU).manual_seed(1))
+    return torch.randn(
+        96, 128, device=GPU, dtype=torch.bfloat16, generator=torch.Generator(GPU).manual_seed(1)
+    )
 
 
 def in_fp8(linear: nn.Linear) -> nn.Module:
@@ -51,10 +53,14 @@ def in_fp8(linear: nn.Linear) -> nn.Module:
     return layer["q_proj"]
 
 
-def test_a_product_and_its_gradients_are_those_of_rounded_factors(linear: nn.Linear, hidden: Tensor) -> None:
+def test_a_product_and_its_gradients_are_those_of_rounded_factors(
+    linear: nn.Linear, hidden: Tensor
+) -> None:
     made, leaf = in_fp8(linear), hidden.clone().requires_grad_()
     output = made(leaf)
-    direction = torch.randn(output.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(2)).to(output)
+    direction = torch.randn(
+        output.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(2)
+    ).to(output)
     (output * direction).sum().backward()
 
     factor, weight = rounded(hidden, WEIGHTS), rounded(linear.weight.detach(), WEIGHTS)
@@ -65,7 +71,11 @@ def test_a_product_and_its_gradients_are_those_of_rounded_factors(linear: nn.Lin
     gradient = made.weight.grad
     assert isinstance(gradient, Tensor)
     assert relative_error(gradient, upstream.T @ factor) < BF16_ERROR
-    assert BF16_ERROR < relative_error(output, hidden.float() @ linear.weight.detach().float().T) < E4M3_ERROR
+    assert (
+        BF16_ERROR
+        < relative_error(output, hidden.float() @ linear.weight.detach().float().T)
+        < E4M3_ERROR
+    )
 
 
 def test_without_gradients_it_is_the_product_in_bf16(linear: nn.Linear, hidden: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""The attention and the loss on a real GPU, against the same in higher precision. Skipped where there is none."""
+"""The attention and the loss on a real GPU, against the same in higher precision.
+
+Skipped where there is none.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -31,7 +34,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 VOCABULARY = 151_669  # Qwen3's tokens
-# A product of two bf16 numbers is rounded by up to 2**-9 of itself, a few in a row by a few times as much.
+# A product of two bf16 numbers is rounded by up to 2**-9 of itself, a few in a row by a few times
+# as much.
 BF16_ERROR = 1e-2
 
 
@@ -50,10 +54,12 @@ def ends() -> Tensor:
 
 
 def heads(query_heads: int, key_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of 2 rows of 512 tokens as transformers passes them, in bf16 on the GPU."""
+    """Query, key and value of 2 rows of 512 tokens as transformers gives them, in bf16 on GPU."""
     torch.manual_seed(0)
     shapes = ((2, 512, count, width) for count in (query_heads, key_heads, key_heads))
-    query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+    query, key, value = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes
+    )
     return query, key, value
 
 
@@ -80,7 +86,9 @@ def attend(
 
 BY_CUDNN = pytest.param(
     True,
-    marks=pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="needs the extra `cudnn`"),
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("cudnn") is None, reason="needs the extra `cudnn`"
+    ),
     id="cudnn",
 )
 BOTH_KERNELS = pytest.mark.parametrize("takes_cudnn", [BY_CUDNN, pytest.param(False, id="flash")])
@@ -88,14 +96,21 @@ BOTH_KERNELS = pytest.mark.parametrize("takes_cudnn", [BY_CUDNN, pytest.param(Fa
 
 @BOTH_KERNELS
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("query_heads", "key_heads", "width"), [(16, 8, 128), (32, 8, 128), (4, 4, 64), (14, 2, 64)])
+@pytest.mark.parametrize(
+    ("query_heads", "key_heads", "width"), [(16, 8, 128), (32, 8, 128), (4, 4, 64), (14, 2, 64)]
+)
 def test_the_kernel_agrees_with_each_document_alone_in_fp64(
     query_heads: int, key_heads: int, width: int, rows: int, takes_cudnn: bool
 ) -> None:
-    """On the CPU it is another code path: one product for each document. One row is passed on without a copy."""
+    """On the CPU it is another code path: one product for each document.
+
+    One row is passed on without a copy.
+    """
     tensors = heads(query_heads, key_heads, width)
     if rows == 1:
-        query, key, value = (tensor.transpose(0, 1).flatten(1, 2)[None].contiguous() for tensor in tensors)
+        query, key, value = (
+            tensor.transpose(0, 1).flatten(1, 2)[None].contiguous() for tensor in tensors
+        )
         tensors = query, key, value
     assert has_kernel(tensors[2])
     found, gradients = attend(tensors, ends(), takes_cudnn)
@@ -109,7 +124,7 @@ def test_the_kernel_agrees_with_each_document_alone_in_fp64(
 
 @BOTH_KERNELS
 def test_ends_may_be_repeated(takes_cudnn: bool) -> None:
-    """Filling up changes no bit of the output; the gradient's parts may be added in another order."""
+    """Filling up changes no bit of the output; the gradient may be added in another order."""
     tensors = heads(16, 8, 128)
     filled = torch.cat([ends(), ends().new_full((7,), 1024)])
     plain, more = attend(tensors, ends(), takes_cudnn), attend(tensors, filled, takes_cudnn)
@@ -173,10 +188,17 @@ def documents_and_batch() -> tuple[list[Document], Batch]:
     """One block of 512 tokens: five documents and padding."""
     random = np.random.default_rng(0)
     lengths = [100, 1, 37, 200, 150]
-    documents = [Document(random.integers(0, 512, n).astype(np.int32), np.arange(n) >= n // 2) for n in lengths]
+    documents = [
+        Document(random.integers(0, 512, n).astype(np.int32), np.arange(n) >= n // 2)
+        for n in lengths
+    ]
     fill = 512 - sum(lengths)
-    tokens = np.concatenate([*(document.tokens for document in documents), np.zeros(fill, np.int32)])
-    supervised = np.concatenate([*(document.supervised for document in documents), np.zeros(fill, np.bool_)])
+    tokens = np.concatenate(
+        [*(document.tokens for document in documents), np.zeros(fill, np.int32)]
+    )
+    supervised = np.concatenate(
+        [*(document.supervised for document in documents), np.zeros(fill, np.bool_)]
+    )
     numbers = np.repeat(np.array([0, 1, 2, 3, 4, -1], np.int32), [*lengths, fill])
     return documents, make_batch([Block(tokens, supervised, numbers)])
 
@@ -184,10 +206,14 @@ def documents_and_batch() -> tuple[list[Document], Batch]:
 @pytest.mark.parametrize("way", ["bf16 weights", "autocast", "fp32"])
 def test_a_packed_document_has_the_logits_that_it_has_alone(folder: Path, way: str) -> None:
     documents, batch = documents_and_batch()
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float64
+    )
     model = load_on_gpu(folder, torch.bfloat16 if way == "bf16 weights" else torch.float32)
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=way == "autocast"):
-        found = logits_at(model, batch.to(torch.device("cuda")), torch.arange(512, device="cuda"))[0]
+        found = logits_at(model, batch.to(torch.device("cuda")), torch.arange(512, device="cuda"))[
+            0
+        ]
     start = 0
     for document in documents:
         end = start + len(document.tokens)
@@ -210,8 +236,13 @@ def test_gradients_of_the_model_agree_with_the_cpu(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two layers, each token using all experts: which of a few it takes may hang on a last bit."""
-    sizes = {"mlp_only_layers": [], "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 4}
+    """Of two layers, each token using all experts: a choice may hang on a last bit."""
+    sizes = {
+        "mlp_only_layers": [],
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+    }
     folder = tmp_path_factory.mktemp("experts")
     torch.manual_seed(1)
     small_moe(**sizes, vocab_size=1000).save_pretrained(folder)
@@ -224,14 +255,27 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compiled_layers_share_one_graph_and_learn_the_same(
     request: pytest.FixtureRequest, kind: str, method: str, recompute: str
 ) -> None:
-    """No break of the graph, and none made anew for batches of other numbers and lengths of documents."""
+    """No graph break, and none made anew for batches of other numbers and lengths of documents."""
     folder: Path = request.getfixturevalue(kind)
     _, batch = documents_and_batch()
-    short = make_batch([Block(np.zeros(512, np.int32), np.ones(512, np.bool_), np.arange(512, dtype=np.int32) // 16)])
+    short = make_batch(
+        [
+            Block(
+                np.zeros(512, np.int32),
+                np.ones(512, np.bool_),
+                np.arange(512, dtype=np.int32) // 16,
+            )
+        ]
+    )
     gradients = []
     for compiled in (False, True):
         train = Train.model_validate(
-            {"method": method, "recompute": recompute, "compile": compiled, "lora": {"rank": 16, "alpha": 32}}
+            {
+                "method": method,
+                "recompute": recompute,
+                "compile": compiled,
+                "lora": {"rank": 16, "alpha": 32},
+            }
         )
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -244,14 +288,20 @@ def test_compiled_layers_share_one_graph_and_learn_the_same(
                 of_tokens, of_routers = loss_sums(model, one.to(torch.device("cuda")))
             (of_tokens + of_routers).backward()  # type: ignore[no-untyped-call]
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    # The first layer of a frozen embedding needs no gradient of its input; a checkpoint's inside counts by itself.
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
+    # The first layer of a frozen embedding needs no gradient of its input; a checkpoint's inside
+    # counts by itself.
     assert 0 < graphs[0] <= (2 if method == "lora" else 1) * (2 if recompute == "selective" else 1)
-    if recompute != "selective" or torch.__version__ >= "2.13":  # before, shapes inside checkpoints were constants
+    # before, shapes inside checkpoints were constants
+    if recompute != "selective" or torch.__version__ >= "2.13":
         assert graphs[1] == graphs[0]
     assert not torch._dynamo.utils.counters["graph_break"]
     for name, plain in gradients[0].items():
-        assert relative_error(gradients[1][name], plain) < 5 * BF16_ERROR or float(plain.norm()) == 0, name
+        assert (
+            relative_error(gradients[1][name], plain) < 5 * BF16_ERROR or float(plain.norm()) == 0
+        ), name
 
 
 @pytest.mark.parametrize("rank", [16, 64, 24])
@@ -259,7 +309,9 @@ def test_adapted_products_agree_with_fp64(rank: int) -> None:
     """By the kernel for ranks that it takes, and by the library's product for others."""
     torch.manual_seed(0)
     sizes = ((300, 256), (520, 256), (rank, 256), (520, rank), (300, 520))
-    hidden, weight, a, b, gradient = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    hidden, weight, a, b, gradient = (
+        torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes
+    )
     output, narrow = adapted(hidden, weight, None, a, b)
     found = adapted_backward(gradient, hidden, narrow, weight, a, b)
     h, w, a64, b64, g = (tensor.double() for tensor in (hidden, weight, a, b, gradient))
@@ -276,7 +328,9 @@ def head_example(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tens
     """Hidden states, a head and targets in bf16 on the GPU, of the sizes that training has."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = (0.02 * torch.randn(vocabulary, width, device="cuda")).to(torch.bfloat16).requires_grad_()
+    weight = (
+        (0.02 * torch.randn(vocabulary, width, device="cuda")).to(torch.bfloat16).requires_grad_()
+    )
     return hidden, weight, torch.randint(0, vocabulary, (tokens,), device="cuda")
 
 
@@ -303,7 +357,9 @@ def test_the_softmax_in_place_agrees_with_fp64(vocabulary: int, dtype: torch.dty
     targets[3] = 7
     exact = torch.log_softmax(logits.double(), dim=1)
     losses = softmax_in_place(logits, targets)
-    torch.testing.assert_close(losses.double(), -exact.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        losses.double(), -exact.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5
+    )
     assert relative_error(logits, exact.exp()) < (BF16_ERROR if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -318,6 +374,9 @@ def test_memory_does_not_grow_with_the_logits() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     # A piece in bf16; the head's gradient added up in fp32, and the result.
     bound = LOGITS_AT_ONCE * 2 + weight.numel() * (4 + 2) + hidden.numel() * 4 + 2**26
-    print(f"cross-entropy of {tokens} x {VOCABULARY}: peak {peak / 2**30:.2f} GiB, bound {bound / 2**30:.2f} GiB")
+    print(
+        f"cross-entropy of {tokens} x {VOCABULARY}: peak {peak / 2**30:.2f} GiB, bound "
+        f"{bound / 2**30:.2f} GiB"
+    )
     assert peak <= bound
     assert peak < tokens * VOCABULARY * 4 / 5

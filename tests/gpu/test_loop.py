@@ -1,4 +1,7 @@
-"""Guards, validation, samples and checkpoints beside the training on real GPUs. Skipped where there are none."""
+"""Guards, validation, samples and checkpoints beside the training on real GPUs.
+
+Skipped where there are none.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,9 @@ def run(arena: Arena, out: Path, ranks: int = 1, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_looking_changes_no_bit_of_the_training(arena: Arena, tmp_path: Path, precision: str) -> None:
+def test_looking_changes_no_bit_of_the_training(
+    arena: Arena, tmp_path: Path, precision: str
+) -> None:
     write_tokenizer(arena)
     settings: dict[str, Any] = {"precision": precision, "deterministic": True}
     plain = run(arena, tmp_path / "plain", replica="plain", **settings)
@@ -39,17 +44,26 @@ def test_looking_changes_no_bit_of_the_training(arena: Arena, tmp_path: Path, pr
     assert len(read_jsonl(seen / "samples.jsonl")) == 4
 
 
-def test_a_killed_run_resumes_from_a_checkpoint_that_was_written_beside_it(arena: Arena, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_from_a_checkpoint_that_was_written_beside_it(
+    arena: Arena, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2, "deterministic": True}
     whole = run(arena, tmp_path / "whole", replica="whole", **settings)
-    run_ranks(train_until_killed, 1, arena.job(1, tmp_path / "killed", device="cuda", replica="killed", **settings), 7)
+    run_ranks(
+        train_until_killed,
+        1,
+        arena.job(1, tmp_path / "killed", device="cuda", replica="killed", **settings),
+        7,
+    )
     resumed = run(arena, tmp_path / "resumed", replica="killed", **settings)
     assert digest_of(load_weights(resumed)) == digest_of(load_weights(whole))
 
 
 @two_gpus
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_bad_steps_on_one_gpu_change_no_bit_and_take_the_run_back(arena: Arena, tmp_path: Path, strategy: str) -> None:
+def test_bad_steps_on_one_gpu_change_no_bit_and_take_the_run_back(
+    arena: Arena, tmp_path: Path, strategy: str
+) -> None:
     settings: dict[str, Any] = {"strategy": strategy, "epochs": 2}
     settings["guards"] = {"max_skips": 1, "rollback_every_steps": 3}
     job = arena.job(2, tmp_path / "out", device="cuda", **settings)

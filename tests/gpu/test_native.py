@@ -1,4 +1,4 @@
-"""Torch's own strategies on real GPUs: fp16, offload, units, compression, recomputation, compilation.
+"""Torch's own strategies on GPUs: fp16, offload, units, compression, recomputation, compilation.
 
 Skipped where there are none; run on the GPU machine.
 """
@@ -41,22 +41,33 @@ def test_fp16_is_near_the_fp32_curve(arena: Arena, tmp_path: Path, strategy: str
     assert rounded == pytest.approx(exact, rel=1e-2)
 
 
-def overflow_by_hand(environ: Mapping[str, str], arena: Arena, strategy: str) -> tuple[list[float], bool]:
-    """Loss scales after steps that begin with far too large a one; and if what was skipped kept all bits."""
+def overflow_by_hand(
+    environ: Mapping[str, str], arena: Arena, strategy: str
+) -> tuple[list[float], bool]:
+    """Loss scales after steps that begin far too large; and if what was skipped kept all bits."""
     with by_hand(environ, arena, device="cuda", precision="fp16", strategy=strategy) as hand:
-        hand.strategy.load_own_state({"loss_scale": torch.tensor([2.0**40, 0.0], dtype=torch.float64)})
+        hand.strategy.load_own_state(
+            {"loss_scale": torch.tensor([2.0**40, 0.0], dtype=torch.float64)}
+        )
         before, scales, kept = hand.state(), [], True
         while hand.strategy.updates < 2:
             hand.step(0)
             scales.append(float(hand.strategy.own_state()["loss_scale"][0]))
-            local = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in hand.state().items()}
-            was = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in before.items()}
+            local = {
+                name: getattr(tensor, "_local_tensor", tensor)
+                for name, tensor in hand.state().items()
+            }
+            was = {
+                name: getattr(tensor, "_local_tensor", tensor) for name, tensor in before.items()
+            }
             kept = kept and (hand.strategy.updates > 0 or same(local, was))
         return scales, kept
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(arena: Arena, strategy: str) -> None:
+def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
+    arena: Arena, strategy: str
+) -> None:
     found = run_ranks(overflow_by_hand, RANKS, arena, strategy)
     scales, kept = found[0]
     assert all(other == (scales, kept) for other in found.values())
@@ -65,17 +76,25 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(arena: Arena
     assert scales[-1] < 2.0**36
 
 
-@pytest.mark.parametrize("settings", [{"offload": "optimizer+params"}, {"unit_layers": 2}], ids=["offload", "units"])
-def test_offload_and_units_keep_the_curve(arena: Arena, tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"offload": "optimizer+params"}, {"unit_layers": 2}], ids=["offload", "units"]
+)
+def test_offload_and_units_keep_the_curve(
+    arena: Arena, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     """Host and GPU make the same update up to rounding."""
     plain = losses(run(arena, tmp_path / "plain", RANKS, strategy="fsdp", replica="plain"))
-    found = losses(run(arena, tmp_path / "found", RANKS, strategy="fsdp", replica="found", **settings))
+    found = losses(
+        run(arena, tmp_path / "found", RANKS, strategy="fsdp", replica="found", **settings)
+    )
     assert found == pytest.approx(plain, rel=1e-4)
 
 
 def devices_by_hand(environ: Mapping[str, str], arena: Arena) -> set[str]:
     """Where weights and moments lie."""
-    with by_hand(environ, arena, device="cuda", strategy="fsdp", offload="optimizer+params") as hand:
+    with by_hand(
+        environ, arena, device="cuda", strategy="fsdp", offload="optimizer+params"
+    ) as hand:
         hand.step(0)
         return {tensor.to_local().device.type for tensor in state_of(hand.strategy).values()}
 
@@ -86,7 +105,9 @@ def test_what_is_offloaded_lies_on_the_host(arena: Arena) -> None:
 
 def page_locked_by_hand(environ: Mapping[str, str], arena: Arena) -> list[bool]:
     """Which gradients lie in page-locked memory after two micro-batches."""
-    with by_hand(environ, arena, device="cuda", strategy="fsdp", offload="optimizer+params") as hand:
+    with by_hand(
+        environ, arena, device="cuda", strategy="fsdp", offload="optimizer+params"
+    ) as hand:
         hand.accumulate(0, 2)
         return [own_part(gradient).is_pinned() for gradient in hand.strategy.gradients()]
 
@@ -99,22 +120,32 @@ def test_offloaded_gradients_of_every_micro_batch_come_to_page_locked_memory(are
 
 
 def test_an_offloaded_run_resumes_on_the_same_curve(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"strategy": "fsdp", "offload": "optimizer+params", "save_every_steps": 2}
+    settings: dict[str, Any] = {
+        "strategy": "fsdp",
+        "offload": "optimizer+params",
+        "save_every_steps": 2,
+    }
     whole = losses(run(arena, tmp_path / "whole", RANKS, replica="whole", **settings))
     job = arena.job(RANKS, tmp_path / "killed", device="cuda", replica="killed", **settings)
     run_ranks(train_until_killed, RANKS, job, 4)
-    assert losses(run(arena, tmp_path / "resumed", RANKS, replica="killed", **settings)) == pytest.approx(
-        whole, rel=1e-4
-    )
+    assert losses(
+        run(arena, tmp_path / "resumed", RANKS, replica="killed", **settings)
+    ) == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("settings", [{"recompute": "full"}, {"recompute": "selective"}], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "settings", [{"recompute": "full"}, {"recompute": "selective"}], ids=["full", "selective"]
+)
 def test_recomputed_layers_keep_the_curve(
     arena: Arena, tmp_path: Path, strategy: str, settings: dict[str, Any]
 ) -> None:
-    plain = losses(run(arena, tmp_path / "plain", RANKS, strategy=strategy, precision="bf16", replica="plain"))
-    found = losses(run(arena, tmp_path / "found", RANKS, strategy=strategy, precision="bf16", **settings))
+    plain = losses(
+        run(arena, tmp_path / "plain", RANKS, strategy=strategy, precision="bf16", replica="plain")
+    )
+    found = losses(
+        run(arena, tmp_path / "found", RANKS, strategy=strategy, precision="bf16", **settings)
+    )
     assert found == pytest.approx(plain, rel=1e-3)
 
 
@@ -122,7 +153,9 @@ def test_recomputed_layers_keep_the_curve(
 def test_compiled_layers_keep_the_curve(arena: Arena, tmp_path: Path, recompute: str) -> None:
     settings: dict[str, Any] = {"strategy": "fsdp", "precision": "bf16"}
     plain = losses(run(arena, tmp_path / "plain", RANKS, replica="plain", **settings))
-    found = losses(run(arena, tmp_path / "found", RANKS, compile=True, recompute=recompute, **settings))
+    found = losses(
+        run(arena, tmp_path / "found", RANKS, compile=True, recompute=recompute, **settings)
+    )
     assert found == pytest.approx(plain, rel=3e-2)
 
 
@@ -150,7 +183,9 @@ def test_compressed_gradients_lead_down_the_same_way(
 @two_gpus
 def test_local_sgd_learns(arena: Arena, tmp_path: Path) -> None:
     plain = losses(run(arena, tmp_path / "plain", 2, epochs=4, replica="plain"))
-    found = losses(run(arena, tmp_path / "found", 2, epochs=4, local_sgd_steps=4, save_every_steps=4))
+    found = losses(
+        run(arena, tmp_path / "found", 2, epochs=4, local_sgd_steps=4, save_every_steps=4)
+    )
     assert found == pytest.approx(plain, rel=0.05)
 
 
@@ -165,10 +200,18 @@ def test_two_replicas_of_two_have_the_curve_of_ddp(arena: Arena, tmp_path: Path)
 def test_hsdp_resumes_on_the_same_curve(arena: Arena, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"strategy": "hsdp", "shard_ranks": 2, "save_every_steps": 2}
     whole = run(arena, tmp_path / "whole", 4, replica="whole", **settings)
-    run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", device="cuda", replica="killed", **settings), 4)
+    run_ranks(
+        train_until_killed,
+        4,
+        arena.job(4, tmp_path / "killed", device="cuda", replica="killed", **settings),
+        4,
+    )
     resumed = run(arena, tmp_path / "resumed", 4, replica="killed", **settings)
     assert losses(resumed) == pytest.approx(losses(whole), rel=1e-4)
-    print(f"hsdp: resumed bitwise: {digest_of(load_weights(resumed)) == digest_of(load_weights(whole))}")
+    print(
+        "hsdp: resumed bitwise: "
+        f"{digest_of(load_weights(resumed)) == digest_of(load_weights(whole))}"
+    )
 
 
 def train_as_launched(environ: Mapping[str, str], job: RankJob) -> None:
@@ -177,11 +220,17 @@ def train_as_launched(environ: Mapping[str, str], job: RankJob) -> None:
     train(environ, job)
 
 
-@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "bf16", "compile": True}])
-def test_deterministic_runs_give_the_same_bits(arena: Arena, tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16"}, {"precision": "bf16", "compile": True}]
+)
+def test_deterministic_runs_give_the_same_bits(
+    arena: Arena, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     found = []
     for name in ("one", "two"):
-        job = arena.job(1, tmp_path / name, device="cuda", replica=name, deterministic=True, **settings)
+        job = arena.job(
+            1, tmp_path / name, device="cuda", replica=name, deterministic=True, **settings
+        )
         run_ranks(train_as_launched, 1, job)
         found.append((losses(tmp_path / name), digest_of(load_weights(tmp_path / name))))
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""A base in 4 bits on real GPUs: bitwise bitsandbytes' own there too, and adapters learn as on a CPU."""
+"""A base in 4 bits on real GPUs: bitwise bitsandbytes' own, and adapters learn as on a CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ def test_quantized_rows_are_bitwise_bitsandbytes_own(dtype: torch.dtype) -> None
     quantize_absmax(torch.cat([absmax for _, absmax in parts]))
     expected = theirs(weight)
     assert torch.equal(codes.flatten(), expected[0])
-    assert float((rounded(weight, dtype, "w") - expected[-1]).abs().max()) <= 1e-3 * float(expected[-1].abs().max())
+    assert float((rounded(weight, dtype, "w") - expected[-1]).abs().max()) <= 1e-3 * float(
+        expected[-1].abs().max()
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,10 @@ def test_quantized_rows_are_bitwise_bitsandbytes_own(dtype: torch.dtype) -> None
     [
         "ddp",
         pytest.param(
-            "fsdp", marks=pytest.mark.skipif(not shards_integers(), reason="torch before 2.13 casts integers")
+            "fsdp",
+            marks=pytest.mark.skipif(
+                not shards_integers(), reason="torch before 2.13 casts integers"
+            ),
         ),
     ],
 )
@@ -66,6 +71,7 @@ def test_adapters_learn_as_on_a_cpu(folder: Path, strategy: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_layers_keep_the_curve(folder: Path, recompute: str) -> None:
     plain, compiled = (
-        steps_of(folder, RANKS, "cuda", precision="bf16", compile=value, recompute=recompute) for value in (False, True)
+        steps_of(folder, RANKS, "cuda", precision="bf16", compile=value, recompute=recompute)
+        for value in (False, True)
     )
     assert compiled == pytest.approx(plain, rel=3e-2)

@@ -1,4 +1,4 @@
-"""Activations in host memory on a real GPU: the same bits, less of the GPU's memory, and attention computed once."""
+"""Activations in host memory on a GPU: the same bits, less GPU memory, attention computed once."""
 
 import os
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ Found = tuple[list[NDArray[np.float32]], int, int]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 whose layers keep 16 MiB of input and as much of attention's result, 64 MiB together with two blocks."""
+    """A Qwen3 whose layers keep 16 MiB of input and of attention, 64 MiB with two blocks."""
     return random_qwen3(tmp_path_factory.mktemp("long"), LAYERS, 1024)
 
 
@@ -61,8 +61,13 @@ def batches(device: torch.device) -> list[Batch]:
     return [batch_of_documents(TOKENS, length, 0.5, VOCAB).to(device) for length in (TOKENS, 2048)]
 
 
-def two_steps(environ: Mapping[str, str], folder: Path, settings: dict[str, Any], kernel: str) -> Found:
-    """Losses and gradients after two micro-batches, twice; peak bytes of the second time; forward runs of attention."""
+def two_steps(
+    environ: Mapping[str, str], folder: Path, settings: dict[str, Any], kernel: str
+) -> Found:
+    """Losses and gradients after two micro-batches, twice; peak bytes; attention's runs.
+
+    The peak is that of the second time; the runs are forward.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     make_deterministic()
     world, runs = World.from_env(environ, "cuda"), [0]
@@ -104,7 +109,10 @@ def steps_of(folder: Path, settings: dict[str, Any], kernel: str, ranks: int = 1
 
 KERNELS = [
     pytest.param(
-        "cudnn", marks=pytest.mark.skipif(not attention._HAS_FRONT_END, reason="needs the extra cudnn and a Hopper GPU")
+        "cudnn",
+        marks=pytest.mark.skipif(
+            not attention._HAS_FRONT_END, reason="needs the extra cudnn and a Hopper GPU"
+        ),
     ),
     "flash",
 ]
@@ -122,7 +130,9 @@ KERNELS = [
     ],
     ids=["lora", "compiled", "full", "fsdp", "nf4"],
 )
-def test_the_bits_are_the_same_and_the_peak_is_lower(folder: Path, settings: dict[str, Any], kernel: str) -> None:
+def test_the_bits_are_the_same_and_the_peak_is_lower(
+    folder: Path, settings: dict[str, Any], kernel: str
+) -> None:
     settings = {**settings, "attention": "flash" if kernel == "flash" else "auto"}
     here, here_bytes, runs = steps_of(folder, {**settings, "recompute": "full"}, kernel)
     away, away_bytes, runs_away = steps_of(folder, {**settings, **AWAY}, kernel)

@@ -26,11 +26,14 @@ def job_of(arena: Arena, out: Path, **settings: Any) -> RankJob:
 
 def test_the_message_offers_what_then_fits(tmp_path: Path) -> None:
     arena = wide_arena(tmp_path)
-    said = run_ranks(train_in_little_memory, 1, job_of(arena, tmp_path / "full", micro_batch_blocks=16))[0]
+    said = run_ranks(
+        train_in_little_memory, 1, job_of(arena, tmp_path / "full", micro_batch_blocks=16)
+    )[0]
     print(said)
     first, predicted, advice, *offers = said.splitlines()
     assert re.match(
-        r"GPU memory is full in the warm-up before the first step: .+ more were wanted with .+ in use", first
+        r"GPU memory is full in the warm-up before the first step: .+ more were wanted with .+ in use",
+        first,
     )
     assert "of 8.0 GiB in use" in first
     assert predicted.strip().startswith("predicted were ")

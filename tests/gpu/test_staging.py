@@ -1,4 +1,7 @@
-"""Copies for a save in page-locked memory of the host: they hold what the GPU held. Skipped where there is none."""
+"""Copies for a save in page-locked memory of the host: they hold what the GPU held.
+
+Skipped where there is none.
+"""
 
 from collections.abc import Iterator
 
@@ -32,7 +35,9 @@ def on_gpu() -> dict[str, Tensor]:
     return {**{name: tensor.cuda() for name, tensor in state().items()}, "longest": longest}
 
 
-def test_copies_have_the_bits_of_the_gpu_and_the_next_ones_take_their_place(buffers: HostBuffers) -> None:
+def test_copies_have_the_bits_of_the_gpu_and_the_next_ones_take_their_place(
+    buffers: HostBuffers,
+) -> None:
     tensors = on_gpu()
     expected = {name: tensor.cpu() for name, tensor in tensors.items()}
     buffers.expect(sum(tensor.nbytes for tensor in tensors.values()))
@@ -45,4 +50,7 @@ def test_copies_have_the_bits_of_the_gpu_and_the_next_ones_take_their_place(buff
     assert places(second) == where
     same(second, {name: tensor.cpu() for name, tensor in tensors.items()})
     assert buffers.trouble == ""
-    assert sum(piece.nbytes for slab in buffers._slabs for piece in slab.locked) > 2 * staging.PIECE_BYTES
+    assert (
+        sum(piece.nbytes for slab in buffers._slabs for piece in slab.locked)
+        > 2 * staging.PIECE_BYTES
+    )

@@ -1,4 +1,4 @@
-"""A held-out loss layer by layer on a real GPU: that of the whole model, in the memory of two parts."""
+"""A held-out loss layer by layer on a real GPU: the whole model's, in the memory of two parts."""
 
 from pathlib import Path
 
@@ -13,7 +13,10 @@ from pipeline_lib.plan.evaluation import scoring_bytes
 from tests.model.test_streaming import blocks
 from tests.train.loading import write_large
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA GPU"),
+]
 
 
 def test_it_is_the_whole_models_in_less_memory(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""How often the host waits for the GPU in an optimizer step: once, for the loss and the norm that the guards judge."""
+"""How often the host waits for the GPU in an optimizer step: once, for the guards.
+
+They judge the loss and the norm.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -21,20 +24,29 @@ pytestmark = [
 STEPS = 3
 
 
-def waits_of_steps(environ: Mapping[str, str], arena: Arena, strategy: str, verdict: Verdict) -> list[list[str]]:
+def waits_of_steps(
+    environ: Mapping[str, str], arena: Arena, strategy: str, verdict: Verdict
+) -> list[list[str]]:
     """Where torch waited in each of some steps, by its own account."""
     found = []
     with by_hand(environ, arena, "cuda", strategy=strategy, precision="bf16") as hand:
         stepper = Stepper(hand.wrapped, hand.strategy, hand.world, StopRequest())
         batches = [read_batch(hand.reader, [block]).pinned() for block in range(2)]
-        stepper.step(batches, 1e-3, lambda *_: Judgement(verdict), False)  # kernels are chosen, buckets are laid
+        # kernels are chosen, buckets are laid
+        stepper.step(batches, 1e-3, lambda *_: Judgement(verdict), False)
         for _ in range(STEPS):
             torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 stepper.step(batches, 1e-3, lambda *_: Judgement(verdict), False)
             torch.cuda.set_sync_debug_mode("default")
-            found.append([f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)])
+            found.append(
+                [
+                    f"{one.filename}:{one.lineno}"
+                    for one in caught
+                    if "synchroniz" in str(one.message)
+                ]
+            )
     return found
 
 

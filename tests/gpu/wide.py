@@ -1,4 +1,4 @@
-"""A model that is wide enough for its memory to be measured, of 100 million parameters, and full blocks for it."""
+"""A model of 100 million parameters, wide enough to measure its memory, and full blocks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ LIMIT_BYTES = 8 * 2**30
 
 
 def wide_arena(folder: Path, blocks: int = 32) -> Arena:
-    """A store with a model of four wide layers, and blocks of two documents each, all of it supervised."""
+    """A store with a model of four wide layers, and blocks of two supervised documents each."""
     store = Store(folder / "store")
     model, shard = Ref("download", "model"), Ref("shard", "blocks")
     torch.manual_seed(0)
@@ -45,13 +45,16 @@ def _documents(count: int) -> list[list[Document]]:
     random = np.random.default_rng(0)
     length = WIDE_BLOCK_TOKENS // 2
     return [
-        [Document(random.integers(3, WIDE_VOCAB, length).astype(np.int32), np.ones(length, bool)) for _ in range(2)]
+        [
+            Document(random.integers(3, WIDE_VOCAB, length).astype(np.int32), np.ones(length, bool))
+            for _ in range(2)
+        ]
         for _ in range(count)
     ]
 
 
 def train_in_little_memory(environ: Mapping[str, str], job: RankJob) -> str:
-    """Train with LIMIT_BYTES of GPU memory; what the rank says if that is not enough, else nothing."""
+    """Train with LIMIT_BYTES of GPU memory; what the rank says if that is short, else nothing."""
     device = torch.device("cuda", int(environ["LOCAL_RANK"]))
     torch.cuda.set_per_process_memory_fraction(
         LIMIT_BYTES / torch.cuda.get_device_properties(device).total_memory, device

@@ -1,7 +1,7 @@
 """Machines on one kernel: each has a network, processes, mounts, a name and an sshd of its own.
 
-m1 and the others are ends of cables to a bridge. Each is a set of namespaces that its first process holds, so that
-killing this process is like taking the power: all others end at once.
+m1 and the others are ends of cables to a bridge. Each is a set of namespaces that its first process
+holds, so that killing this process is like taking the power: all others end at once.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from tests.hosts.needs import FAKETIME
 
 DEADLINE_S = 60.0
 SSHD = "/usr/sbin/sshd"
-LOSE_ALL = ("root", "tbf", "rate", "8bit", "burst", "10", "limit", "1")  # no packet is as small as this bucket
+# no packet is as small as this bucket
+LOSE_ALL = ("root", "tbf", "rate", "8bit", "burst", "10", "limit", "1")
 # The first process of a machine: it adopts and reaps what others leave behind.
 INIT = "while true; do sleep 3600 & wait $!; done"
 
@@ -79,9 +80,22 @@ class Machine:
         self._known_namespace = ""
         wait_until(lambda: bool(parent.children()), f"{self.name} has a first process")
         self._init = parent.children()[0]
-        wait_until(lambda: self._init is not None and self._init.name() == "bash", f"{self.name} is set up")
-        card = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))  # the same after each start
-        cable = ["type", "veth", "peer", "name", "eth0", "address", card, "netns", str(self._init.pid)]
+        wait_until(
+            lambda: self._init is not None and self._init.name() == "bash", f"{self.name} is set up"
+        )
+        # the same after each start
+        card = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
+        cable = [
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "address",
+            card,
+            "netns",
+            str(self._init.pid),
+        ]
         _call("ip", "link", "add", self.cable, *cable)
         _call("ip", "link", "set", self.cable, "master", bridge, "up")
         steps = [
@@ -103,18 +117,28 @@ class Machine:
         return ":22 " in self.run("ss", "-Hltn", cwd=Path("/")).stdout
 
     def power_off(self) -> None:
-        """Take its power: its link is dead before anything can be said, and all processes end at once."""
+        """Take its power: its link dies before anything is said, and all processes end at once."""
         self.cut()
         self.init.kill()
         self._outer.wait(DEADLINE_S)
         wait_until(lambda: not self.processes(), f"{self.name} is off")
         _call("ip", "link", "del", self.cable, check=False)
 
-    def command(self, *command: str, cwd: Path, environ: Mapping[str, str] | None = None) -> list[str]:
-        """The command line that runs `command` on this machine, with this environment and `environ`."""
+    def command(
+        self, *command: str, cwd: Path, environ: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """The command line for `command` on this machine, with its environment and `environ`."""
         given = {"HOME": "/root", "USER": "root", **(environ or {})}
         settings = [f"{name}={value}" for name, value in given.items()]
-        inside = ["sh", "-c", f'cd {shlex.quote(str(cwd))} && exec "$@"', "sh", "env", *settings, *command]
+        inside = [
+            "sh",
+            "-c",
+            f'cd {shlex.quote(str(cwd))} && exec "$@"',
+            "sh",
+            "env",
+            *settings,
+            *command,
+        ]
         return ["nsenter", "--target", str(self.init.pid), "--all", "--", *inside]
 
     def run(
@@ -135,7 +159,9 @@ class Machine:
             timeout=timeout_s,
         )
         if check and done.returncode:
-            raise MachineError(f"{self.name}: {' '.join(command)} ended with {done.returncode}: {done.stdout}")
+            raise MachineError(
+                f"{self.name}: {' '.join(command)} ended with {done.returncode}: {done.stdout}"
+            )
         return done
 
     def start(
@@ -197,9 +223,11 @@ class Machine:
         _call(*inside, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
 
     def mount_private(self, folder: Path, size_mb: int) -> None:
-        """Mount an empty disk over `folder`, on this machine only; what runs already sees it as well."""
+        """Mount an empty disk over `folder`, here only; what runs already sees it as well."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.run("mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", str(folder), cwd=Path("/"))
+        self.run(
+            "mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", str(folder), cwd=Path("/")
+        )
 
     def shift_clock(self, seconds: int) -> None:
         """Let whatever its sshd starts from now on see a clock that is ahead by `seconds`."""
@@ -219,7 +247,8 @@ def machines(folder: Path, count: int = 2) -> Iterator[list[Machine]]:
     bridge, subnet = f"qh{tag}b", _free_subnet()
     names = [f"m{number}" for number in range(1, count + 1)]
     made = [
-        Machine(name, f"{subnet}.{number + 10}", folder / name, f"qh{tag}{name}") for number, name in enumerate(names)
+        Machine(name, f"{subnet}.{number + 10}", folder / name, f"qh{tag}{name}")
+        for number, name in enumerate(names)
     ]
     _prepare(made)
     try:
@@ -239,7 +268,7 @@ _NUMBERS = iter(range(1_000))
 
 
 def _prepare(made: list[Machine]) -> None:
-    """Write the keys and settings of all machines; any of them may be reached from any other, and from nowhere else."""
+    """Write the machines' keys and settings; any reaches any other, and nowhere else can."""
     names = "".join(f"{machine.address} {machine.name}\n" for machine in made)
     for machine in made:
         (machine.home / ".ssh").mkdir(parents=True, mode=0o700)
@@ -248,13 +277,15 @@ def _prepare(made: list[Machine]) -> None:
         _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         (machine.folder / "sshd_config").write_text(
             f"HostKey {key}\nAuthorizedKeysFile /root/.ssh/authorized_keys\nPermitRootLogin yes\n"
-            "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
+            "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes "
+            "no\n"
             f"PidFile {machine.folder}/sshd.pid\nLogLevel ERROR\n"
         )
     client = made[0].folder / "client_key"
     _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(client))
     known = "".join(
-        f"{machine.name},{machine.address} {' '.join((machine.folder / 'host_key.pub').read_text().split()[:2])}\n"
+        f"{machine.name},{machine.address} "
+        f"{' '.join((machine.folder / 'host_key.pub').read_text().split()[:2])}\n"
         for machine in made
     )
     for machine in made:
@@ -266,7 +297,7 @@ def _prepare(made: list[Machine]) -> None:
 
 
 def _free_subnet() -> str:
-    """The first three bytes of addresses that no route of this machine leads to; another for each process."""
+    """The first three bytes of addresses that no route here leads to; another by process."""
     routes = json.loads(_call("ip", "-json", "route", "show", "table", "all"))
     taken = " ".join(str(route.get("dst", "")) for route in routes)
     for number in range(os.getpid(), os.getpid() + 20_000):
@@ -286,7 +317,9 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEAD
 
 
 def _call(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+    )
     if check and done.returncode:
         raise MachineError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

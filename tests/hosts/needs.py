@@ -16,7 +16,9 @@ PROGRAMS = {
 }
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 
-_lacking = sorted({package for program, package in PROGRAMS.items() if shutil.which(program) is None})
+_lacking = sorted(
+    {package for program, package in PROGRAMS.items() if shutil.which(program) is None}
+)
 _reason = f"needs {', '.join(_lacking)}" if _lacking else "needs to be root, to make namespaces"
 needs_machines = pytest.mark.skipif(bool(_lacking) or os.geteuid() != 0, reason=_reason)
 needs_faketime = pytest.mark.skipif(not FAKETIME.exists(), reason="needs libfaketime")

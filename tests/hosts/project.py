@@ -1,4 +1,4 @@
-"""The project on several machines: real snakemake on m1, with ranks on all of them, and what became of them."""
+"""The project on several machines: real snakemake on m1, ranks on all, and what became of them."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ class HostsProject(SlurmProject):
     """A working copy on a disk that all machines share. Its training has a rank on each host."""
 
     def __init__(self, root: Path, machines: list[Machine]) -> None:
-        """Copy the project to `root`, with the small config for as many nodes as there are `machines`."""
+        """Copy the project to `root`, with the small config for as many nodes as `machines`."""
         super().__init__(root, f"{{nodes: {len(machines)}, cpu_ranks: 1, internode_gbit_s: 1}}")
         self.use(machines)
 
@@ -61,7 +61,16 @@ class HostsProject(SlurmProject):
         plan = self.store.pointer(self.experiment().ref("plan"))
         log = self.job_log_path
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = (str(BIN / "python"), "-m", "pipeline_lib", "train", "--spec", str(spec), "--plan", str(plan))
+        command = (
+            str(BIN / "python"),
+            "-m",
+            "pipeline_lib",
+            "train",
+            "--spec",
+            str(spec),
+            "--plan",
+            str(plan),
+        )
         return self._start(*command, log=log)
 
     def _start(self, *command: str, log: Path) -> "subprocess.Popen[Any]":
@@ -72,7 +81,7 @@ class HostsProject(SlurmProject):
         return self.machines[0].processes("bin/snakemake")
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Send a signal to snakemake and all that it has started on its machine, as a terminal does."""
+        """Send a signal to snakemake and all its processes on its machine, as a terminal does."""
         outermost = min(self.snakemakes(), key=lambda process: process.create_time())
         os.killpg(os.getpgid(outermost.pid), number)
 
@@ -81,7 +90,7 @@ class HostsProject(SlurmProject):
         return machine.processes(RANK)
 
     def wait_until_gone(self, word: str = "pipeline_lib", timeout_s: float = 60.0) -> None:
-        """Wait until no machine that is on has a process of the project with `word` in its command line."""
+        """Wait until no running machine has a project process with `word` in its command."""
         for machine in self.machines:
             if machine.is_on:
                 wait_until(partial(_is_idle, machine, word), f"{machine.name} is idle", timeout_s)

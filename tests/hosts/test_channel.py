@@ -37,9 +37,12 @@ class Pipes:
         """Begin with nothing written."""
         their_input, our_output = os.pipe()
         our_input, their_output = os.pipe()
-        self.from_us, self.to_us = os.fdopen(their_input, "rb"), os.fdopen(their_output, "wb", buffering=0)
+        self.from_us = os.fdopen(their_input, "rb")
+        self.to_us = os.fdopen(their_output, "wb", buffering=0)
         self.noise: list[str] = []
-        self.channel = Channel(os.fdopen(our_input, "rb"), os.fdopen(our_output, "wb"), noise=self.noise.append)
+        self.channel = Channel(
+            os.fdopen(our_input, "rb"), os.fdopen(our_output, "wb"), noise=self.noise.append
+        )
 
 
 @pytest.fixture
@@ -59,7 +62,9 @@ def end_of(channel: Channel) -> str:
 
 
 def start(code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
 
 
 def files_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
@@ -119,12 +124,17 @@ def test_messages_arrive_in_order_and_whole(pipes: Pipes) -> None:
     pipes.channel.send({"big": big})
 
     lines = [json.loads(pipes.from_us.readline().removeprefix(b"@agent ")) for _ in range(601)]
-    assert all([line["n"] for line in lines[:-1] if line["from"] == name] == list(range(200)) for name in "abc")
+    assert all(
+        [line["n"] for line in lines[:-1] if line["from"] == name] == list(range(200))
+        for name in "abc"
+    )
     assert lines[-1] == {"big": big}
 
 
 def test_what_is_no_message_is_noise(pipes: Pipes) -> None:
-    pipes.to_us.write(b"\nLast login: today\r\n {} \n@agen {}\n\xff\xfe\x00\n@agent [1, 2]\n@agent 7\n")
+    pipes.to_us.write(
+        b"\nLast login: today\r\n {} \n@agen {}\n\xff\xfe\x00\n@agent [1, 2]\n@agent 7\n"
+    )
     pipes.to_us.write(b'@agent {"a": 1}\r\n')
 
     assert pipes.channel.receive(WAIT_S) == {"a": 1}
@@ -143,14 +153,25 @@ def test_silence_is_no_end(pipes: Pipes) -> None:
     ("content", "reason"),
     [
         (b"@agent {\n", "it sent a message that cannot be read (Expecting property name"),
-        (b"@agent " + b"x" * MAX_LINE_BYTES + b"\n", f"it sent a line of more than {MAX_LINE_BYTES} bytes"),
+        (
+            b"@agent " + b"x" * MAX_LINE_BYTES + b"\n",
+            f"it sent a line of more than {MAX_LINE_BYTES} bytes",
+        ),
         (b"noise without an end " * 100_000, f"it sent a line of more than {MAX_LINE_BYTES} bytes"),
-        (b'@agent {"a": ' + b"[" * 200_000 + b"\n", "it sent a message that cannot be read (maximum recursion"),
-        (b'@agent {"a": ' + b"7" * 10_000 + b"}\n", "it sent a message that cannot be read (Exceeds the limit"),
+        (
+            b'@agent {"a": ' + b"[" * 200_000 + b"\n",
+            "it sent a message that cannot be read (maximum recursion",
+        ),
+        (
+            b'@agent {"a": ' + b"7" * 10_000 + b"}\n",
+            "it sent a message that cannot be read (Exceeds the limit",
+        ),
     ],
     ids=["no JSON", "long message", "long noise", "nested", "long number"],
 )
-def test_what_cannot_be_read_ends_the_channel_with_a_reason(pipes: Pipes, content: bytes, reason: str) -> None:
+def test_what_cannot_be_read_ends_the_channel_with_a_reason(
+    pipes: Pipes, content: bytes, reason: str
+) -> None:
     pipes.to_us.write(b'@agent {"before": 1}\n')
     writer = threading.Thread(target=lambda: pipes.to_us.write(content), daemon=True)
     writer.start()
@@ -175,7 +196,10 @@ def test_a_fault_of_the_owner_of_the_noise_is_no_silence(monkeypatch: pytest.Mon
     def fail(line: str) -> None:
         raise ZeroDivisionError(line)
 
-    with os.fdopen(os.open(os.devnull, os.O_WRONLY), "wb") as sink, os.fdopen(our_input, "rb") as reader:
+    with (
+        os.fdopen(os.open(os.devnull, os.O_WRONLY), "wb") as sink,
+        os.fdopen(our_input, "rb") as reader,
+    ):
         channel = Channel(reader, sink, noise=fail)
         os.write(their_output, b"noise\n")
         assert end_of(channel) == "its messages could not be read"

@@ -33,7 +33,9 @@ OTHER = replace(GOOD, machine="two", addresses={"eth0": ("10.0.0.2",)})
 
 
 def problems(second: HostFacts, ahead_s: float = 0.0) -> list[str]:
-    return problems_of_hosts({"gpu1": GOOD, "gpu2": second}, {"gpu1": 0.0, "gpu2": ahead_s}, ON_GPUS)
+    return problems_of_hosts(
+        {"gpu1": GOOD, "gpu2": second}, {"gpu1": 0.0, "gpu2": ahead_s}, ON_GPUS
+    )
 
 
 def test_equal_hosts_have_no_problem() -> None:
@@ -59,9 +61,15 @@ def test_equal_hosts_have_no_problem() -> None:
             replace(OTHER, gpus=(replace(A100, driver="550.90"),) * 2),
             "GPU driver differs: 570 on gpu1; 550 on",
         ),
-        (replace(OTHER, memory_available_bytes=20_000_000_000), "gpu2: 20.00 GB of its 128.00 GB of memory are free"),
+        (
+            replace(OTHER, memory_available_bytes=20_000_000_000),
+            "gpu2: 20.00 GB of its 128.00 GB of memory are free",
+        ),
         (replace(OTHER, temporary_free_bytes=1_000), "gpu2: /tmp has"),
-        (replace(OTHER, folders={"/share/store": "it does not exist there"}), "gpu2: /share/store is not shared"),
+        (
+            replace(OTHER, folders={"/share/store": "it does not exist there"}),
+            "gpu2: /share/store is not shared",
+        ),
     ],
 )
 def test_each_difference_and_lack_is_told(second: HostFacts, wanted: str) -> None:
@@ -83,15 +91,24 @@ def test_facts_come_back_as_they_were_sent(tmp_path: Path) -> None:
 
 def test_a_folder_without_the_token_is_not_the_same(tmp_path: Path) -> None:
     found = facts_of_this_host([tmp_path, tmp_path / "none"], ".hosts-x", "here")
-    assert list(found.folders.values()) == ["it is not the same folder there", "it does not exist there"]
+    assert list(found.folders.values()) == [
+        "it is not the same folder there",
+        "it does not exist there",
+    ]
 
 
 def test_hosts_come_from_a_list_a_text_or_a_hostfile(tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("# ours\ngpu1 slots=8\n\ngpu2 slots=4 max_slots=8  # the old one\nuser@10.0.0.3\n")
+    hostfile.write_text(
+        "# ours\ngpu1 slots=8\n\ngpu2 slots=4 max_slots=8  # the old one\nuser@10.0.0.3\n"
+    )
     assert hosts_of(Site(hosts=("gpu1", "10.0.0.2"))) == (Host("gpu1"), Host("10.0.0.2"))
     assert hosts_of(Site(hosts="gpu1, gpu2")) == (Host("gpu1"), Host("gpu2"))
-    assert hosts_of(Site(hosts=str(hostfile))) == (Host("gpu1", 8), Host("gpu2", 4), Host("user@10.0.0.3"))
+    assert hosts_of(Site(hosts=str(hostfile))) == (
+        Host("gpu1", 8),
+        Host("gpu2", 4),
+        Host("user@10.0.0.3"),
+    )
     assert hosts_of(Site()) == ()
 
 
@@ -113,13 +130,31 @@ def test_the_environment_goes_before_the_site_file(tmp_path: Path) -> None:
     site.write_text("hosts: [gpu1, gpu2]\ninterface: ib0\n")
     given = {"PIPELINE_SITE": str(site)}
     assert hosts_of(Site.load(given)) == (Host("gpu1"), Host("gpu2"))
-    assert hosts_of(Site.load({**given, "PIPELINE_HOSTS": "gpu3,gpu4"})) == (Host("gpu3"), Host("gpu4"))
+    assert hosts_of(Site.load({**given, "PIPELINE_HOSTS": "gpu3,gpu4"})) == (
+        Host("gpu3"),
+        Host("gpu4"),
+    )
     assert Site.load({**given, "PIPELINE_INTERFACE": "eth1"}).interface == "eth1"
 
 
 def test_neither_paths_nor_secrets_go_to_other_hosts() -> None:
-    assert all(map(is_sent, ("NCCL_DEBUG", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")))
-    assert not any(map(is_sent, ("PATH", "LD_PRELOAD", "PYTHONPATH", "HF_TOKEN", "WANDB_API_KEY", "XNCCL_DEBUG")))
+    assert all(
+        map(
+            is_sent,
+            (
+                "NCCL_DEBUG",
+                "OMP_NUM_THREADS",
+                "PYTORCH_ALLOC_CONF",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            ),
+        )
+    )
+    assert not any(
+        map(
+            is_sent,
+            ("PATH", "LD_PRELOAD", "PYTHONPATH", "HF_TOKEN", "WANDB_API_KEY", "XNCCL_DEBUG"),
+        )
+    )
 
 
 def test_this_machine_is_known_by_name_and_address() -> None:

@@ -1,4 +1,7 @@
-"""What may befall a training on two hosts. The same command continues, and the weights are those of a quiet run."""
+"""What may befall a training on two hosts.
+
+The same command continues, and the weights are those of a quiet run.
+"""
 
 import contextlib
 import signal
@@ -19,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.root, needs_machines, pytest.mark.ti
 TIMEOUT_S = 10
 SAVE_EVERY = 5
 STEPS = 180
-# Over such a link a step takes 0.2 s, nearly all of it waiting: each fault comes long before the end.
+# Over such a link a step takes 0.2 s, nearly all of it waiting: each fault comes long before the
+# end.
 LINK_MBIT_S = 10
 ENDED_S = 300.0
 
@@ -30,12 +34,16 @@ class Faults:
     def __init__(self, project: HostsProject, pair: list[Machine]) -> None:
         """Begin with nothing saved, the plan, and a slow second host."""
         project.take_small_steps(epochs=STEPS // 60)
-        project.edit("save_every_steps: 3", f"save_every_steps: {SAVE_EVERY}, timeout_s: {TIMEOUT_S}")
+        project.edit(
+            "save_every_steps: 3", f"save_every_steps: {SAVE_EVERY}, timeout_s: {TIMEOUT_S}"
+        )
         plan_here(project)
         self.project = project
         self.first, self.second = pair
         self.bridge = self.second.bridge
-        self.saved: list[int] = []  # the last step that was saved when the last fault came, if there was one
+        self.saved: list[
+            int
+        ] = []  # the last step that was saved when the last fault came, if there was one
         self.mend()
 
     def mend(self) -> None:
@@ -47,11 +55,17 @@ class Faults:
         self.second.limit(LINK_MBIT_S)
 
     def suffer(
-        self, what: Callable[[], None], mend: Callable[[], None] = lambda: None, by_snakemake: bool = False
+        self,
+        what: Callable[[], None],
+        mend: Callable[[], None] = lambda: None,
+        by_snakemake: bool = False,
     ) -> str:
-        """Train until something new is saved, let `what` happen, and return why the training says that it ended.
+        """Train until something is saved, let `what` happen, and return why the training ended.
 
-        Nothing of it runs anywhere then, and it had continued from what was saved when the last fault came.
+        The reason is the training's own words.
+
+        Nothing of it runs anywhere then, and it had continued from what was saved when the last
+        fault came.
         """
         project = self.project
         begin = project.saved_steps()[-1:]
@@ -81,7 +95,7 @@ def kill(processes: list[psutil.Process]) -> None:
 def test_after_every_fault_the_same_command_goes_on_to_the_weights_of_a_quiet_run(
     project: HostsProject, pair: list[Machine], tmp_path: Path
 ) -> None:
-    """Each attempt suffers one fault, and its end is named; the last one has lost a host for good."""
+    """Each attempt suffers one fault, and its end is named; the last has lost a host for good."""
     faults = Faults(project, pair)
     try:
         lose_processes(faults)
@@ -118,7 +132,9 @@ def lose_processes(faults: Faults) -> None:
 
 def second_launcher(machine: Machine) -> psutil.Process:
     """What starts the ranks of a host."""
-    return next(process for process in machine.processes("-m pipeline_lib node") if process.name() != "sh")
+    return next(
+        process for process in machine.processes("-m pipeline_lib node") if process.name() != "sh"
+    )
 
 
 def stop_and_lose_the_driver(faults: Faults) -> None:
@@ -140,12 +156,17 @@ def lose_the_network(faults: Faults) -> None:
 
 
 def fill_the_disk(faults: Faults) -> None:
-    """The folder of checkpoints is a full disk for m2 alone, as where its share of the file server is used up."""
+    """The folder of checkpoints is a full disk for m2 alone, as where its share is used up.
+
+    The share is that of the file server.
+    """
     second, checkpoints = faults.second, faults.project.run_dir / "checkpoints"
 
     def fill() -> None:
         second.mount_private(checkpoints, size_mb=1)
-        second.run("sh", "-c", f"head -c 2000000 /dev/zero > {checkpoints}/fill || true", cwd=Path("/"))
+        second.run(
+            "sh", "-c", f"head -c 2000000 /dev/zero > {checkpoints}/fill || true", cwd=Path("/")
+        )
 
     def mend() -> None:
         second.run("umount", "-l", str(checkpoints), cwd=Path("/"))
@@ -166,7 +187,7 @@ def lose_the_first_host(faults: Faults) -> None:
 
 
 def go_on_without_the_second_host(faults: Faults) -> None:
-    """One that is off is named, also where a training is to begin on it; the first goes on alone."""
+    """One that is off is named, also where a training starts there; the first goes on alone."""
     project = faults.project
     said = faults.suffer(faults.second.power_off)
     assert "host m2 was lost: it has not answered for " in said

@@ -44,10 +44,14 @@ def silent(text: str) -> None:
 class FirstHostOfTest:
     """A listener that waits for hosts in a thread, and what it has said."""
 
-    def __init__(self, pool: ThreadPoolExecutor, listener: JoiningPort, count: int, wait_s: float) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, listener: JoiningPort, count: int, wait_s: float
+    ) -> None:
         """Begin to wait."""
         self.port, self.said = listener.port, list[str]()
-        self.accepting: Future[list[Joined]] = pool.submit(listener.accept, count, wait_s, self.said.append)
+        self.accepting: Future[list[Joined]] = pool.submit(
+            listener.accept, count, wait_s, self.said.append
+        )
 
     def joined(self) -> list[Joined]:
         return self.accepting.result(WAIT_S)
@@ -65,12 +69,14 @@ def first_host(count: int = 1, wait_s: float = WAIT_S) -> Iterator[FirstHostOfTe
         yield FirstHostOfTest(pool, listener, count, wait_s)
 
 
-def join(port: int, rank: int | None = None, secret: bytes = SECRET, say: Callable[[str], None] = silent) -> Channel:
+def join(
+    port: int, rank: int | None = None, secret: bytes = SECRET, say: Callable[[str], None] = silent
+) -> Channel:
     return connect(HERE, port, secret, rank, WAIT_S, say)
 
 
 def expect_refusal_of(pretend: Callable[[socket.socket], None], match: str) -> None:
-    """Join a first host that is only pretended, by `pretend` at a listening socket: this ends with a ConfigError."""
+    """Join a first host that `pretend` plays at a listening socket: it ends in ConfigError."""
     with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor(1) as pool:
         pretending = pool.submit(pretend, server)
         with pytest.raises(ConfigError, match=match):
@@ -111,14 +117,21 @@ def client(port: int) -> Iterator[Client]:
 
 
 def claim(node_rank: object = None, nonce: str = "a" * 64, **more: object) -> bytes:
-    return json.dumps({"protocol": handshake.PROTOCOL, "node_rank": node_rank, "nonce": nonce, **more}).encode() + b"\n"
+    return (
+        json.dumps(
+            {"protocol": handshake.PROTOCOL, "node_rank": node_rank, "nonce": nonce, **more}
+        ).encode()
+        + b"\n"
+    )
 
 
 class Between:
     """Someone in the network between the hosts, who reads all lines and may pass on others."""
 
-    def __init__(self, target_port: int, change: Callable[[bool, int, bytes], Lines] | None = None) -> None:
-        """Listen; `change` gets whether a line comes from the joining host, its number and the line."""
+    def __init__(
+        self, target_port: int, change: Callable[[bool, int, bytes], Lines] | None = None
+    ) -> None:
+        """Listen; `change` gets if a line is the joining host's, its number and the line."""
         self._server = socket.create_server((HERE, 0))
         self.port: int = self._server.getsockname()[1]
         self.lines: dict[bool, list[bytes]] = {True: [], False: []}
@@ -133,13 +146,17 @@ class Between:
             near = self._server.accept()[0]
             far = socket.create_connection((HERE, self._target_port))
             for source, sink, is_joiner in ((near, far, True), (far, near, False)):
-                threading.Thread(target=self._pass_on, args=(source, sink, is_joiner), daemon=True).start()
+                threading.Thread(
+                    target=self._pass_on, args=(source, sink, is_joiner), daemon=True
+                ).start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, is_joiner: bool) -> None:
         with suppress(OSError), source.makefile("rb") as file:
             for number, line in enumerate(file):
                 self.lines[is_joiner].append(line)
-                for passed in [line] if self._change is None else self._change(is_joiner, number, line):
+                for passed in (
+                    [line] if self._change is None else self._change(is_joiner, number, line)
+                ):
                     sink.sendall(passed)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
@@ -215,7 +232,9 @@ def test_a_host_without_a_rank_gets_the_first_free_one() -> None:
         for host in hosts:
             host.channel.send({"rank": host.node_rank})
 
-        assert [channel.receive(WAIT_S) for channel in held] == [{"rank": rank} for rank in (2, 1, 3)]
+        assert [channel.receive(WAIT_S) for channel in held] == [
+            {"rank": rank} for rank in (2, 1, 3)
+        ]
 
 
 def test_a_host_waits_for_the_first_host_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +269,9 @@ def test_both_ends_send_at_once_and_notice_a_machine_that_is_off() -> None:
 def test_all_interfaces_listen_for_both_families() -> None:
     with ThreadPoolExecutor(1) as pool, JoiningPort(0, SECRET) as listener:
         first = FirstHostOfTest(pool, listener, 2, WAIT_S)
-        addresses = ["127.0.0.1", "::1"] if socket.has_dualstack_ipv6() else ["127.0.0.1", "127.0.0.2"]
+        addresses = (
+            ["127.0.0.1", "::1"] if socket.has_dualstack_ipv6() else ["127.0.0.1", "127.0.0.2"]
+        )
         held = [connect(address, first.port, SECRET, None, WAIT_S, silent) for address in addresses]
         assert [host.address for host in first.joined()] == addresses
         assert socket.gethostname() in first.said[0]
@@ -258,7 +279,10 @@ def test_all_interfaces_listen_for_both_families() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    with JoiningPort(0, SECRET, HERE) as other, pytest.raises(ConfigError, match=f"port {other.port} cannot be opened"):
+    with (
+        JoiningPort(0, SECRET, HERE) as other,
+        pytest.raises(ConfigError, match=f"port {other.port} cannot be opened"),
+    ):
         JoiningPort(other.port, SECRET, HERE)
 
 
@@ -269,20 +293,29 @@ def test_nobody_listens() -> None:
     with socket.create_server((HERE, 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(
-        Interrupted, match=f"nobody listens at {HERE}:{port} for 0 s .Connection refused.*JOIN_PORT={port}"
+        Interrupted,
+        match=f"nobody listens at {HERE}:{port} for 0 s .Connection refused.*JOIN_PORT={port}",
     ):
         connect(HERE, port, SECRET, None, 0.3, silent)
 
 
-def test_who_has_joined_and_how_the_others_join_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_joined_and_how_the_others_join_is_said_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listening, "SAY_EVERY_S", 0.5)
     with first_host(3, wait_s=1.5) as first:
         channel = join(first.port, 2)
         with pytest.raises(Interrupted) as end:
             first.joined()
     command = f"`python -m pipeline_lib join {HERE}:{first.port}`"
-    assert f"1 of 3 hosts joined at port {first.port} within 2 s: node 2 from {HERE}; run {command}" in str(end.value)
-    assert f"waiting for 2 of 3 hosts to join at port {first.port}; run {command} on each" in first.said
+    assert (
+        f"1 of 3 hosts joined at port {first.port} within 2 s: node 2 from {HERE}; run {command}"
+        in str(end.value)
+    )
+    assert (
+        f"waiting for 2 of 3 hosts to join at port {first.port}; run {command} on each"
+        in first.said
+    )
     assert end_of(channel), "who has joined in vain learns of the end"
 
 
@@ -339,7 +372,12 @@ def test_one_host_too_many_is_told_so() -> None:
         transcript = [handshake.PROTOCOL, None, "a" * 64, json.loads(late.read())["nonce"]]
         held = join(first.port)
         first.joined()
-        late.send(json.dumps({"proof": handshake.derive(SECRET, "joiner proves", transcript).hex()}).encode() + b"\n")
+        late.send(
+            json.dumps(
+                {"proof": handshake.derive(SECRET, "joiner proves", transcript).hex()}
+            ).encode()
+            + b"\n"
+        )
         answer = json.loads(late.read())
 
         assert answer["node_rank"] is None
@@ -355,7 +393,10 @@ def test_wrong_secrets_fail_at_once_and_are_reported_once() -> None:
             with pytest.raises(ConfigError) as refusal:
                 join(first.port, None, OTHER)
             assert monotonic() - begin_s < 3.0
-            assert "the secrets differ: set PIPELINE_JOIN_SECRET_FILE or PIPELINE_JOIN_SECRET" in str(refusal.value)
+            assert (
+                "the secrets differ: set PIPELINE_JOIN_SECRET_FILE or PIPELINE_JOIN_SECRET"
+                in str(refusal.value)
+            )
             assert OTHER.decode() not in str(refusal.value)
         held = join(first.port)
         first.joined()
@@ -372,9 +413,13 @@ def test_a_first_host_without_the_secret_is_not_believed() -> None:
         connection = server.accept()[0]
         with connection, connection.makefile("rb") as file:
             file.readline()
-            connection.sendall(json.dumps({"protocol": handshake.PROTOCOL, "nonce": "b" * 64}).encode() + b"\n")
+            connection.sendall(
+                json.dumps({"protocol": handshake.PROTOCOL, "nonce": "b" * 64}).encode() + b"\n"
+            )
             proof = json.loads(file.readline())["proof"]
-            connection.sendall(json.dumps({"node_rank": 1, "refused": "", "proof": proof}).encode() + b"\n")
+            connection.sendall(
+                json.dumps({"node_rank": 1, "refused": "", "proof": proof}).encode() + b"\n"
+            )
             file.readline()
 
     expect_refusal_of(pretend, "the secrets differ")
@@ -385,7 +430,10 @@ def test_another_version_is_named() -> None:
         connection = server.accept()[0]
         with connection:
             connection.recv(1000)
-            connection.sendall(json.dumps({"protocol": "qwen3-pipeline join 2", "nonce": "b" * 64}).encode() + b"\n")
+            connection.sendall(
+                json.dumps({"protocol": "qwen3-pipeline join 2", "nonce": "b" * 64}).encode()
+                + b"\n"
+            )
             connection.recv(1000)
 
     expect_refusal_of(answer, "runs another version of this project")
@@ -403,7 +451,9 @@ def test_a_service_of_another_kind_is_told_from_nobody(monkeypatch: pytest.Monke
 
     with socket.create_server((HERE, 0)) as server:
         threading.Thread(target=serve, args=(server,), daemon=True).start()
-        with pytest.raises(Interrupted, match="what listens there does not answer as a training of this project"):
+        with pytest.raises(
+            Interrupted, match="what listens there does not answer as a training of this project"
+        ):
             connect(HERE, server.getsockname()[1], SECRET, None, 0.3, silent)
         server.shutdown(socket.SHUT_RDWR)
 
@@ -463,7 +513,7 @@ def test_a_forged_proof_is_refused_without_a_word(proof: str) -> None:
 
 
 def recorded_session() -> dict[bool, list[bytes]]:
-    """All lines of a good session, as someone in the network reads them; True for those of the joining host."""
+    """All lines of a good session, as a listener reads them; True for the joining host's."""
     with first_host(1) as first, ExitStack() as stack:
         between = Between(first.port)
         stack.callback(between.close)
@@ -525,8 +575,13 @@ def test_answers_of_the_first_host_sent_back_to_it_prove_nothing() -> None:
 @pytest.mark.parametrize("line_number", [0, 1])
 @pytest.mark.parametrize("is_joiner", [True, False])
 def test_a_handshake_that_is_changed_on_the_way_fails(is_joiner: bool, line_number: int) -> None:
-    """In each line another field is changed: the claimed rank, a nonce, the proof, the given rank."""
-    fields = {(True, 0): "node_rank", (False, 0): "nonce", (True, 1): "proof", (False, 1): "node_rank"}
+    """In each line another field changes: the claimed rank, a nonce, the proof, the given rank."""
+    fields = {
+        (True, 0): "node_rank",
+        (False, 0): "nonce",
+        (True, 1): "proof",
+        (False, 1): "node_rank",
+    }
 
     def change(from_joiner: bool, number: int, line: bytes) -> Lines:
         if (from_joiner, number) != (is_joiner, line_number):
@@ -574,9 +629,21 @@ def flip(line: bytes) -> bytes:
         lambda lines: [lines[0], b"@agent {}\n"],
         lambda lines: [lines[0], lines[1][:-1] + lines[2]],
     ],
-    ids=["flipped", "no text", "left out", "repeated", "reordered", "inserted", "unsigned", "marked", "joined"],
+    ids=[
+        "flipped",
+        "no text",
+        "left out",
+        "repeated",
+        "reordered",
+        "inserted",
+        "unsigned",
+        "marked",
+        "joined",
+    ],
 )
-def test_lines_that_are_changed_on_the_way_end_the_channel(is_joiner: bool, change: Callable[[Lines], Lines]) -> None:
+def test_lines_that_are_changed_on_the_way_end_the_channel(
+    is_joiner: bool, change: Callable[[Lines], Lines]
+) -> None:
     held: Lines = []
 
     def interfere(from_joiner: bool, number: int, line: bytes) -> Lines:
@@ -644,7 +711,9 @@ def test_idle_clients_keep_nobody_out() -> None:
 def test_a_flood_of_clients_is_bounded_and_keeps_nobody_out() -> None:
     before = threading.active_count()
     with first_host(1) as first, ExitStack() as stack:
-        flood = [stack.enter_context(client(first.port)) for _ in range(3 * listening.MAX_HANDSHAKES)]
+        flood = [
+            stack.enter_context(client(first.port)) for _ in range(3 * listening.MAX_HANDSHAKES)
+        ]
         wait_for(lambda: flood[0].read() == b"", "the end of the oldest")
         most = before + 1 + listening.MAX_HANDSHAKES
         wait_for(lambda: threading.active_count() <= most, "the end of the oldest threads")
@@ -655,9 +724,13 @@ def test_a_flood_of_clients_is_bounded_and_keeps_nobody_out() -> None:
 
 def test_an_address_with_many_clients_keeps_only_its_own_out() -> None:
     with first_host(1) as first, ExitStack() as stack:
-        slow = socket.create_connection((HERE, first.port), source_address=("127.0.0.2", 0), timeout=WAIT_S)
+        slow = socket.create_connection(
+            (HERE, first.port), source_address=("127.0.0.2", 0), timeout=WAIT_S
+        )
         stack.enter_context(slow)
-        flood = [stack.enter_context(client(first.port)) for _ in range(listening.MAX_HANDSHAKES + 20)]
+        flood = [
+            stack.enter_context(client(first.port)) for _ in range(listening.MAX_HANDSHAKES + 20)
+        ]
         assert flood[0].read() == b"" == flood[15].read()
         slow.sendall(claim())
 
@@ -736,7 +809,9 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
 
 def test_problems_of_the_secret_are_named(tmp_path: Path) -> None:
     def of_file(content: bytes) -> str:
-        return secret_problem({"PIPELINE_JOIN_SECRET_FILE": written(tmp_path / "join.secret", content, 0o644)})
+        return secret_problem(
+            {"PIPELINE_JOIN_SECRET_FILE": written(tmp_path / "join.secret", content, 0o644)}
+        )
 
     assert "PIPELINE_JOIN_SECRET is not set, nor is PIPELINE_JOIN_SECRET_FILE" in secret_problem({})
     assert "PIPELINE_JOIN_SECRET is empty" in secret_problem({"PIPELINE_JOIN_SECRET": "  "})
@@ -746,7 +821,9 @@ def test_problems_of_the_secret_are_named(tmp_path: Path) -> None:
     assert "has more than 4096 bytes" in of_file(b"x" * 5000)
     missing = secret_problem({"PIPELINE_JOIN_SECRET_FILE": str(tmp_path / "none")})
     assert "cannot be read (No such file or directory)" in missing
-    assert "cannot be read (Is a directory)" in secret_problem({"PIPELINE_JOIN_SECRET_FILE": str(tmp_path)})
+    assert "cannot be read (Is a directory)" in secret_problem(
+        {"PIPELINE_JOIN_SECRET_FILE": str(tmp_path)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -764,8 +841,27 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "gpu1", "gpu1:", ":29400", "gpu1:0", "gpu1:65536", "gpu1:-1", "gpu1:٣", "fd00::1:29400", "[fd00::1]", "[x]:1"]
-    + ["http://gpu1:29400", "gpu1:29400/", "user@gpu1:29400", "gpu1:29400\n", "gpu 1:29400", "gpu1:2940000000"],
+    [
+        "",
+        "gpu1",
+        "gpu1:",
+        ":29400",
+        "gpu1:0",
+        "gpu1:65536",
+        "gpu1:-1",
+        "gpu1:٣",
+        "fd00::1:29400",
+        "[fd00::1]",
+        "[x]:1",
+    ]
+    + [
+        "http://gpu1:29400",
+        "gpu1:29400/",
+        "user@gpu1:29400",
+        "gpu1:29400\n",
+        "gpu 1:29400",
+        "gpu1:2940000000",
+    ],
 )
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="expected HOST:PORT, as in gpu1:29400"):
@@ -778,7 +874,9 @@ PLATFORM = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE":
 def test_the_first_host_of_a_platform() -> None:
     assert address_from(PLATFORM) == FirstHost("job-master-0", 23456, None)
     assert address_from(PLATFORM | {"RANK": "1"}) == FirstHost("job-master-0", 23456, 1)
-    assert address_from(PLATFORM | {"RANK": "9", "NODE_RANK": "1"}) == FirstHost("job-master-0", 23456, 1)
+    assert address_from(PLATFORM | {"RANK": "9", "NODE_RANK": "1"}) == FirstHost(
+        "job-master-0", 23456, 1
+    )
     for bad, problem in (
         ({"MASTER_PORT": ""}, "give HOST:PORT"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http is no whole number from 1 to 65535"),
@@ -795,7 +893,10 @@ def test_the_first_host_of_a_platform() -> None:
         ({"PIPELINE_JOIN_PORT": "29400"}, JoinPort(29400, "PIPELINE_JOIN_PORT")),
         ({"PIPELINE_JOIN_PORT": "29400", "RANK": "3"}, JoinPort(29400, "PIPELINE_JOIN_PORT")),
         (PLATFORM | {"RANK": "0"}, JoinPort(23456, "MASTER_PORT")),
-        (PLATFORM | {"RANK": "0", "PIPELINE_JOIN_PORT": "29400"}, JoinPort(29400, "PIPELINE_JOIN_PORT")),
+        (
+            PLATFORM | {"RANK": "0", "PIPELINE_JOIN_PORT": "29400"},
+            JoinPort(29400, "PIPELINE_JOIN_PORT"),
+        ),
         (PLATFORM | {"NODE_RANK": "0", "RANK": "5"}, JoinPort(23456, "MASTER_PORT")),
         (PLATFORM | {"RANK": "0", "WORLD_SIZE": "", "NNODES": "2"}, JoinPort(23456, "MASTER_PORT")),
         (PLATFORM | {"RANK": "0", "WORLD_SIZE": "8", "NNODES": "1"}, None),
@@ -805,13 +906,19 @@ def test_the_first_host_of_a_platform() -> None:
         ({"MASTER_ADDR": "left-over", "RANK": "4", "WORLD_SIZE": "8"}, None),
     ],
 )
-def test_when_the_first_host_waits_for_others(environ: dict[str, str], expected: JoinPort | None) -> None:
+def test_when_the_first_host_waits_for_others(
+    environ: dict[str, str], expected: JoinPort | None
+) -> None:
     assert joining_hosts(environ) == expected
 
 
 def test_snakemake_on_another_node_is_refused() -> None:
     for more in ({}, {"PIPELINE_JOIN_PORT": "29400"}):
-        with pytest.raises(ConfigError, match="this is node 1: run `python -m pipeline_lib join` here"):
+        with pytest.raises(
+            ConfigError, match="this is node 1: run `python -m pipeline_lib join` here"
+        ):
             joining_hosts(PLATFORM | {"RANK": "1"} | more)
-    with pytest.raises(ConfigError, match="PIPELINE_JOIN_PORT=99999 is no whole number from 1 to 65535"):
+    with pytest.raises(
+        ConfigError, match="PIPELINE_JOIN_PORT=99999 is no whole number from 1 to 65535"
+    ):
         joining_hosts({"PIPELINE_JOIN_PORT": "99999"})

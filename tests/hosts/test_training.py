@@ -1,4 +1,4 @@
-"""One training on two machines, as a new user would start it, and how it is refused where it cannot work."""
+"""One training on two machines, as a new user starts it, and how it is refused if impossible."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_two_machines_train_by_one_command(project: HostsProject, pair: list[Mac
 def test_all_problems_of_all_hosts_are_told_before_anything_is_spent(
     project: HostsProject, pair: list[Machine]
 ) -> None:
-    """m2 has another folder in place of the store, and there are no m3 and m4; the data is not even read."""
+    """m2 has another folder for the store, and there are no m3 and m4; no data is read."""
     project.edit("nodes: 2", "nodes: 4")
     project.environment["PIPELINE_HOSTS"] = "m1,m2,m3,m4"
     pair[1].mount_private(project.store.root, size_mb=1)
@@ -47,11 +47,18 @@ def test_all_problems_of_all_hosts_are_told_before_anything_is_spent(
 
 
 @needs_faketime
-def test_a_host_of_another_version_or_without_room_is_refused(project: HostsProject, pair: list[Machine]) -> None:
+def test_a_host_of_another_version_or_without_room_is_refused(
+    project: HostsProject, pair: list[Machine]
+) -> None:
     """m2 has other code at the same path, a full /tmp, and a clock that is an hour ahead."""
     code = project.root / "pipeline_lib" / "core"
     private = project.root.parent / "other_code"
-    pair[1].run("sh", "-c", f"cp -r {code} {private} && echo '# other' >> {private}/units.py", cwd=project.root)
+    pair[1].run(
+        "sh",
+        "-c",
+        f"cp -r {code} {private} && echo '# other' >> {private}/units.py",
+        cwd=project.root,
+    )
     pair[1].run("mount", "--bind", str(private), str(code), cwd=project.root)
     pair[1].shift_clock(3600)
     try:

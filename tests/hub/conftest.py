@@ -15,7 +15,7 @@ NAME = "owner/thing"
 
 @dataclass
 class Fetcher:
-    """Fetches everything of a repository of the fake hub, by the client of one of the two real ones."""
+    """Fetches a whole repository of the fake hub, by the client of one of the real ones."""
 
     hub: FakeHub
     client: str
@@ -41,7 +41,11 @@ class Fetcher:
         snapshot = Snapshot(self.repository, commit, self.root / "work", self.said.append)
         folder = self.root / out
         snapshot.fetch(list(snapshot.files), folder, lambda here, total: None)
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
 
 
 @pytest.fixture(params=["huggingface", "modelscope"])

@@ -1,4 +1,4 @@
-"""The clients as people run them: in processes of their own, by environment variables, offline, over TLS, killed."""
+"""The clients as people run them: in own processes, by environment, offline, over TLS, killed."""
 
 import os
 import random
@@ -33,7 +33,10 @@ def test_a_killed_download_goes_on_where_it_was(fetcher: Fetcher) -> None:
 
     def has_much() -> bool:
         with suppress(FileNotFoundError):  # one was finished meanwhile
-            return any(path.stat().st_size >= 90_000 for path in (fetcher.root / "work").glob("*.incomplete"))
+            return any(
+                path.stat().st_size >= 90_000
+                for path in (fetcher.root / "work").glob("*.incomplete")
+            )
         return False
 
     with started(fetcher, commit) as process:
@@ -65,10 +68,23 @@ try:
 except PipelineError as error:
     sys.exit(f"{{error.exit_code}} {{error}}")
 """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "MODELSCOPE_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "MODELSCOPE_"))
+    }
     url, caches = fetcher.hub.url, fetcher.root / "caches"
-    mirrors = {"HF_ENDPOINT": url, "HF_HOME": str(caches), "MODELSCOPE_ENDPOINT": url, "MODELSCOPE_CACHE": str(caches)}
-    mirrors |= {"MODELSCOPE_HOME": str(caches), "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "0", "PYTHONPATH": str(ROOT)}
+    mirrors = {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(caches),
+        "MODELSCOPE_ENDPOINT": url,
+        "MODELSCOPE_CACHE": str(caches),
+    }
+    mirrors |= {
+        "MODELSCOPE_HOME": str(caches),
+        "MODELSCOPE_DOWNLOAD_INTRA_CLOUD": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     place = fetcher.root / "process"
     place.mkdir(exist_ok=True)
     return subprocess.Popen(
@@ -81,7 +97,9 @@ except PipelineError as error:
     )
 
 
-def in_a_process(fetcher: Fetcher, commit: str | None, **environ: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(
+    fetcher: Fetcher, commit: str | None, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """The same to its end."""
     with started(fetcher, commit, **environ) as process:
         output, errors = process.communicate()
@@ -110,7 +128,11 @@ def test_what_the_user_has_in_the_clients_cache_is_taken_from_there(fetcher: Fet
 def test_a_wrong_file_in_the_cache_is_replaced(fetcher: Fetcher) -> None:
     commit = fetcher.add(FILES)
     download_by_the_client_itself(fetcher, commit)
-    caches = [path for path in (fetcher.root / "clients").rglob("*") if path.is_file() and not path.is_symlink()]
+    caches = [
+        path
+        for path in (fetcher.root / "clients").rglob("*")
+        if path.is_file() and not path.is_symlink()
+    ]
     damaged = [path for path in caches if path.read_bytes() == FILES["model.safetensors"]]
     assert damaged
     for path in damaged:
@@ -137,9 +159,13 @@ def test_offline_the_cache_is_enough(offline: tuple[Fetcher, str]) -> None:
     assert fetcher.hub.requests == []
 
 
-def test_offline_what_the_cache_lacks_is_named(offline: tuple[Fetcher, str], tmp_path: Path) -> None:
+def test_offline_what_the_cache_lacks_is_named(
+    offline: tuple[Fetcher, str], tmp_path: Path
+) -> None:
     fetcher, commit = offline
-    with pytest.raises(HubError, match="offline, and the cache .* does not know this revision; give `revision` a"):
+    with pytest.raises(
+        HubError, match="offline, and the cache .* does not know this revision; give `revision` a"
+    ):
         resolve(fetcher.repository, "v9")
     with pytest.raises(HubError, match="offline, and the cache .* has no listing of commit"):
         fetcher.fetch("0" * 40)
@@ -160,7 +186,9 @@ def test_offline_is_what_the_variable_says(fetcher: Fetcher) -> None:
     assert fetcher.hub.requests == []
 
 
-def test_without_a_hub_what_has_arrived_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_hub_what_has_arrived_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving() as hub:
         point_clients(hub, tmp_path / "clients", monkeypatch)
         fetcher = Fetcher(hub, "modelscope", tmp_path)
@@ -171,12 +199,29 @@ def test_without_a_hub_what_has_arrived_is_enough(tmp_path: Path, monkeypatch: p
         resolve(fetcher.repository, None)
 
 
-def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_that_is_not_trusted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl here to make a certificate")
     certificate = tmp_path / "both.pem"
-    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
-    subprocess.run([*request, "-keyout", certificate, "-out", tmp_path / "c.pem"], check=True, capture_output=True)
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=127.0.0.1",
+    ]
+    subprocess.run(
+        [*request, "-keyout", certificate, "-out", tmp_path / "c.pem"],
+        check=True,
+        capture_output=True,
+    )
     with certificate.open("a") as file:
         file.write((tmp_path / "c.pem").read_text())
     with serving(certificate) as hub:
@@ -188,7 +233,7 @@ def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path, monkeypatch:
 
 
 def test_chunked_files_come_by_the_accelerated_download(hub: FakeHub, tmp_path: Path) -> None:
-    """The hub announces chunks, but serves none: the client then takes the file as it is, into its own cache."""
+    """The hub announces chunks, but serves none: the client takes the file into its own cache."""
     fetcher = Fetcher(hub, "huggingface", tmp_path)
     commit = fetcher.add(FILES)
     hub.repositories["model", NAME].xet = True

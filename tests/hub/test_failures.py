@@ -5,7 +5,15 @@ from email.utils import format_datetime
 import pytest
 
 from pipeline_lib.core.errors import DiskFull, HubError
-from pipeline_lib.hub.repository import Busy, Credentials, Repository, broken, patiently, plain, retry_after_s
+from pipeline_lib.hub.repository import (
+    Busy,
+    Credentials,
+    Repository,
+    broken,
+    patiently,
+    plain,
+    retry_after_s,
+)
 
 REPOSITORY = Repository("huggingface", "model", "owner/thing")
 SECRET = "my-own-secret-4711"
@@ -34,11 +42,15 @@ def test_a_token_is_not_shown_by_those_who_hold_it() -> None:
 
 
 def test_a_full_disk_is_named_as_such() -> None:
-    error = broken(REPOSITORY, OSError(errno.ENOSPC, "No space left on device"), Credentials("HF_TOKEN", None))
+    error = broken(
+        REPOSITORY, OSError(errno.ENOSPC, "No space left on device"), Credentials("HF_TOKEN", None)
+    )
     assert isinstance(error, DiskFull)
 
 
-@pytest.mark.parametrize(("value", "wait_s"), [("7", 7), ("0", 0), ("soon", None), ("-1", None), ("", None)])
+@pytest.mark.parametrize(
+    ("value", "wait_s"), [("7", 7), ("0", 0), ("soon", None), ("-1", None), ("", None)]
+)
 def test_retry_after_in_seconds(value: str, wait_s: float | None) -> None:
     assert retry_after_s({"retry-AFTER": value}) == wait_s
 
@@ -54,7 +66,11 @@ def test_retry_after_as_a_date(ahead_s: float, at_least: float) -> None:
 @pytest.mark.parametrize(
     ("asked_s", "said", "expected"),
     [
-        (140.0, "asking: the hub answers HTTP 429 and asks to wait 140 s; tried 3 times; run", [140.0, 140.0]),
+        (
+            140.0,
+            "asking: the hub answers HTTP 429 and asks to wait 140 s; tried 3 times; run",
+            [140.0, 140.0],
+        ),
         (None, "asking: the hub answers HTTP 429; tried 5 times; run", [1.0, 2.0, 4.0, 8.0]),
     ],
 )

@@ -25,7 +25,9 @@ def looked_up(memo: Path, fetcher: Fetcher, revision: str | None) -> str:
 
 
 @pytest.mark.parametrize("revision", [None, "v1"])
-def test_a_branch_is_looked_up_once_and_stays_when_it_moves(fetcher: Fetcher, memo: Path, revision: str | None) -> None:
+def test_a_branch_is_looked_up_once_and_stays_when_it_moves(
+    fetcher: Fetcher, memo: Path, revision: str | None
+) -> None:
     first = fetcher.add(FILES)
     repository = fetcher.hub.repositories["model", NAME]
     repository.branches["v1"] = first
@@ -76,11 +78,15 @@ def test_a_damaged_memory_is_as_none(fetcher: Fetcher, memo: Path, text: str) ->
 
 def test_a_revision_that_is_not_there_is_named_as_such(fetcher: Fetcher) -> None:
     fetcher.add(FILES)
-    with pytest.raises(HubError, match="no such revision" if fetcher.client == "huggingface" else "HTTP 404"):
+    with pytest.raises(
+        HubError, match="no such revision" if fetcher.client == "huggingface" else "HTTP 404"
+    ):
         resolve(fetcher.repository, "v9")
 
 
-def test_an_unreachable_hub_says_what_to_check(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_says_what_to_check(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("MODELSCOPE_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(HubError, match="check the network, the proxy and the mirror"):
@@ -95,7 +101,9 @@ def test_a_busy_hub_is_asked_again(fetcher: Fetcher) -> None:
     assert resolve(fetcher.repository, None, said.append) == commit
 
 
-def test_an_answer_that_never_ends_is_left(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_never_ends_is_left(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipeline_lib.hub.repository.DEADLINE_S", 1.0)
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_TIMEOUT_SECONDS", 60)
     fetcher.add(FILES)

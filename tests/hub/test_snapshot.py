@@ -20,7 +20,12 @@ BYTES = {"huggingface": "/cdn/", "modelscope": "FilePath=model.safetensors"}
 
 
 def test_everything_arrives_as_it_is(fetcher: Fetcher) -> None:
-    files = {**MODEL, "data/a b%20c.jsonl": b"", "data/\u751a\u5b1b.json": b"x" * 100, "generation_config.json": b"1"}
+    files = {
+        **MODEL,
+        "data/a b%20c.jsonl": b"",
+        "data/\u751a\u5b1b.json": b"x" * 100,
+        "generation_config.json": b"1",
+    }
     assert fetcher.fetch(fetcher.add(files)) == files
     written = [path for path in (fetcher.root / "out").rglob("*") if path.is_file()]
     assert all(path.stat().st_nlink == 2 for path in written)  # not written twice
@@ -29,7 +34,9 @@ def test_everything_arrives_as_it_is(fetcher: Fetcher) -> None:
 def test_a_data_set_is_no_model(fetcher: Fetcher) -> None:
     commit = fetcher.add(MODEL)
     fetcher.kind = "dataset"
-    with pytest.raises(HubError, match=f"dataset {NAME}: HTTP 404: it does not exist, or is private"):
+    with pytest.raises(
+        HubError, match=f"dataset {NAME}: HTTP 404: it does not exist, or is private"
+    ):
         fetcher.fetch(commit)
     rows = {f"part-{number}.jsonl": bytes([number]) for number in range(8)}
     assert fetcher.fetch(fetcher.add(rows)) == rows
@@ -49,10 +56,15 @@ def test_a_lost_connection_is_resumed(fetcher: Fetcher) -> None:
     fetcher.hub.fault(where, faults.dropped)
     assert fetcher.fetch(commit) == MODEL
     assert fetcher.hub.sent_bytes(where) < len(WEIGHTS) + 4096
-    assert [bool(request.range) for request in fetcher.hub.requests if where in request.path] == [False, True]
+    assert [bool(request.range) for request in fetcher.hub.requests if where in request.path] == [
+        False,
+        True,
+    ]
 
 
-@pytest.mark.parametrize("fault", [faults.dropped, faults.silent, faults.shorter, faults.longer, faults.flipped])
+@pytest.mark.parametrize(
+    "fault", [faults.dropped, faults.silent, faults.shorter, faults.longer, faults.flipped]
+)
 def test_a_broken_transfer_is_made_good(fetcher: Fetcher, fault: faults.Change) -> None:
     commit = fetcher.add(MODEL)
     fetcher.hub.fault(BYTES[fetcher.client], fault)
@@ -77,7 +89,10 @@ def test_parts_of_two_contents_never_make_a_file(fetcher: Fetcher) -> None:
 def test_what_stays_wrong_is_named_and_not_kept(fetcher: Fetcher, fault: faults.Change) -> None:
     commit = fetcher.add(MODEL)
     fetcher.hub.fault(BYTES[fetcher.client], fault, times=99)
-    with pytest.raises(IntegrityError, match=r"model\.safetensors: .* the hub lists 50000 bytes.*sha256 [0-9a-f]{64}"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"model\.safetensors: .* the hub lists 50000 bytes.*sha256 [0-9a-f]{64}",
+    ):
         fetcher.fetch(commit)
     assert not (fetcher.root / "out").exists()
     fetcher.hub.faults.clear()
@@ -94,7 +109,10 @@ def test_a_git_blob_with_other_bytes_of_the_same_size_is_refused(fetcher: Fetche
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_hub_is_asked_again(fetcher: Fetcher, status: int) -> None:
     commit = fetcher.add(MODEL)
-    where = {"huggingface": ("/tree/", "/resolve/", "/cdn/"), "modelscope": ("/repo/files", "FilePath=")}
+    where = {
+        "huggingface": ("/tree/", "/resolve/", "/cdn/"),
+        "modelscope": ("/repo/files", "FilePath="),
+    }
     for part in where[fetcher.client]:
         fetcher.hub.fault(part, faults.refusal(status))
     assert fetcher.fetch(commit) == MODEL
@@ -108,7 +126,11 @@ def in_two_seconds() -> str:
 def test_the_wait_that_the_hub_asks_for_is_kept(fetcher: Fetcher, form: str) -> None:
     commit = fetcher.add(MODEL)
     wait = "1" if form == "seconds" else in_two_seconds()
-    fetcher.hub.fault("/tree/", faults.refusal(429, Retry_After=wait), times=3 if fetcher.client == "modelscope" else 1)
+    fetcher.hub.fault(
+        "/tree/",
+        faults.refusal(429, Retry_After=wait),
+        times=3 if fetcher.client == "modelscope" else 1,
+    )
     fetcher.hub.fault("/repo/files", faults.refusal(429, Retry_After=wait), times=2)
     start_s = time.monotonic()
     assert fetcher.fetch(commit) == MODEL
@@ -119,7 +141,9 @@ def test_the_wait_that_the_hub_asks_for_is_kept(fetcher: Fetcher, form: str) -> 
 def test_a_hub_that_asks_for_too_long_a_wait_is_left(fetcher: Fetcher) -> None:
     commit = fetcher.add(MODEL)
     fetcher.fault_listing(faults.refusal(503, Retry_After="86400"))
-    with pytest.raises(HubError, match=r"HTTP 503 and asks to wait \d{5} s; tried once; run again later"):
+    with pytest.raises(
+        HubError, match=r"HTTP 503 and asks to wait \d{5} s; tried once; run again later"
+    ):
         fetcher.fetch(commit)
 
 
@@ -143,7 +167,10 @@ def test_a_gated_model_says_where_to_accept_its_licence(fetcher: Fetcher) -> Non
     commit = fetcher.add(MODEL)
     for where in ("/resolve/", "FilePath="):
         fetcher.hub.fault(where, faults.refusal(403, "GatedRepo"), times=99)
-    with pytest.raises(HubError, match=rf"gated: accept its licence at {fetcher.hub.url}/\S*{NAME} and set \w+_TOKEN"):
+    with pytest.raises(
+        HubError,
+        match=rf"gated: accept its licence at {fetcher.hub.url}/\S*{NAME} and set \w+_TOKEN",
+    ):
         fetcher.fetch(commit)
 
 
@@ -163,45 +190,65 @@ def test_a_hub_that_drips_is_left(fetcher: Fetcher, monkeypatch: pytest.MonkeyPa
         fetcher.fetch(commit)
 
 
-def test_nothing_is_fetched_onto_a_disk_that_is_too_small(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fetched_onto_a_disk_that_is_too_small(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = fetcher.add(MODEL)
     monkeypatch.setattr("pipeline_lib.core.files._free_bytes", lambda where: 10_000)
     with pytest.raises(DiskFull, match=rf"{NAME} at {commit[:12]} needs .* MB are free"):
         fetcher.fetch(commit)
-    assert fetcher.hub.sent_bytes("") == fetcher.hub.sent_bytes("/tree/") + fetcher.hub.sent_bytes("/repo/files")
+    assert fetcher.hub.sent_bytes("") == fetcher.hub.sent_bytes("/tree/") + fetcher.hub.sent_bytes(
+        "/repo/files"
+    )
 
 
-def test_a_token_is_sent_to_the_hub_only_and_never_shown(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_sent_to_the_hub_only_and_never_shown(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     canary = "hf_canary0123456789abcdef"
     monkeypatch.setenv("HF_TOKEN", canary)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", canary)
     fetcher.hub.token = canary
     commit = fetcher.add(MODEL)
     assert fetcher.fetch(commit) == MODEL
-    expected = {request.path: None if "/cdn/" in request.path else canary for request in fetcher.hub.requests}
+    expected = {
+        request.path: None if "/cdn/" in request.path else canary
+        for request in fetcher.hub.requests
+    }
     assert {request.path: request.token for request in fetcher.hub.requests} == expected
     fetcher.hub.token = "another"
     (fetcher.root / "work" / "listing.json").unlink()
     with pytest.raises(HubError, match="_TOKEN is set, but may not read it") as refusal:
         fetcher.fetch(commit)
     assert canary not in str(refusal.value)
-    fetcher.hub.fault("/", faults.refusal(400, Location=f"{fetcher.hub.url}?token={canary}"), times=99)
+    fetcher.hub.fault(
+        "/", faults.refusal(400, Location=f"{fetcher.hub.url}?token={canary}"), times=99
+    )
     with pytest.raises(HubError) as refusal:
         fetcher.fetch(commit)
     assert canary not in str(refusal.value)
     assert "?" not in str(refusal.value)
 
 
-def test_an_index_that_names_what_is_not_there_is_refused_before_the_weights(fetcher: Fetcher) -> None:
-    index = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}).encode()
+def test_an_index_that_names_what_is_not_there_is_refused_before_the_weights(
+    fetcher: Fetcher,
+) -> None:
+    index = json.dumps(
+        {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    ).encode()
     commit = fetcher.add({**MODEL, "model.safetensors.index.json": index})
-    with pytest.raises(IntegrityError, match=r"names 1 file that the repository does not have, 'model-2\.safetensors'"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"names 1 file that the repository does not have, 'model-2\.safetensors'",
+    ):
         fetcher.fetch(commit)
     assert not any(request.path.endswith("model.safetensors") for request in fetcher.hub.requests)
     assert not (fetcher.root / "out").exists()
 
 
-@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "config.json", 7])
+@pytest.mark.parametrize(
+    "shard", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "config.json", 7]
+)
 def test_an_index_that_points_outside_is_refused(fetcher: Fetcher, shard: object) -> None:
     index = json.dumps({"weight_map": {"a": shard}}).encode()
     commit = fetcher.add({**MODEL, "model.safetensors.index.json": index})
@@ -244,7 +291,9 @@ def test_a_symbolic_link_is_refused(fetcher: Fetcher) -> None:
 def test_a_mirror_that_is_behind_is_asked_again_later(fetcher: Fetcher) -> None:
     index = json.dumps({"weight_map": {"a": "model.safetensors"}}).encode()
     files = {**MODEL, "model.safetensors.index.json": index}
-    commit = fetcher.add({name: content for name, content in files.items() if name != "model.safetensors"})
+    commit = fetcher.add(
+        {name: content for name, content in files.items() if name != "model.safetensors"}
+    )
     with pytest.raises(IntegrityError):
         fetcher.fetch(commit)
     fetcher.hub.repositories["model", NAME].commits[commit] = files
@@ -258,7 +307,9 @@ def test_what_lies_in_the_users_cache_may_be_edited(fetcher: Fetcher) -> None:
     assert fetcher.fetch(commit) == files
     caches = {path.resolve() for path in (fetcher.root / "clients").rglob("*") if path.is_file()}
     for path in caches:
-        if path.read_bytes() == files["rows.parquet"] and not path.samefile(fetcher.root / "out" / "model.safetensors"):
+        if path.read_bytes() == files["rows.parquet"] and not path.samefile(
+            fetcher.root / "out" / "model.safetensors"
+        ):
             path.write_bytes(b"edited")
     assert (fetcher.root / "out" / "rows.parquet").read_bytes() == WEIGHTS
 
@@ -267,7 +318,9 @@ def test_it_is_said_before_a_hub_is_asked_that_may_not_answer(
     fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = fetcher.add(MODEL)
-    monkeypatch.setattr("pipeline_lib.hub.snapshot.in_time", lambda call, doing: pytest.fail(str(fetcher.said)))
+    monkeypatch.setattr(
+        "pipeline_lib.hub.snapshot.in_time", lambda call, doing: pytest.fail(str(fetcher.said))
+    )
     with pytest.raises(pytest.fail.Exception, match=f"{NAME} at {commit[:12]}: listing its files"):
         fetcher.fetch(commit)
 
@@ -277,7 +330,9 @@ def broken_json(answer: faults.Answer) -> faults.Answer:
 
 
 def other_json(answer: faults.Answer) -> faults.Answer:
-    return faults.as_json([{"type": "file", "path": 1}] if answer.body.startswith(b"[") else {"Data": {"Files": [{}]}})
+    return faults.as_json(
+        [{"type": "file", "path": 1}] if answer.body.startswith(b"[") else {"Data": {"Files": [{}]}}
+    )
 
 
 @pytest.mark.parametrize("fault", [broken_json, other_json])
@@ -288,7 +343,9 @@ def test_an_answer_that_makes_no_sense_is_called_so(fetcher: Fetcher, fault: fau
         fetcher.fetch(commit)
 
 
-def test_an_error_of_ours_does_not_blame_the_network(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_ours_does_not_blame_the_network(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = fetcher.add(MODEL)
 
     def bug(*_: object) -> None:
@@ -301,4 +358,6 @@ def test_an_error_of_ours_does_not_blame_the_network(fetcher: Fetcher, monkeypat
     monkeypatch.setattr("pipeline_lib.hub.modelscope.is_commit", bug)
     (fetcher.root / "work" / "listing.json").unlink(missing_ok=True)
     with pytest.raises(KeyError, match="ours"):
-        fetcher.fetch(commit) if fetcher.client == "huggingface" else resolve(fetcher.repository, None)
+        fetcher.fetch(commit) if fetcher.client == "huggingface" else resolve(
+            fetcher.repository, None
+        )

@@ -57,5 +57,7 @@ def test_progress_that_is_too_slow_has_an_end(monkeypatch: pytest.MonkeyPatch) -
         while True:
             arrived(0)
 
-    with pytest.raises(HubError, match=r"fetching: slower than 0\.1 MB/s for more than 0 s; run again"):
+    with pytest.raises(
+        HubError, match=r"fetching: slower than 0\.1 MB/s for more than 0 s; run again"
+    ):
         Transfer(bring, "fetching").run(FILES[:1], silent)

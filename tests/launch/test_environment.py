@@ -63,13 +63,19 @@ MEETING = {"PIPELINE_RENDEZVOUS": "/private/rendezvous"}
 
 def plan(ranks: int = 2, device: str = "cpu", deterministic: bool = False) -> PlanDocument:
     cluster = {"ranks": ranks, "device": device, "cpus_per_rank": 3}
-    return PlanDocument.model_validate({"cluster": cluster, "chosen": {"deterministic": deterministic}})
+    return PlanDocument.model_validate(
+        {"cluster": cluster, "chosen": {"deterministic": deterministic}}
+    )
 
 
-def place(launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None) -> RankPlacement:
+def place(
+    launcher: str, device: str = "cpu", nodes: int = 1, job: int | None = None
+) -> RankPlacement:
     """Two ranks on each of `nodes` nodes."""
     hosts = tuple(f"n{number + 1}" for number in range(nodes))
-    return RankPlacement(launcher, nodes, 2, 3, device, Allocation(hosts, job=SlurmJob(job, {}) if job else None))
+    return RankPlacement(
+        launcher, nodes, 2, 3, device, Allocation(hosts, job=SlurmJob(job, {}) if job else None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,10 +97,18 @@ def test_the_first_and_the_last_host_of_a_list(node_list: str, first: str, last:
 def test_a_task_of_srun_finds_its_place_from_slurm() -> None:
     made = dist_environment(SLURM_TASK)
 
-    place = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07"}
+    place = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07",
+    }
     assert {name: made[name] for name in place} == place
     assert 20_000 <= int(made["MASTER_PORT"]) < 32_000
-    assert dist_environment({**SLURM_TASK, "SLURM_PROCID": "2"})["MASTER_PORT"] == made["MASTER_PORT"]
+    assert (
+        dist_environment({**SLURM_TASK, "SLURM_PROCID": "2"})["MASTER_PORT"] == made["MASTER_PORT"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +126,10 @@ def test_what_a_launcher_says_is_believed_before_slurm(expected: dict[str, str])
 
 
 def test_unequal_nodes_are_counted() -> None:
-    assert dist_environment({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "4,3"})["LOCAL_WORLD_SIZE"] == "3"
+    assert (
+        dist_environment({**SLURM_TASK, "SLURM_STEP_TASKS_PER_NODE": "4,3"})["LOCAL_WORLD_SIZE"]
+        == "3"
+    )
 
 
 def test_nothing_of_an_outer_launcher_is_handed_down_and_all_else_is() -> None:
@@ -150,7 +167,10 @@ def test_on_several_nodes_a_rank_takes_the_network_that_leads_to_rank_0() -> Non
     assert interface_to("127.0.0.1") == "lo"
     assert dist_environment({**two, **master})["GLOO_SOCKET_IFNAME"] == "lo"
     assert dist_environment({**two, **master})["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert dist_environment({**two, **master, "NCCL_SOCKET_IFNAME": "^ib"})["NCCL_SOCKET_IFNAME"] == "^ib"
+    assert (
+        dist_environment({**two, **master, "NCCL_SOCKET_IFNAME": "^ib"})["NCCL_SOCKET_IFNAME"]
+        == "^ib"
+    )
 
 
 def test_on_one_machine_ranks_listen_on_its_loopback_interface_alone() -> None:
@@ -162,20 +182,25 @@ def test_on_one_machine_ranks_listen_on_its_loopback_interface_alone() -> None:
 
 
 def test_a_name_that_leads_a_node_to_itself_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian's /etc/hosts gives a machine's own name 127.0.1.1: `lo` would cut rank 0's node off from the others."""
+    """Debian's /etc/hosts names a machine 127.0.1.1: `lo` would cut off rank 0's node."""
     resolve, names = socket.getaddrinfo, {"gpu07": "127.0.1.1", "gpu08": "127.0.1.1"}
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **more: resolve(names.get(host, host), *rest, **more)
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: resolve(names.get(host, host), *rest, **more),
     )
 
     assert interface_to("gpu07") is None
-    assert interface_to("127.0.1.1") == "lo"  # nodes that are all on this machine are named by such addresses
+    # nodes that are all on this machine are named by such addresses
+    assert interface_to("127.0.1.1") == "lo"
     assert interface_to("localhost") == "lo"
     made = dist_environment({**SLURM_TASK, "MASTER_ADDR": "gpu07", "MASTER_PORT": "20001"})
     assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(made)
 
 
-def test_rank_0s_node_takes_the_network_that_leads_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0s_node_takes_the_network_that_leads_to_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ways = {"gpu08": "ib0"}  # as gpu07 sees it, whose own name leads nowhere
     monkeypatch.setattr(environment, "interface_to", ways.get)
 
@@ -193,18 +218,33 @@ def test_an_address_that_leads_nowhere_leaves_the_choice_to_nccl() -> None:
 def options(command: list[str]) -> dict[str, str]:
     """Those of srun with their values."""
     own = command[1 : command.index(sys.executable)]
-    return {name: value for name, value in pairwise(own) if name.startswith("--") and not value.startswith("--")}
+    return {
+        name: value
+        for name, value in pairwise(own)
+        if name.startswith("--") and not value.startswith("--")
+    }
 
 
 def test_srun_starts_a_task_for_each_rank_on_each_node() -> None:
-    """`srun --pty` binds its task, and the srun of ours would bind all ranks to the CPUs of that one."""
-    outer = ("TRES_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE")
+    """`srun --pty` binds its task, and our srun would bind all ranks to that one's CPUs."""
+    outer = (
+        "TRES_PER_TASK",
+        "CPUS_PER_GPU",
+        "CPU_BIND",
+        "CPU_BIND_LIST",
+        "CPU_BIND_TYPE",
+        "CPU_BIND_VERBOSE",
+    )
     environ = {"SLURM_JOB_ID": "1", **{f"SLURM_{name}": "of another task" for name in outer}}
     command = srun_command(place("srun", "cuda", nodes=2, job=1), environ, ["rank", "--spec", "x"])
 
     chosen = options(command)
     assert (chosen["--nodes"], chosen["--ntasks"], chosen["--ntasks-per-node"]) == ("2", "4", "2")
-    assert (chosen["--cpus-per-task"], chosen["--gres"], chosen["--nodelist"]) == ("3", "gpu:2", "n1,n2")
+    assert (chosen["--cpus-per-task"], chosen["--gres"], chosen["--nodelist"]) == (
+        "3",
+        "gpu:2",
+        "n1,n2",
+    )
     assert "--kill-on-bad-exit=1" in command
     assert command[-5:] == ["-m", "pipeline_lib", "rank", "--spec", "x"]
     assert environ == {"SLURM_JOB_ID": "1"}
@@ -240,7 +280,9 @@ def test_auto_is_spawn_outside_of_a_job(environ: dict[str, str], tmp_path: Path)
 
 @pytest.mark.parametrize("launcher", ["auto", "spawn"])
 def test_srun_needs_a_job_and_several_nodes_a_job_or_hosts(launcher: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job.*PIPELINE_HOSTS=NAME,NAME"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.nodes: 2 nodes train as a SLURM job.*PIPELINE_HOSTS=NAME,NAME"
+    ):
         take(launcher, 2, {}, tmp_path)
     with pytest.raises(ConfigError, match="srun works only in a SLURM job"):
         take("srun", 1, {}, tmp_path)
@@ -261,9 +303,30 @@ SILENT = "rank 1 ended without a word, as one that is killed (out of memory?)"
         ([PeerLost("in other words")], "srun", 143, None, SILENT, 75),  # words decide nothing
         ([Interrupted(LOST)], "srun", 143, None, f"rank 0: {LOST}", 75),  # an agreed stop
         ([PipelineError(LOST), TypeError(LOST)], "srun", 1, None, f"rank 0: {LOST}", 1),
-        ([PeerLost(LOST), DataError("other model"), TypeError()], "srun", 1, None, "rank 1: other model", 65),
-        ([PeerLost(LOST)], "srun", -9, None, "srun was killed by SIGKILL, and its ranks with it", 75),
-        ([TypeError("no"), TypeError("no")], "srun", 1, None, "rank 0: TypeError: no; its traceback is above", 1),
+        (
+            [PeerLost(LOST), DataError("other model"), TypeError()],
+            "srun",
+            1,
+            None,
+            "rank 1: other model",
+            65,
+        ),
+        (
+            [PeerLost(LOST)],
+            "srun",
+            -9,
+            None,
+            "srun was killed by SIGKILL, and its ranks with it",
+            75,
+        ),
+        (
+            [TypeError("no"), TypeError("no")],
+            "srun",
+            1,
+            None,
+            "rank 0: TypeError: no; its traceback is above",
+            1,
+        ),
         ([], "srun", 2, None, "srun ended with code 2; its output is above", 2),
     ],
 )
@@ -294,19 +357,52 @@ def test_a_report_from_before_there_were_causes_is_read() -> None:
 @pytest.mark.parametrize(
     ("error", "is_lost"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20001"), True),
-        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation"), True),
-        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, remote process exited or a network error"), True),
-        (dist.DistBackendError("[Rank 0] Watchdog caught collective operation timeout: ran for 6 ms"), True),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20001"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv "
+                "operation"
+            ),
+            True,
+        ),
+        (
+            dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, remote process exited or a network error"
+            ),
+            True,
+        ),
+        (
+            dist.DistBackendError(
+                "[Rank 0] Watchdog caught collective operation timeout: ran for 6 ms"
+            ),
+            True,
+        ),
         (dist.DistStoreError("wait timeout after 30000ms, keys: /default_pg/0//cpu//0/0"), True),
         (dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), True),
         (RuntimeError("torch.compile: a worker aborted"), False),
         (RuntimeError("the request ended with a timeout"), False),
-        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage; the operation was aborted"), False),
-        (dist.DistNetworkError("The IPv4 network addresses of (no, 20001) cannot be retrieved (gai error: -2)"), False),
+        (
+            dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:77, invalid usage; the operation was aborted"
+            ),
+            False,
+        ),
+        (
+            dist.DistNetworkError(
+                "The IPv4 network addresses of (no, 20001) cannot be retrieved (gai error: -2)"
+            ),
+            False,
+        ),
     ],
 )
-def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(error: RuntimeError, is_lost: bool) -> None:
+def test_a_lost_peer_is_known_by_type_or_by_what_its_library_says(
+    error: RuntimeError, is_lost: bool
+) -> None:
     assert is_lost_peer(error) == is_lost
 
 
@@ -338,5 +434,6 @@ def test_where_a_report_finds_no_room_the_rank_says_it_itself(
         assert "error: rank 3: no room for step 9" in capfd.readouterr().err
         told = str(explain("spawn", 74, 3, 4, disk))
     assert told.startswith(
-        "rank 3 ended with code 74, as where the disk is full or a file cannot be written; its output"
+        "rank 3 ended with code 74, as where the disk is full or a file cannot be written; its "
+        "output"
     )

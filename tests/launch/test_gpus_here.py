@@ -1,4 +1,4 @@
-"""GPUs that a config leaves idle, or does not name, are told of where its user can do something about it."""
+"""GPUs that a config leaves idle, or does not name, are reported where users can act."""
 
 import os
 from pathlib import Path
@@ -35,11 +35,15 @@ def test_gpus_without_a_name_are_told_of() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("cluster", [{"gpus_per_node": 0}, {"cpu_ranks": 1}, {"gpus_per_node": 1, "gpu": "h200"}])
+@pytest.mark.parametrize(
+    "cluster", [{"gpus_per_node": 0}, {"cpu_ranks": 1}, {"gpus_per_node": 1, "gpu": "h200"}]
+)
 def test_a_config_that_says_what_it_wants_is_not_warned_of(cluster: dict[str, object]) -> None:
     assert warning_of_gpus_here(Cluster.model_validate(cluster)) is None
 
 
-def test_a_machine_without_gpus_is_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpus_is_not_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert warning_of_gpus_here(Cluster()) is None

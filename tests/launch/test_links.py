@@ -1,4 +1,4 @@
-"""The result's weights that are links to the last checkpoint's are sealed by the hashes of that one, unread."""
+"""Weights of the result that link to the last checkpoint are sealed by its hashes, unread."""
 
 import os
 import shutil
@@ -18,7 +18,14 @@ KNOWN = "5" * 64  # by the manifest; another than the content has
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = Job(Spec("train", 1, {}), Store(tmp_path / "store"), {}, tmp_path / "out", print, hold(tmp_path / "lock"))
+    job = Job(
+        Spec("train", 1, {}),
+        Store(tmp_path / "store"),
+        {},
+        tmp_path / "out",
+        print,
+        hold(tmp_path / "lock"),
+    )
     (job.out / WEIGHTS).mkdir(parents=True)
     return job
 

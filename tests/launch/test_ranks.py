@@ -1,4 +1,4 @@
-"""How ranks hear of a request to stop, those of one run alone, and that none of them outlives its launcher."""
+"""How ranks hear of a request to stop, each run's alone, and that none outlives its launcher."""
 
 import os
 import signal
@@ -44,8 +44,8 @@ with StopRequest() as stop:
 os.kill(os.getpid(), EARLY_SIGNAL)  # too late: it stays blocked
 print("ended", flush=True)
 """
-# Stands for `python -m pipeline_lib rank ... OUT`, without the seconds of its imports: notes each SIGTERM and goes on.
-# SIGTERM is blocked when it starts, so that one that comes early is noted too.
+# Stands for `python -m pipeline_lib rank ... OUT`, without the seconds of its imports: notes each
+# SIGTERM and goes on. SIGTERM is blocked when it starts, so that one that comes early is noted too.
 RANK = """
 import signal, subprocess, sys, time
 from pathlib import Path
@@ -70,14 +70,18 @@ time.sleep(60)
     [("raise ValueError('a peer is gone')", 0, "reported\n"), ("pass", -signal.SIGTERM, "")],
     ids=["after an error", "after its work"],
 )
-def test_a_rank_that_failed_reports_before_its_launcher_can_end_it(error: str, exit_code: int, said: str) -> None:
+def test_a_rank_that_failed_reports_before_its_launcher_can_end_it(
+    error: str, exit_code: int, said: str
+) -> None:
     code = FAILS.format(error=error)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (exit_code, said), ended.stderr
 
 
 def test_a_rank_hears_the_early_warning_while_it_can_save_and_not_afterwards() -> None:
-    ended = subprocess.run([sys.executable, "-c", WARNED], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", WARNED], capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stdout) == (0, "True\nended\n"), ended.stderr
 
 
@@ -85,7 +89,9 @@ def test_a_rank_hears_the_early_warning_while_it_can_save_and_not_afterwards() -
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where `python -m pipeline_lib rank OUT` is a stand-in, with the folders of two runs."""
     (tmp_path / "pipeline_lib").mkdir()
-    (tmp_path / "pipeline_lib" / "__init__.py").touch()  # else a later folder of the path would come before it
+    (
+        tmp_path / "pipeline_lib" / "__init__.py"
+    ).touch()  # else a later folder of the path would come before it
     (tmp_path / "pipeline_lib" / "__main__.py").write_text(RANK)
     for run in ("ours", "theirs"):
         (tmp_path / run).mkdir()
@@ -104,7 +110,9 @@ def rank_of(out: Path, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
     )
     try:
-        wait_for(lambda: (out / "ready").exists() or process.poll() is not None, "the start of a rank")
+        wait_for(
+            lambda: (out / "ready").exists() or process.poll() is not None, "the start of a rank"
+        )
         assert process.poll() is None
         yield process
     finally:
@@ -129,7 +137,9 @@ def test_the_ranks_of_a_run_are_those_that_write_to_its_folder(folder: Path) -> 
         assert rank_processes(folder / "none") == []
 
 
-def test_each_rank_is_told_to_stop_once_also_a_late_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_is_told_to_stop_once_also_a_late_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "RETELL_S", 0.02)
     out, asked = folder / "ours", threading.Event()
     with ranks_asked_to_stop(out, asked), rank_of(out):
@@ -148,11 +158,19 @@ def test_ranks_are_told_when_their_time_is_over_though_no_signal_came(folder: Pa
         assert has_heard(folder / "ours", 1)
 
 
-def test_a_rank_that_stays_after_its_launcher_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stays_after_its_launcher_is_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "END_S", 0.1)
     out = folder / "ours"
-    begin = '"$0" -m pipeline_lib rank "$1" & while kill -0 $! && [ ! -e "$1/ready" ]; do sleep 0.02; done; exit 3'
-    assert run_launcher(["sh", "-c", begin, sys.executable, str(out)], os.environ, out, lambda: False) == 3
+    begin = (
+        '"$0" -m pipeline_lib rank "$1" & while kill -0 $! && [ ! -e "$1/ready" ]; do sleep '
+        "0.02; done; exit 3"
+    )
+    assert (
+        run_launcher(["sh", "-c", begin, sys.executable, str(out)], os.environ, out, lambda: False)
+        == 3
+    )
     assert rank_processes(out) == []
 
 
@@ -163,7 +181,9 @@ def test_a_launcher_that_is_given_up_is_killed_with_what_it_started(
     out = folder / "ours"
     begin = 'sleep 60 & echo $! > "$0/helper"; wait'
     command = ["sh", "-c", begin, str(out)]
-    code = run_launcher(command, os.environ, out, lambda: bool(lines_of(out / "helper")), give_up_s=0.0)
+    code = run_launcher(
+        command, os.environ, out, lambda: bool(lines_of(out / "helper")), give_up_s=0.0
+    )
     assert code == Interrupted.exit_code
     helper = int((out / "helper").read_text())
     deadline_s = monotonic() + 5.0

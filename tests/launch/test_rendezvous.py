@@ -13,7 +13,12 @@ from pipeline_lib.launch.environment import COMPILE_CACHES, compile_caches, priv
 from pipeline_lib.launch.rendezvous import Rendezvous, own_address
 from tests.processes import running, wait_for
 
-INTERFACES = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1", "fd00::1"]}
+INTERFACES = {
+    "lo": ["127.0.0.1"],
+    "docker0": ["172.17.0.1"],
+    "eth0": ["10.0.0.1"],
+    "ib0": ["10.1.0.1", "fd00::1"],
+}
 NAMES = {
     "gpu1": ["10.0.0.1"],
     "debian": ["127.0.1.1"],
@@ -48,7 +53,9 @@ def test_rank_0_listens_where_the_others_reach_it(
 
 
 @pytest.mark.parametrize("address", ["debian", "elsewhere"])
-def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_an_address_of_another_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
     monkeypatch.setattr(rendezvous, "_addresses_by_interface", lambda: INTERFACES)
     monkeypatch.setattr(rendezvous, "_resolved", NAMES.__getitem__)
     with pytest.raises(TrainingError, match="GLOO_SOCKET_IFNAME"):
@@ -73,7 +80,10 @@ def test_the_folder_of_a_killed_launcher_goes_with_the_next_start(
     young = tmp_path / "pipeline-ranks-young"
     young.mkdir()
     with running(wait_in_the_folder, tmp_path / "left") as launcher:
-        wait_for(lambda: (tmp_path / "left").exists() and bool((tmp_path / "left").read_text()), "the folder")
+        wait_for(
+            lambda: (tmp_path / "left").exists() and bool((tmp_path / "left").read_text()),
+            "the folder",
+        )
         folder = Path((tmp_path / "left").read_text())
         os.utime(folder, (long_ago_s, long_ago_s))
         with private_rendezvous():
@@ -103,7 +113,8 @@ def test_the_file_lies_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:
         folder = Path(variables["PIPELINE_RENDEZVOUS"]).parent
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
-    meeting(tmp_path / "made" / "rendezvous").store(0, 1, 5.0).set("key", "value")  # on another machine than this one
+    # on another machine than this one
+    meeting(tmp_path / "made" / "rendezvous").store(0, 1, 5.0).set("key", "value")
     assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -111,7 +122,9 @@ def test_the_file_lies_in_a_folder_of_the_user_alone(tmp_path: Path) -> None:
         meeting(tmp_path / "open" / "rendezvous").store(0, 1, 5.0)
 
 
-@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "gpu1"}, {"MASTER_ADDR": "gpu1", "MASTER_PORT": "x"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {"MASTER_ADDR": "gpu1"}, {"MASTER_ADDR": "gpu1", "MASTER_PORT": "x"}]
+)
 def test_a_rank_that_no_launcher_started_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(TrainingError, match="PIPELINE_RENDEZVOUS"):
         Rendezvous.from_env(environ).store(0, 2, 5.0)
@@ -129,7 +142,9 @@ def test_what_is_compiled_lies_where_nobody_else_can_write(tmp_path: Path) -> No
     own.mkdir()
     others.mkdir()
     others.chmod(0o777)
-    made = compile_caches(environ | {"TORCHINDUCTOR_CACHE_DIR": str(own), "TRITON_CACHE_DIR": str(others)})
+    made = compile_caches(
+        environ | {"TORCHINDUCTOR_CACHE_DIR": str(own), "TRITON_CACHE_DIR": str(others)}
+    )
     assert made["TORCHINDUCTOR_CACHE_DIR"] == str(own)
     assert made["TRITON_CACHE_DIR"] == found["TRITON_CACHE_DIR"]
 

@@ -1,4 +1,4 @@
-"""Model folders with all that they were made from, sealed by the harness around stages that only pretend."""
+"""Model folders with all that made them, sealed by the harness around pretended stages."""
 
 import json
 import shutil
@@ -25,7 +25,11 @@ ROWS = "a row\n"
 LAUNCHED = {"event": "run.launched", "ranks": 2, "launcher": "srun"}
 EVENTS: list[dict[str, Any]] = [
     {**LAUNCHED, "attempt": 1, "job": 7, "nodes": ["n1", "n2"]},
-    {"event": "run.interrupted", "attempt": 1, "reason": "no room in /home/alice/runs/4711/checkpoints: stopped"},
+    {
+        "event": "run.interrupted",
+        "attempt": 1,
+        "reason": "no room in /home/alice/runs/4711/checkpoints: stopped",
+    },
     {**LAUNCHED, "attempt": 2, "job": 8, "nodes": ["n1", "n3"]},
     {"event": "run.resumed", "attempt": 2, "step": 50},
     {"event": "run.end", "attempt": 2, "step": 118},
@@ -73,7 +77,10 @@ def seal_model(
         "tokenize": {"tokens.npy": "tokens"},
         "shard": {"train/shard-00000.safetensors": "blocks"},
         "train": {"weights/model.safetensors": "trained"},
-        "merge": {"config.json": '{"model_type": "qwen3"}', "model.safetensors": f"tuned {experiment.ref('train')}"},
+        "merge": {
+            "config.json": '{"model_type": "qwen3"}',
+            "model.safetensors": f"tuned {experiment.ref('train')}",
+        },
     }
     if model["source"] == "local":
         files["model"] = {name: (Path(model["path"]) / name).read_text() for name in hashes or {}}
@@ -104,4 +111,7 @@ def tell_origin(job: Job) -> None:
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
     parity = {"relative_difference": 1e-7, "tolerance": 1e-4}
     training = Training(steps=118, world_size=2, strategy="ddp", supervised_tokens=604_000)
-    write_text(job.out / "README.md", model_card(job.spec.ref, "qwen3", train, training, parity, record, Ledger()))
+    write_text(
+        job.out / "README.md",
+        model_card(job.spec.ref, "qwen3", train, training, parity, record, Ledger()),
+    )

@@ -1,4 +1,7 @@
-"""`trace` tells where a model is from, in the store and far from it, and names whatever is not as it was sealed."""
+"""`trace` tells a model's origin, in the store and far from it, and names what was changed.
+
+It names whatever is not as it was sealed.
+"""
 
 import json
 import re
@@ -15,7 +18,16 @@ from pipeline_lib.core.files import json_text, read_json, sha256_file, sha256_te
 from pipeline_lib.core.stage import open_sealed, run_stage
 from pipeline_lib.core.store import MANIFEST_NAME, Ref, Store, read_manifest
 from pipeline_lib.lineage.record import LINEAGE_NAME, chain
-from pipeline_lib.lineage.trace import DAMAGED, RECORDED, REMADE, SAME_SIZES, VERIFIED, Traced, problems_of, trace
+from pipeline_lib.lineage.trace import (
+    DAMAGED,
+    RECORDED,
+    REMADE,
+    SAME_SIZES,
+    VERIFIED,
+    Traced,
+    problems_of,
+    trace,
+)
 from tests.lineage.lineages import COMMIT, HUB_MODEL, ROWS, experiment_from, seal_model, tell_origin
 from tests.stages import ROOT
 
@@ -52,7 +64,9 @@ def states(root: Traced) -> dict[str, str]:
 
 def run_trace(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline_lib", "trace", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=180)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=180
+    )
 
 
 def folder_of(model: Path, part: str) -> Path:
@@ -68,10 +82,26 @@ def test_the_whole_chain_is_told_and_verified(sealed: Path) -> None:
     assert [head.split()[0] for head in heads] == PARTS
     assert all(head.endswith("  verified") for head in heads)
     told = [
-        *(f"modelscope Qwen/Qwen3-8B@{COMMIT}", f"chats.jsonl sha256:{sha256_text(ROWS)}", "lr: 0.003"),
-        *("attempt 1  2 ranks by srun on n1, n2 in SLURM job 7, from the start: no room in checkpoints: stopped",),
-        *("attempt 2  2 ranks by srun on n1, n3 in SLURM job 8, from step 50: done", "in SLURM job 7, 8", "python 3."),
-        *("block_tokens: 256", "6 links: 6 verified", f"sha256:{sha256_file(sealed / MANIFEST_NAME)}", "code  "),
+        *(
+            f"modelscope Qwen/Qwen3-8B@{COMMIT}",
+            f"chats.jsonl sha256:{sha256_text(ROWS)}",
+            "lr: 0.003",
+        ),
+        *(
+            "attempt 1  2 ranks by srun on n1, n2 in SLURM job 7, from the start: no room in "
+            "checkpoints: stopped",
+        ),
+        *(
+            "attempt 2  2 ranks by srun on n1, n3 in SLURM job 8, from step 50: done",
+            "in SLURM job 7, 8",
+            "python 3.",
+        ),
+        *(
+            "block_tokens: 256",
+            "6 links: 6 verified",
+            f"sha256:{sha256_file(sealed / MANIFEST_NAME)}",
+            "code  ",
+        ),
     ]
     assert [text for text in told if text not in done.stdout] == []
 
@@ -122,7 +152,12 @@ def test_json_is_for_machines(sealed: Path) -> None:
     root = json.loads(done.stdout)
     assert [root["part"], root["state"], root["problems"]] == ["merge", VERIFIED, []]
     train = root["made_from"][0]
-    assert (train["part"], train["restarts"], train["job"], len(train["attempts"])) == ("train", 1, "7, 8", 2)
+    assert (train["part"], train["restarts"], train["job"], len(train["attempts"])) == (
+        "train",
+        1,
+        "7, 8",
+        2,
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -141,13 +176,19 @@ def test_a_flipped_byte_is_named(model: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "merge"])
-@pytest.mark.parametrize("edit", [{"started_at": "2001-01-01"}, {"versions": {"torch": "9"}}, {"counts": {"rows": 1}}])
-def test_an_edited_manifest_in_the_store_is_named(model: Path, part: str, edit: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "edit", [{"started_at": "2001-01-01"}, {"versions": {"torch": "9"}}, {"counts": {"rows": 1}}]
+)
+def test_an_edited_manifest_in_the_store_is_named(
+    model: Path, part: str, edit: dict[str, Any]
+) -> None:
     path = folder_of(model, part) / MANIFEST_NAME
     write_json(path, {**read_json(path), **edit})
     root = look(model)
     assert states(root)[part] == DAMAGED
-    assert problems_of(root) == [f"{path}: neither the manifest that was read nor the one that was sealed"]
+    assert problems_of(root) == [
+        f"{path}: neither the manifest that was read nor the one that was sealed"
+    ]
 
 
 def test_an_edited_manifest_of_the_model_is_named(model: Path) -> None:
@@ -164,17 +205,22 @@ def test_an_edited_manifest_of_the_model_is_named(model: Path) -> None:
         ('{"stage": 3}', r"damaged \(stage"),
         ('{"schema_version": 9}', "schema 9, this code reads 2"),
         ("null", "damaged"),
-        ('{"stage": "merge", "digest": "0", "spec": {}, "files": {}, "duration_s": 1e999}', r"damaged \(duration_s"),
+        (
+            '{"stage": "merge", "digest": "0", "spec": {}, "files": {}, "duration_s": 1e999}',
+            r"damaged \(duration_s",
+        ),
     ],
 )
-def test_a_manifest_that_does_not_read_is_one_clear_error(model: Path, content: str, said: str) -> None:
+def test_a_manifest_that_does_not_read_is_one_clear_error(
+    model: Path, content: str, said: str
+) -> None:
     (model / MANIFEST_NAME).write_text(content)
     with pytest.raises(IntegrityError, match=f"{model / MANIFEST_NAME}: {said}"):
         look(model)
 
 
 def reseal(model: Path, change: Any) -> None:
-    """What a forger does: edit lineage.json, and give the manifest of the folder the hash of that."""
+    """What a forger does: edit lineage.json, and put its hash into the folder's manifest."""
     record = read_json(model / LINEAGE_NAME)
     change(record)
     write_json(model / LINEAGE_NAME, record)
@@ -189,26 +235,36 @@ def seal_lineage(model: Path) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
-def test_an_edited_lineage_is_named_even_where_the_folder_was_sealed_anew(copy: Path, part: str) -> None:
+def test_an_edited_lineage_is_named_even_where_the_folder_was_sealed_anew(
+    copy: Path, part: str
+) -> None:
     reseal(copy, lambda record: record["links"][part]["manifest"]["versions"].update(torch="9.9"))
     root = look(copy)
     assert states(root)[part] == DAMAGED
-    assert problems_of(root) == [f"{LINEAGE_NAME}: {part}: its sha256 differs from the recorded one"]
+    assert problems_of(root) == [
+        f"{LINEAGE_NAME}: {part}: its sha256 differs from the recorded one"
+    ]
 
 
 def test_a_lineage_that_no_text_can_hold_is_named(copy: Path) -> None:
     for value in ("[" * 900 + "]" * 900, "NaN"):
-        (copy / LINEAGE_NAME).write_text(f'{{"links": {{"train": {{"manifest": {{"counts": {value}}}}}}}}}')
+        (copy / LINEAGE_NAME).write_text(
+            f'{{"links": {{"train": {{"manifest": {{"counts": {value}}}}}}}}}'
+        )
         seal_lineage(copy)
         assert LINEAGE_NAME in problems_of(look(copy))[0]
 
 
-@pytest.mark.parametrize("record", [{}, {"links": 3}, {"links": {"train": {"manifest": {}}}}, [], {"attempts": [{}]}])
+@pytest.mark.parametrize(
+    "record", [{}, {"links": 3}, {"links": {"train": {"manifest": {}}}}, [], {"attempts": [{}]}]
+)
 def test_a_lineage_of_another_form_is_named(copy: Path, record: Any) -> None:
     (copy / LINEAGE_NAME).write_text(json_text(record))
     assert problems_of(look(copy))[0].startswith(f"{copy / LINEAGE_NAME}: ")
     reseal(copy, lambda _: None)
-    assert any("damaged" in problem for problem in problems_of(look(copy))) == bool(record or record == [])
+    assert any("damaged" in problem for problem in problems_of(look(copy))) == bool(
+        record or record == []
+    )
 
 
 def test_names_that_lead_out_of_the_store_are_refused(copy: Path) -> None:
@@ -225,7 +281,9 @@ def test_a_spec_that_is_not_that_of_its_digest_is_named(copy: Path) -> None:
     manifest = read_json(copy / MANIFEST_NAME)
     manifest["spec"]["settings"]["dtype"] = "fp32"
     write_json(copy / MANIFEST_NAME, manifest)
-    assert re.match(r"its spec belongs to merge [0-9a-f]{16}, not to merge", problems_of(look(copy))[0])
+    assert re.match(
+        r"its spec belongs to merge [0-9a-f]{16}, not to merge", problems_of(look(copy))[0]
+    )
 
 
 def test_a_link_that_was_made_again_is_no_damage_and_is_told(model: Path) -> None:
@@ -274,7 +332,9 @@ def test_a_model_tuned_further_tells_of_the_first_training(tmp_path: Path) -> No
     first = seal_model(store)
     hashes = {name: sha256_file(first / name) for name in ("config.json", "model.safetensors")}
     second = seal_model(store, {"source": "local", "path": str(first)}, hashes)
-    third_hashes = {name: sha256_file(second / name) for name in ("config.json", "model.safetensors")}
+    third_hashes = {
+        name: sha256_file(second / name) for name in ("config.json", "model.safetensors")
+    }
     third = seal_model(store, {"source": "local", "path": str(second)}, third_hashes)
 
     assert [traced.part for traced in look(third).walk()] == PARTS * 3
@@ -286,12 +346,17 @@ def test_a_model_tuned_further_tells_of_the_first_training(tmp_path: Path) -> No
     assert "base_model: Qwen/Qwen3-8B\n" in (copy / "README.md").read_text()
 
     reseal(copy, lambda record: record["base"]["manifest"].update(started_at="2001-01-01"))
-    assert problems_of(look(copy)) == []  # nothing records the sha256 of that manifest, only of what it lists
+    # nothing records the sha256 of that manifest, only of what it lists
+    assert problems_of(look(copy)) == []
     reseal(copy, lambda record: record["base"]["lineage"]["links"].clear())
-    assert problems_of(look(copy)) == [f"{LINEAGE_NAME}: base: its lineage differs from the sealed one"]
+    assert problems_of(look(copy)) == [
+        f"{LINEAGE_NAME}: base: its lineage differs from the sealed one"
+    ]
 
 
-def test_a_base_is_known_by_its_files_though_the_spec_has_the_path_of_another_users_copy(tmp_path: Path) -> None:
+def test_a_base_is_known_by_its_files_though_the_spec_has_the_path_of_another_users_copy(
+    tmp_path: Path,
+) -> None:
     store = Store(tmp_path / "store")
     first = seal_model(store)
     names = ("config.json", "model.safetensors")
@@ -308,7 +373,11 @@ def test_a_local_base_of_unknown_origin_says_so(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
     hashes = {"config.json": sha256_text("{}")}
-    root = look(seal_model(Store(tmp_path / "store"), {"source": "local", "path": str(tmp_path / "base")}, hashes))
+    root = look(
+        seal_model(
+            Store(tmp_path / "store"), {"source": "local", "path": str(tmp_path / "base")}, hashes
+        )
+    )
     assert root.inputs[-1].notes == ["the origin of this folder is unknown"]
 
 
@@ -325,9 +394,15 @@ def test_what_is_no_model_says_so(model: Path, tmp_path: Path) -> None:
 def test_the_report_gets_the_same_links(model: Path) -> None:
     store = Store(model.parent.parent)
     traced = {each.part: each for each in look(model).walk()}
-    inputs = {part: open_sealed(Ref(each.ref.stage, each.ref.digest), store) for part, each in traced.items()}
+    inputs = {
+        part: open_sealed(Ref(each.ref.stage, each.ref.digest), store)
+        for part, each in traced.items()
+    }
     links = chain(inputs)
     assert [link.part for link in links] == PARTS
     assert (links[1].restarts, links[1].job) == (1, "7, 8")
-    assert links[0].made_from == [("train", traced["train"].ref.digest), ("model", traced["model"].ref.digest)]
+    assert links[0].made_from == [
+        ("train", traced["train"].ref.digest),
+        ("model", traced["model"].ref.digest),
+    ]
     assert links[-1].machine

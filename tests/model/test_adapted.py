@@ -48,7 +48,9 @@ def test_values_and_gradients_are_those_of_peft(folder: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert of_plain.keys() == of_fused.keys() != set()
     for name, gradient in of_plain.items():
-        torch.testing.assert_close(of_fused[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            of_fused[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
 def test_the_operator_has_the_gradients_that_autograd_finds() -> None:
@@ -57,10 +59,15 @@ def test_the_operator_has_the_gradients_that_autograd_finds() -> None:
     hidden, weight, bias, a, b = (torch.randn(size, dtype=torch.float64) for size in sizes)
     for tensor in (hidden, a, b):
         tensor.requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, x, y: adapted(h, weight, bias, x, y)[0], (hidden, a, b))
+    assert torch.autograd.gradcheck(
+        lambda h, x, y: adapted(h, weight, bias, x, y)[0], (hidden, a, b)
+    )
     torch.library.opcheck(adapted, (hidden, weight, bias, a, b))
-    narrow, gradient = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
-    torch.library.opcheck(adapted_backward, (gradient, hidden.detach(), narrow, weight, a.detach(), b.detach()))
+    narrow = torch.randn(5, 3, dtype=torch.float64)
+    gradient = torch.randn(5, 7, dtype=torch.float64)
+    torch.library.opcheck(
+        adapted_backward, (gradient, hidden.detach(), narrow, weight, a.detach(), b.detach())
+    )
 
 
 def test_under_autocast_no_more_is_rounded_than_by_peft(folder: Path) -> None:
@@ -93,9 +100,15 @@ def test_disabled_adapters_change_nothing(folder: Path) -> None:
         ({"strategy": "ddp", "lora": {"dora": True}}, False),
     ],
 )
-def test_what_the_operator_does_not_do_stays_with_peft(folder: Path, settings: dict[str, Any], is_fused: bool) -> None:
+def test_what_the_operator_does_not_do_stays_with_peft(
+    folder: Path, settings: dict[str, Any], is_fused: bool
+) -> None:
     """Among it what zero3 does: it gathers weights when a module itself is called."""
     model = build_trainable(folder, Train.model_validate({"method": "lora", **settings}))
-    fused = ["forward" in vars(module) for name, module in model.named_modules() if name.endswith("q_proj")]
+    fused = [
+        "forward" in vars(module)
+        for name, module in model.named_modules()
+        if name.endswith("q_proj")
+    ]
     assert fused
     assert all(fused) == any(fused) == is_fused

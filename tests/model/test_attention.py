@@ -1,4 +1,7 @@
-"""A document in a packed block is computed as if it were alone, and nothing of the block's length squared is made."""
+"""A document in a packed block is computed as if alone, with nothing of the block's square.
+
+Nothing of the block's length squared is made.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,11 +41,15 @@ def model(tmp_path: Path) -> PreTrainedModel:
 
 def plain_model(tmp_path: Path) -> PreTrainedModel:
     """The same weights with transformers' own plainest attention."""
-    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager"
+    )
     return plain
 
 
-def packed(tmp_path: Path, bins: list[list[Document]], block_tokens: int = BLOCK_TOKENS) -> list[Block]:
+def packed(
+    tmp_path: Path, bins: list[list[Document]], block_tokens: int = BLOCK_TOKENS
+) -> list[Block]:
     write_blocks(tmp_path / "blocks", bins, block_tokens, 1)
     reader = BlockReader(tmp_path / "blocks")
     return [reader[number] for number in range(len(bins))]
@@ -53,8 +60,10 @@ def all_logits(model: nn.Module, batch: Batch) -> Tensor:
         return logits_at(model, batch, torch.arange(batch.tokens.shape[1]))
 
 
-def assert_documents_are_as_alone(model: PreTrainedModel, tmp_path: Path, bins: list[list[Document]]) -> None:
-    """Compare with transformers' own plainest attention over one document at a time; behind them is an empty block."""
+def assert_documents_are_as_alone(
+    model: PreTrainedModel, tmp_path: Path, bins: list[list[Document]]
+) -> None:
+    """Compare with transformers' plainest attention by document; an empty block follows."""
     batch = make_batch([*packed(tmp_path, bins), empty_block(BLOCK_TOKENS)])
     found, plain, compared = all_logits(model, batch), plain_model(tmp_path), 0
     assert bool(found.isfinite().all())
@@ -76,7 +85,9 @@ def test_gradients_are_those_of_the_documents_alone(model: PreTrainedModel, tmp_
     for document in (document for documents in bins for document in documents):
         tokens = torch.from_numpy(document.tokens.astype(np.int64))
         labels = torch.where(torch.from_numpy(document.supervised), tokens, -100)
-        (plain(tokens[None], labels=labels[None]).loss * int(document.supervised[1:].sum())).backward()
+        (
+            plain(tokens[None], labels=labels[None]).loss * int(document.supervised[1:].sum())
+        ).backward()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -86,7 +97,8 @@ def test_other_documents_and_padding_change_no_bit(model: PreTrainedModel, tmp_p
     changed = Block(block.tokens.copy(), block.supervised, block.documents)
     others = block.documents != 1
     changed.tokens[others] = (changed.tokens[others] + 7) % VOCAB
-    before, after = all_logits(model, make_batch([block]))[0], all_logits(model, make_batch([changed]))[0]
+    before = all_logits(model, make_batch([block]))[0]
+    after = all_logits(model, make_batch([changed]))[0]
     mine = torch.from_numpy(block.documents == 1)
     assert mine.any()
     assert torch.equal(before[mine], after[mine])
@@ -103,7 +115,8 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_alias = any(returned.alias_info for returned in func._schema.returns)  # a view, or written in place
+        # a view, or written in place
+        is_alias = any(returned.alias_info for returned in func._schema.returns)
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, Tensor) and not is_alias:
                 self.elements = max(self.elements, tensor.numel())
@@ -115,7 +128,9 @@ def test_nothing_grows_with_the_square_of_the_block(model: PreTrainedModel) -> N
     largest = []
     for length in (512, 1024):
         documents = (np.arange(length) // 16).astype(np.int32)
-        batch = make_batch([Block(np.full(length, 3, np.int32), np.ones(length, np.bool_), documents)])
+        batch = make_batch(
+            [Block(np.full(length, 3, np.int32), np.ones(length, np.bool_), documents)]
+        )
         with LargestTensor() as seen:
             loss_sum(model, batch).backward()  # type: ignore[no-untyped-call]
         largest.append(seen.elements)
@@ -128,7 +143,9 @@ def test_key_heads_may_be_fewer(groups: int) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 6, 8) for heads in (4, groups, groups))
     ends = torch.tensor([0, 4, 6, 12, 12], dtype=torch.int32)
-    found, _ = packed_attention(nn.Module(), query, key, value, None, 0.3, cu_seq_lens_q=ends, max_length_q=6)
+    found, _ = packed_attention(
+        nn.Module(), query, key, value, None, 0.3, cu_seq_lens_q=ends, max_length_q=6
+    )
     key, value = (tensor.repeat_interleave(4 // groups, dim=1) for tensor in (key, value))
     for row, start, end in ((0, 0, 4), (0, 4, 6), (1, 0, 6)):
         part = (row, slice(None), slice(start, end))
@@ -140,15 +157,23 @@ def test_key_heads_may_be_fewer(groups: int) -> None:
 
 def test_queries_and_keys_follow_values_in_precision() -> None:
     """Under autocast the norms of queries and keys give fp32."""
-    query, key, value = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8).bfloat16()
+    query = torch.randn(1, 4, 8, 8)
+    key = torch.randn(1, 2, 8, 8)
+    value = torch.randn(1, 2, 8, 8).bfloat16()
     ends = torch.tensor([0, 5, 8], dtype=torch.int32)
-    output, _ = packed_attention(nn.Module(), query, key, value, None, cu_seq_lens_q=ends, max_length_q=8)
+    output, _ = packed_attention(
+        nn.Module(), query, key, value, None, cu_seq_lens_q=ends, max_length_q=8
+    )
     assert (output.dtype, output.shape) == (torch.bfloat16, (1, 8, 4, 8))
 
 
 def test_generation_is_that_of_transformers(model: PreTrainedModel, tmp_path: Path) -> None:
     prompt = torch.tensor([[5, 9, 17, 33, 2, 40]])
-    settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False}
+    settings: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": 12,
+        "do_sample": False,
+    }
     expected = plain_model(tmp_path).generate(prompt, use_cache=False, **settings)  # type: ignore[operator]
     for use_cache in (True, False):
         assert torch.equal(model.generate(prompt, use_cache=use_cache, **settings), expected)  # type: ignore[operator]
@@ -169,13 +194,24 @@ def test_a_saved_model_does_not_know_of_it(model: PreTrainedModel, tmp_path: Pat
 def test_a_packed_document_has_the_logits_that_it_has_alone(
     tmp_path: Path, kind: Callable[..., PreTrainedConfig]
 ) -> None:
-    """Qwen2 has biases and no norms of queries and keys; of the experts, each token has two of four."""
-    small = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "Moe" in str(kind) else {}
+    """Qwen2 has biases and no query or key norms; of the experts, each token has two of four."""
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    experts = (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        if "Moe" in str(kind)
+        else {}
+    )
     torch.manual_seed(0)
     config = kind(**small, **experts, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")  # type: ignore[no-untyped-call]
-    assert_documents_are_as_alone(load_base(tmp_path / "model", torch.float32), tmp_path, make_documents(3, seed=4))
+    assert_documents_are_as_alone(
+        load_base(tmp_path / "model", torch.float32), tmp_path, make_documents(3, seed=4)
+    )
 
 
 def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
@@ -189,7 +225,9 @@ def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("attention", "name"), [("auto", PACKED), ("flash", PACKED_FLASH)])
-def test_the_config_says_which_kernels_may_be_taken(tmp_path: Path, attention: str, name: str) -> None:
+def test_the_config_says_which_kernels_may_be_taken(
+    tmp_path: Path, attention: str, name: str
+) -> None:
     write_model(tmp_path)
     model: Any = build_trainable(tmp_path, Train.model_validate({"attention": attention}))
     assert model.config._attn_implementation == name

@@ -30,14 +30,17 @@ def test_targets_and_positions_are_those_of_the_documents() -> None:
 
 
 def test_few_shapes_occur() -> None:
-    """Numbers of documents and the longest length are rounded up by a half at most, and not beyond a block."""
+    """Document counts and the longest length round up by half at most, and not past a block."""
 
     def shape(*lengths: int) -> tuple[int, int]:
         documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         nothing = np.zeros(len(documents), np.int32)
         batch = make_batch([Block(nothing, nothing.astype(np.bool_), documents)])
         ends = batch.cu_seq_lens.tolist()
-        assert ends == [*np.cumsum([0, *lengths]).tolist(), *[sum(lengths)] * (len(ends) - len(lengths) - 1)]
+        assert ends == [
+            *np.cumsum([0, *lengths]).tolist(),
+            *[sum(lengths)] * (len(ends) - len(lengths) - 1),
+        ]
         return len(ends) - 1, batch.max_length
 
     assert shape(3, 3, 2, 3, 1) == (6, 3)
@@ -45,7 +48,10 @@ def test_few_shapes_occur() -> None:
     assert shape(*[1] * 70, 300) == (96, 370)
     assert shape(12) == (1, 12)
     found = [shape(*[1] * count, 2) for count in range(1, 200)]
-    assert all(count + 1 <= documents <= 1.5 * (count + 1) for count, (documents, _) in enumerate(found, start=1))
+    assert all(
+        count + 1 <= documents <= 1.5 * (count + 1)
+        for count, (documents, _) in enumerate(found, start=1)
+    )
     assert len({documents for documents, _ in found}) < 16
 
 

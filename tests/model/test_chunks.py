@@ -1,4 +1,4 @@
-"""The second half of a layer in chunks: the numbers of the whole, no more products, and nothing left behind."""
+"""The second half of a layer in chunks: the whole's numbers, no more products, nothing left."""
 
 import gc
 from collections import Counter
@@ -38,7 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "dropout": {"method": "lora", "lora": {"rank": 2, "dropout": 0.2}},
     "dora": {"method": "lora", "lora": {"rank": 2, "dora": True}},
-    "mlp": {"method": "lora", "lora": {"rank": 2, "targets": ("up_proj",)}},  # layer 0: its input needs no gradient
+    "mlp": {
+        "method": "lora",
+        "lora": {"rank": 2, "targets": ("up_proj",)},
+    },  # layer 0: its input needs no gradient
     "attention": {"method": "lora", "lora": {"rank": 2, "targets": ("q_proj",)}},
     "frozen": {"method": "full", "freeze": ("*layers.0.*", "*layers.1.mlp*", "*embed*")},
 }
@@ -66,8 +69,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", list(WAYS))
-def test_loss_and_gradients_are_those_of_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Losses have the bits of the same products with plain autograd; gradients are added up in another order.
+def test_loss_and_gradients_are_those_of_the_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Losses have the bits of products with plain autograd; gradients add up in another order.
 
     The products of all tokens at once may round differently, and draw other random numbers.
     """
@@ -84,7 +89,13 @@ def test_loss_and_gradients_are_those_of_the_whole(folder: Path, monkeypatch: py
     if kind != "dropout":
         assert max(map(distance, found, whole)) < 5e-6
     assert all(map(torch.equal, found, seeded_step(model)))
-    assert all(map(torch.equal, found, seeded_step(model_of(folder, **WAYS[kind], **FULL, offload_activations=True))))
+    assert all(
+        map(
+            torch.equal,
+            found,
+            seeded_step(model_of(folder, **WAYS[kind], **FULL, offload_activations=True)),
+        )
+    )
 
 
 def test_qwen2_and_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +139,16 @@ def test_layers_with_experts_run_in_one_piece_and_dense_ones_beside_them_in_chun
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the multiplications of products; of a linear with an adapter those of the frozen weight."""
+    """Counts multiplications of products; of a linear with an adapter, the frozen weight's."""
 
     def __init__(self) -> None:
         """None yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Count, and run it."""
         if operator.name().partition(".")[0] in ("aten::mm", "qwen3_pipeline::adapted"):
             self.count += len(args[0]) * args[1].numel()
@@ -143,8 +156,13 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_there_are_no_more_products(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """But for one: without chunks, checkpointing stops before it repeats a down_proj that is a plain product."""
+def test_there_are_no_more_products(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """But for one: without chunks, checkpointing stops before a down_proj that is plain.
+
+    It is a plain product, which is not repeated.
+    """
     counts = []
     for at_once in (1000, AT_ONCE):
         chunked(monkeypatch, at_once)
@@ -238,7 +256,9 @@ def test_compiled(
     assert all(map(torch.equal, found, step(model)))
 
 
-def spread_in_chunks(environ: Mapping[str, str], folder: Path, strategy: str, way: dict[str, Any]) -> list[Any]:
+def spread_in_chunks(
+    environ: Mapping[str, str], folder: Path, strategy: str, way: dict[str, Any]
+) -> list[Any]:
     """What a rank finds in one piece, and in chunks."""
 
     def ways() -> Iterator[dict[str, Any]]:
@@ -263,11 +283,19 @@ def spread_in_chunks(environ: Mapping[str, str], folder: Path, strategy: str, wa
     ids=["ddp-full", "fsdp-full", "fsdp-bf16", "fsdp-lora", "ddp-nf4", "fsdp-nf4"],
 )
 def test_it_is_the_same_on_two_ranks(tmp_path: Path, strategy: str, way: dict[str, Any]) -> None:
-    wide = {**SIZES, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": LAYERS}
+    wide = {
+        **SIZES,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "num_hidden_layers": LAYERS,
+    }
     folder = write_random(tmp_path / "model", Qwen3ForCausalLM(Qwen3Config(**wide)), torch.float32)
     settings = {"precision": "fp32", **FULL, **way}
     near: float = 1e-5 if settings["precision"] == "fp32" else 0.02
     for one, other in run_ranks(spread_in_chunks, 2, folder, strategy, settings).values():
         assert len(one) == len(other) > 2 + LAYERS
         for expected, given in zip(one, other, strict=True):
-            assert np.linalg.norm(given - expected) <= near * max(1e-6, float(np.linalg.norm(expected)))
+            assert np.linalg.norm(given - expected) <= near * max(
+                1e-6, float(np.linalg.norm(expected))
+            )

@@ -1,4 +1,4 @@
-"""Gated DeltaNet over packed documents: each has the bits that it has alone, and nothing crosses its beginning."""
+"""Gated DeltaNet over packed documents: each has its lone bits, and nothing crosses its start."""
 
 import sys
 from collections import Counter
@@ -43,18 +43,34 @@ CPU = torch.device("cpu")
 KEY_HEADS, HEADS, WIDTH, KERNEL = 2, 4, 8, 4
 # The convolution's width, the chunk of the delta rule, and powers of two, each with its neighbours.
 LENGTHS = st.lists(
-    st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129]), min_size=1, max_size=5
+    st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129]),
+    min_size=1,
+    max_size=5,
 )
 few = settings(max_examples=15, deadline=None)
 MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 SMALL: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "layer_types": MIXED, "head_dim": 16},
+    **{
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "layer_types": MIXED,
+        "head_dim": 16,
+    },
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": KEY_HEADS},
-    **{"linear_num_value_heads": HEADS, "linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH},
+    **{
+        "linear_num_value_heads": HEADS,
+        "linear_key_head_dim": WIDTH,
+        "linear_value_head_dim": WIDTH,
+    },
 }
 DENSE = Qwen3_5TextConfig(**SMALL, intermediate_size=64)
 SPARSE = Qwen3_5MoeTextConfig(
-    **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    **SMALL,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
 )
 
 
@@ -80,7 +96,9 @@ def bits_of(output: Tensor, inputs: list[Tensor], direction: Tensor) -> list[Ten
 @given(LENGTHS)
 def test_a_convolved_document_has_the_bits_that_it_has_alone(lengths: list[int]) -> None:
     torch.manual_seed(0)
-    channels = 32  # two of the widest vectors (AVX-512): torch rounds the activation of what is left over otherwise
+    # two of the widest vectors (AVX-512): torch rounds the activation of what is left over
+    # otherwise
+    channels = 32
     mixed, direction = torch.randn(2, sum(lengths), channels)
     weight = torch.randn(channels, KERNEL, requires_grad=True)
 
@@ -104,7 +122,9 @@ def test_the_convolution_is_that_of_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     mixed, weight = torch.randn(9, 6).to(dtype), torch.randn(6, KERNEL).to(dtype)
     found = convolved(mixed, weight, torch.arange(9), "silu")
-    conv = nn.functional.conv1d(mixed.T[None].float(), weight[:, None].float(), padding=KERNEL - 1, groups=6)
+    conv = nn.functional.conv1d(
+        mixed.T[None].float(), weight[:, None].float(), padding=KERNEL - 1, groups=6
+    )
     expected = nn.functional.silu(conv[0, :, :9].T).to(dtype)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected)
@@ -142,7 +162,8 @@ def test_the_delta_rule_is_its_recurrence() -> None:
     found = bits_of(delta_rule(*leaves, ends_of(lengths))[0], leaves, direction)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     query, key = (
-        nn.functional.normalize(tensor, dim=-1).repeat_interleave(HEADS // KEY_HEADS, 1) for tensor in exact[:2]
+        nn.functional.normalize(tensor, dim=-1).repeat_interleave(HEADS // KEY_HEADS, 1)
+        for tensor in exact[:2]
     )
     outputs = []
     for part in parts_of(lengths):
@@ -159,7 +180,7 @@ def test_the_delta_rule_is_its_recurrence() -> None:
 
 
 def test_the_operator_keeps_the_rules_of_operators() -> None:
-    """Its fake result has the real one's shape, dtype and layout, and its gradient can be traced."""
+    """Its fake result has the real shape, dtype and layout, and its gradient can be traced."""
     leaves = [tensor.requires_grad_() for tensor in inputs_of(12)]
     torch.library.opcheck(delta_rule, (*leaves, ends_of([5, 7])))
 
@@ -179,7 +200,10 @@ def gradients(layer: nn.Module) -> list[Tensor]:
 
 
 def of_documents(layer: Any, hidden: Tensor, direction: Tensor, lengths: list[int]) -> list[Tensor]:
-    """The output, the gradient of `hidden` [T, H] and those of parameters, by transformers' own forward of each."""
+    """The output and gradients of `hidden` [T, H] and parameters, by transformers' forward.
+
+    It is its own forward of each.
+    """
     own, leaf = type(layer).forward, hidden.clone().requires_grad_()
     layer.zero_grad()
     output = torch.cat([own(layer, leaf[None, part])[0] for part in parts_of(lengths)])
@@ -188,11 +212,15 @@ def of_documents(layer: Any, hidden: Tensor, direction: Tensor, lengths: list[in
     return [output.detach(), leaf.grad, *gradients(layer)]
 
 
-def of_blocks(layer: Any, hidden: Tensor, direction: Tensor, ends: Tensor, rows: int = 1) -> list[Tensor]:
+def of_blocks(
+    layer: Any, hidden: Tensor, direction: Tensor, ends: Tensor, rows: int = 1
+) -> list[Tensor]:
     """The same of packed documents in so many rows."""
     leaf = hidden.clone().requires_grad_()
     layer.zero_grad()
-    output = layer(leaf.view(rows, -1, hidden.shape[-1]), cu_seq_lens_q=ends, max_length_q=9).flatten(0, 1)
+    output = layer(
+        leaf.view(rows, -1, hidden.shape[-1]), cu_seq_lens_q=ends, max_length_q=9
+    ).flatten(0, 1)
     output.backward(direction)
     assert leaf.grad is not None
     return [output.detach(), leaf.grad, *gradients(layer)]
@@ -201,7 +229,10 @@ def of_blocks(layer: Any, hidden: Tensor, direction: Tensor, ends: Tensor, rows:
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest of the differences, each relative to the largest element that was expected."""
     assert len(found) == len(expected) == 2 + len(list(layer_of().parameters()))
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
+    return max(
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
 
 
 ROUNDING = 1e-4
@@ -222,12 +253,17 @@ def test_rows_of_a_batch_are_apart() -> None:
     hidden, direction = torch.randn(2, 24, 32)
     expected = of_documents(layer, hidden, direction, [5, 7, 9, 3])
     install(layer)
-    assert error(of_blocks(layer, hidden, direction, ends_of([5, 7, 9, 3]), rows=2), expected) < ROUNDING
+    assert (
+        error(of_blocks(layer, hidden, direction, ends_of([5, 7, 9, 3]), rows=2), expected)
+        < ROUNDING
+    )
 
 
 @pytest.mark.parametrize("part", ["convolution", "delta rule"])
-def test_ends_that_are_withheld_from_a_part_are_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others do by mistake: the error is thousands of times the rounding of the tests above."""
+def test_ends_that_are_withheld_from_a_part_are_noticed(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others do wrong: the error is thousands of times the rounding in the tests above."""
     layer, lengths = layer_of(), [5, 9, 70, 3]
     hidden, direction = torch.randn(2, sum(lengths), 32)
     expected = of_documents(layer, hidden, direction, lengths)
@@ -235,12 +271,17 @@ def test_ends_that_are_withheld_from_a_part_are_noticed(part: str, monkeypatch: 
     if part == "convolution":
         monkeypatch.setattr(delta, "positions_of", lambda ends, tokens: torch.arange(tokens))
     else:
-        monkeypatch.setattr(delta, "delta_rule", lambda *inputs: delta_rule(*inputs[:-1], inputs[-1][[0, -1]]))
+        monkeypatch.setattr(
+            delta, "delta_rule", lambda *inputs: delta_rule(*inputs[:-1], inputs[-1][[0, -1]])
+        )
     assert error(of_blocks(layer, hidden, direction, ends_of(lengths)), expected) > 1000 * ROUNDING
 
 
 def in_parts(environ: Mapping[str, str]) -> list[Any]:
-    """What this rank has of the output and the gradients: of all its tokens' inputs, and its share of parameters'."""
+    """This rank's part of the output and gradients: all inputs of its tokens, its parameters.
+
+    Of parameters it has its share.
+    """
     world = World.from_env(environ, "cpu")
     with process_group(world, 60):
         part = portion_of(world, Train(context_ranks=world.size)).part
@@ -251,7 +292,11 @@ def in_parts(environ: Mapping[str, str]) -> list[Any]:
         leaf = hidden.requires_grad_()
         output = layer(leaf, cu_seq_lens_q=ends_of(SHARED), part=part)
         output.backward(direction)
-        return [tensor.detach().numpy() for tensor in (output, leaf.grad, *gradients(layer)) if tensor is not None]
+        return [
+            tensor.detach().numpy()
+            for tensor in (output, leaf.grad, *gradients(layer))
+            if tensor is not None
+        ]
 
 
 SHARED = [3, 13, 16, 27, 5]  # documents of two blocks of 32 tokens, cut in the middle of some
@@ -262,10 +307,14 @@ def test_ranks_that_share_blocks_compute_what_one_does() -> None:
     layer = layer_of()
     install(layer)
     hidden, direction = torch.randn(2, 2, 32, 32)
-    expected = of_blocks(layer, hidden.flatten(0, 1), direction.flatten(0, 1), ends_of(SHARED), rows=2)
+    expected = of_blocks(
+        layer, hidden.flatten(0, 1), direction.flatten(0, 1), ends_of(SHARED), rows=2
+    )
     found = run_ranks(in_parts, 2)
     first, second = ([torch.from_numpy(each) for each in found[rank]] for rank in range(2))
-    whole = [torch.cat(pair, dim=1).flatten(0, 1) for pair in zip(first[:2], second[:2], strict=True)]
+    whole = [
+        torch.cat(pair, dim=1).flatten(0, 1) for pair in zip(first[:2], second[:2], strict=True)
+    ]
     summed = [one + other for one, other in zip(first[2:], second[2:], strict=True)]
     assert error([*whole, *summed], expected) < ROUNDING
 
@@ -273,7 +322,9 @@ def test_ranks_that_share_blocks_compute_what_one_does() -> None:
 def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
     layer = layer_of()
     install(layer)
-    with pytest.raises(TrainingError, match="train.context_ranks: 4 ranks cannot share 2 key heads"):
+    with pytest.raises(
+        TrainingError, match="train.context_ranks: 4 ranks cannot share 2 key heads"
+    ):
         layer(torch.zeros(1, 4, 32), cu_seq_lens_q=ends_of([16]), part=Part(0, 4, "group"))
 
 
@@ -301,9 +352,13 @@ def model(tmp_path: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts"])
-def test_a_packed_document_has_the_logits_that_it_has_alone(tmp_path: Path, config: PreTrainedConfig) -> None:
+def test_a_packed_document_has_the_logits_that_it_has_alone(
+    tmp_path: Path, config: PreTrainedConfig
+) -> None:
     write(tmp_path, config)
-    assert_documents_are_as_alone(load_base(tmp_path / "model", torch.float32), tmp_path, make_documents(3, seed=4))
+    assert_documents_are_as_alone(
+        load_base(tmp_path / "model", torch.float32), tmp_path, make_documents(3, seed=4)
+    )
 
 
 def test_gradients_are_those_of_the_documents_alone(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -313,14 +368,20 @@ def test_gradients_are_those_of_the_documents_alone(model: PreTrainedModel, tmp_
     for document in (document for documents in bins for document in documents):
         tokens = torch.from_numpy(document.tokens).long()
         labels = torch.where(torch.from_numpy(document.supervised), tokens, -100)
-        (plain(tokens[None], labels=labels[None]).loss * int(document.supervised[1:].sum())).backward()
+        (
+            plain(tokens[None], labels=labels[None]).loss * int(document.supervised[1:].sum())
+        ).backward()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_generation_is_that_of_transformers(model: PreTrainedModel, tmp_path: Path) -> None:
     prompt = torch.tensor([[5, 9, 17, 33, 2, 40]])
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False}
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": 12,
+        "do_sample": False,
+    }
     expected = plain_model(tmp_path).generate(prompt, use_cache=False, **options)  # type: ignore[operator]
     for use_cache in (True, False):
         assert torch.equal(model.generate(prompt, use_cache=use_cache, **options), expected)  # type: ignore[operator]
@@ -332,13 +393,17 @@ def test_names_are_those_of_transformers(model: PreTrainedModel, tmp_path: Path)
 
 
 def test_compiled_layers_are_one_graph_that_they_share(model: PreTrainedModel) -> None:
-    """Forward and backward, with the bits of eager code; other numbers of documents take the same graph."""
+    """Forward and backward, with eager code's bits; other document counts take the same graph."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
-        lambda layer, hidden, ends: layer(hidden, cu_seq_lens_q=ends), backend=counter, fullgraph=True
+        lambda layer, hidden, ends: layer(hidden, cu_seq_lens_q=ends),
+        backend=counter,
+        fullgraph=True,
     )
-    layers: list[Any] = [layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")]
+    layers: list[Any] = [
+        layer.linear_attn for layer in decoder_layers(model) if hasattr(layer, "linear_attn")
+    ]
     hidden = torch.randn(1, 24, 32)
     for layer in layers:
         for lengths in ([5, 12, 7], [1, 2, 3, 10, 8]):
@@ -347,7 +412,9 @@ def test_compiled_layers_are_one_graph_that_they_share(model: PreTrainedModel) -
             leaves = [hidden.clone().requires_grad_() for _ in range(2)]
             found, expected = compiled(layer, leaves[0], ends), layer(leaves[1], cu_seq_lens_q=ends)
             for one, other in zip(
-                bits_of(found, [leaves[0]], hidden), bits_of(expected, [leaves[1]], hidden), strict=True
+                bits_of(found, [leaves[0]], hidden),
+                bits_of(expected, [leaves[1]], hidden),
+                strict=True,
             ):
                 assert torch.equal(one, other)
     assert len(layers) == 3
@@ -396,7 +463,9 @@ def test_recomputation_changes_no_bit_and_selective_keeps_the_delta_rule(
         assert all(map(torch.equal, found, expected)), kind
 
 
-def test_chunks_of_the_mlp_change_rounding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_mlp_change_rounding_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, DENSE)
     expected, _ = step(tmp_path / "model", recompute="full")
     monkeypatch.setattr("pipeline_lib.arch.layers.FED_AT_ONCE", 16)

@@ -1,4 +1,4 @@
-"""The masks of dropout depend on the step, the block, the place and the module, not on how blocks are computed."""
+"""Dropout masks depend on step, block, place and module, not on how blocks are computed."""
 
 import pytest
 import torch

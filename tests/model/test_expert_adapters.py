@@ -1,4 +1,7 @@
-"""Each expert has adapters of its own: the grouped products against dense ones, peft's values and files, the merge."""
+"""Each expert has its own adapters: grouped products against dense ones, peft, the merge.
+
+Of peft, it is the values and the files.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -42,7 +45,13 @@ TRAIN = Train(method="lora", precision="fp32", lr=1e-2, lora=LORA)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose second layer has no experts."""
-    sizes = {**SIZES, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "tie_word_embeddings": False}
+    sizes = {
+        **SIZES,
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+    }
     made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     return write_random(tmp_path_factory.mktemp("moe"), made, torch.float32)
 
@@ -73,7 +82,9 @@ def dense(experts: Any, factors: Mapping[str, tuple[Tensor, Tensor]], *inputs: T
     for token in range(len(hidden)):
         for place, expert in enumerate(chosen[token]):
             gate, up = F.linear(hidden[token], matrices["gate_up_proj"][expert]).chunk(2)
-            result[token] += weights[token, place] * F.linear(F.silu(gate) * up, matrices["down_proj"][expert])
+            result[token] += weights[token, place] * F.linear(
+                F.silu(gate) * up, matrices["down_proj"][expert]
+            )
     return result
 
 
@@ -83,10 +94,14 @@ def test_grouped_products_are_those_of_each_expert_with_its_own_adapters(folder:
     torch.manual_seed(0)
     widths = {"gate_up_proj": (SIZES["hidden_size"], 32), "down_proj": (16, SIZES["hidden_size"])}
     factors = {
-        name: (torch.randn(6, 8, inputs).requires_grad_(), torch.randn(6, outputs, 8).requires_grad_())
+        name: (
+            torch.randn(6, 8, inputs).requires_grad_(),
+            torch.randn(6, outputs, 8).requires_grad_(),
+        )
         for name, (inputs, outputs) in widths.items()
     }
-    hidden, weights = torch.randn(9, SIZES["hidden_size"]).requires_grad_(), torch.rand(9, 2).requires_grad_()
+    hidden = torch.randn(9, SIZES["hidden_size"]).requires_grad_()
+    weights = torch.rand(9, 2).requires_grad_()
     chosen = torch.stack([torch.randperm(5)[:2] for _ in range(9)])
     leaves = [hidden, weights, *(factor for pair in factors.values() for factor in pair)]
     gradient = torch.randn(9, SIZES["hidden_size"])
@@ -109,7 +124,9 @@ def test_initial_values_are_those_of_peft(folder: Path) -> None:
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         task_type="CAUSAL_LM",
     )
-    theirs = {name: p for name, p in get_peft_model(plain, config).named_parameters() if ".lora_" in name}
+    theirs = {
+        name: p for name, p in get_peft_model(plain, config).named_parameters() if ".lora_" in name
+    }
     ours = trainable(loaded(folder, TRAIN))
     assert ours.keys() == theirs.keys()
     assert sum(".experts." in name for name in ours) == 8
@@ -118,7 +135,8 @@ def test_initial_values_are_those_of_peft(folder: Path) -> None:
 
 
 def test_the_plan_counts_what_is_trained(folder: Path) -> None:
-    geometry, ours = geometry_in(read_json(folder / "config.json")), trainable(loaded(folder, TRAIN))
+    geometry = geometry_in(read_json(folder / "config.json"))
+    ours = trainable(loaded(folder, TRAIN))
     assert geometry.adapter_parameters(LORA) == sum(p.numel() for p in ours.values())
     shapes = sorted(tuple(p.shape) for p in ours.values())
     assert sorted(trained_shapes(geometry, TRAIN).values()) == shapes
@@ -156,20 +174,28 @@ def test_without_adapters_it_is_the_base(folder: Path) -> None:
 def test_what_is_merged_and_what_is_exported_are_the_trained_model(
     folder: Path, tmp_path: Path, targets: tuple[Any, ...]
 ) -> None:
-    train = TRAIN.model_copy(update={"lora": LORA.model_copy(update={"targets": targets, "rslora": True})})
+    train = TRAIN.model_copy(
+        update={"lora": LORA.model_copy(update={"targets": targets, "rslora": True})}
+    )
     model: Any = randomized(loaded(folder, train))
     save_tensors(tmp_path / "weights", dict(trainable(model)))
     logits = probe_logits(model, block(9), CPU)
     fold = plan_fold(folder, tmp_path, train)
     export_adapter(fold.trained.adapters, train, {"source": "local"}, tmp_path)
 
-    with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    with_adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    )
     np.testing.assert_allclose(alone(with_adapter), logits.numpy(), rtol=1e-4, atol=1e-4)
 
     merged = copy.deepcopy(with_adapter).merge_and_unload().state_dict()
     checked = 0
     for name, recipe in fold.recipes.items():
-        owner = next(each for each in merged if each == name or name.startswith(f"{each.rpartition('.')[0]}."))
+        owner = next(
+            each
+            for each in merged
+            if each == name or name.startswith(f"{each.rpartition('.')[0]}.")
+        )
         if ".experts." in name:
             part = "down_proj" if "down_proj" in name else "gate_up_proj"
             owner = f"{name.partition('.experts.')[0]}.experts.{part}"
@@ -185,7 +211,9 @@ def test_every_strategy_trains_them_alike(folder: Path, tmp_path: Path) -> None:
     first: list[float] = []
     for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2)):
         train = TRAIN.model_copy(update={"strategy": strategy})
-        found = run_ranks(train_and_leave, ranks, folder, train, tmp_path / f"{strategy}-{ranks}")[0]
+        found = run_ranks(train_and_leave, ranks, folder, train, tmp_path / f"{strategy}-{ranks}")[
+            0
+        ]
         first = first or found["losses"]
         assert found["losses"] == pytest.approx(first, rel=1e-5), strategy
         assert found["losses"][-1] < found["losses"][0]
@@ -194,7 +222,9 @@ def test_every_strategy_trains_them_alike(folder: Path, tmp_path: Path) -> None:
 def test_targets_that_the_model_lacks_are_named(folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder)
     wrong = Lora(rank=8, targets=("gate_proj",))
-    with pytest.raises(DataError, match=r"no linear .* called gate_proj; it has q_proj.*experts\.gate_up_proj"):
+    with pytest.raises(
+        DataError, match=r"no linear .* called gate_proj; it has q_proj.*experts\.gate_up_proj"
+    ):
         add_adapters(base, wrong, 0)
     geometry = geometry_in(read_json(folder / "config.json"))
     [problem] = geometry.adapter_problems(TRAIN.model_copy(update={"lora": wrong}))

@@ -1,4 +1,4 @@
-"""Products in 8 bits: what is meant by it, and what is said where it cannot be had; tests/gpu/test_fp8.py computes."""
+"""8-bit products: their meaning, and what is said where they fail; tests/gpu/test_fp8.py runs."""
 
 import importlib.util
 

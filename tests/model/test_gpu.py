@@ -1,4 +1,4 @@
-"""What is known of a GPU on machines that have none, by torch's build for CUDA and by that for CPUs."""
+"""What is known of a GPU on machines without one, by torch's builds for CUDA and for CPUs."""
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ FIRST_GPU = torch.device("cuda", 0)
 
 @pytest.fixture(params=["a build for CUDA", "a build for CPUs"])
 def without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Why there are no kernels. A build for CUDA raises when it is asked for the properties of a GPU."""
+    """Why there are no kernels.
+
+    A build for CUDA raises when it is asked for the properties of a GPU.
+    """
 
     def no_driver(_: int) -> None:
         raise RuntimeError("Found no NVIDIA driver on your system.")
@@ -30,7 +33,9 @@ def test_no_kernels_are_built_for_a_gpu_that_is_not_there(without_a_gpu: str) ->
 
 
 @pytest.mark.parametrize(("generation", "has_kernels"), [(7, False), (8, True), (9, True)])
-def test_kernels_are_built_from_ampere_on(generation: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_built_from_ampere_on(
+    generation: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "why_no_kernels", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = type("Properties", (), {"major": generation})

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.data.blocks import Block
@@ -46,7 +52,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A dense model and one with experts."""
     folder = tmp_path_factory.mktemp("models")
     moe = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False))
-    return {"dense": write_dense(folder / "dense", tied=True), "moe": write_random(folder / "moe", moe, torch.float32)}
+    return {
+        "dense": write_dense(folder / "dense", tied=True),
+        "moe": write_random(folder / "moe", moe, torch.float32),
+    }
 
 
 def block(seed: int) -> Block:
@@ -63,15 +72,19 @@ def whole(tensor: Tensor) -> Values:
     return gathered.detach().float().numpy()
 
 
-def train_and_leave(environ: Mapping[str, str], folder: Path, train: Train, out: Path) -> dict[str, Any]:
-    """A few steps over four blocks; leaves the trained weights in `out`, and tells losses and the probe's logits."""
+def train_and_leave(
+    environ: Mapping[str, str], folder: Path, train: Train, out: Path
+) -> dict[str, Any]:
+    """A few steps over four blocks; weights go to `out`, and losses and probe logits are told."""
     world = World.from_env(environ, "cpu")
     torch.set_num_threads(1)
     with process_group(world, 60):
         batches = [make_batch([block(seed)]) for seed in range(4)][world.rank :: world.size]
         strategy = make_strategy(world, train, len(batches))
         model = build_trainable(folder, train)
-        wrapped = strategy.spread(model, lambda empty: load_weights(empty, folder, world.device, train.seed))
+        wrapped = strategy.spread(
+            model, lambda empty: load_weights(empty, folder, world.device, train.seed)
+        )
         stepper = Stepper(wrapped, strategy, world, StopRequest())
         supervised = float(4 * batches[0].supervised_tokens)
         losses = []
@@ -81,7 +94,10 @@ def train_and_leave(environ: Mapping[str, str], folder: Path, train: Train, out:
             strategy.update(train.lr, float(strategy.grad_norm()))
             losses.append(float(total) / supervised)
         weights = strategy.snapshot(strategy.state_sizes(("weights",)))
-        save_tensors(out / "weights", {name.removeprefix("weights."): tensor for name, tensor in weights.items()})
+        save_tensors(
+            out / "weights",
+            {name.removeprefix("weights."): tensor for name, tensor in weights.items()},
+        )
         with strategy.autocast():
             logits = probe_logits(wrapped, block(9), world.device)
         frozen = {
@@ -103,11 +119,19 @@ SPREADS = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2)]
         ("moe", "lora", [("ddp", 1), ("fsdp", 2), ("zero3", 2)]),
         ("dense", "rslora", [("ddp", 1), ("fsdp", 2)]),
         ("dense", "dora", [("ddp", 1), ("fsdp", 2)]),
-        ("moe", "dora", [("ddp", 2), ("zero2", 2)]),  # it reads the base's matrices, which ZeRO-3 hides
+        (
+            "moe",
+            "dora",
+            [("ddp", 2), ("zero2", 2)],
+        ),  # it reads the base's matrices, which ZeRO-3 hides
     ],
 )
 def test_the_exported_adapter_gives_the_trained_logits_with_peft_alone(
-    folders: Mapping[str, Path], tmp_path: Path, model: str, kind: str, spreads: list[tuple[str, int]]
+    folders: Mapping[str, Path],
+    tmp_path: Path,
+    model: str,
+    kind: str,
+    spreads: list[tuple[str, int]],
 ) -> None:
     """Under every strategy, with the same losses."""
     first: list[float] = []
@@ -119,11 +143,15 @@ def test_the_exported_adapter_gives_the_trained_logits_with_peft_alone(
         first = first or found["losses"]
         assert found["losses"] == pytest.approx(first, rel=1e-5), strategy
         assert found["losses"][-1] < found["losses"][0]
-        export_adapter(plan_fold(folders[model], out, train).trained.adapters, train, {"source": "local"}, out)
+        export_adapter(
+            plan_fold(folders[model], out, train).trained.adapters, train, {"source": "local"}, out
+        )
         plain = AutoModelForCausalLM.from_pretrained(folders[model])
         with_adapter = PeftModel.from_pretrained(plain, out / "adapter")
         assert not np.allclose(plain_logits, found["logits"], atol=1e-3)
-        np.testing.assert_allclose(alone(with_adapter), found["logits"], rtol=1e-4, atol=1e-4, err_msg=strategy)
+        np.testing.assert_allclose(
+            alone(with_adapter), found["logits"], rtol=1e-4, atol=1e-4, err_msg=strategy
+        )
 
 
 def alone(model: nn.Module) -> Values:
@@ -139,7 +167,9 @@ def alone(model: nn.Module) -> Values:
     return torch.cat(logits).numpy()
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_adapters_begin_with_the_values_that_peft_draws(
     folders: Mapping[str, Path], model: str, precision: str, dtype: torch.dtype
@@ -148,28 +178,41 @@ def test_adapters_begin_with_the_values_that_peft_draws(
     train = LORA.model_copy(update={"precision": precision})
     ours = build_trainable(folders[model], train)
     load_weights(ours, folders[model], CPU, train.seed)
-    theirs = dict(add_adapters(load_base(folders[model], dtype), train.lora, train.seed).named_parameters())
-    drawn = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    theirs = dict(
+        add_adapters(load_base(folders[model], dtype), train.lora, train.seed).named_parameters()
+    )
+    drawn = {
+        name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad
+    }
     assert drawn
     for name, parameter in drawn.items():
         assert parameter.dtype == theirs[name].dtype == torch.float32, name
         assert torch.equal(parameter, theirs[name]), name
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "precision"), [("ddp", 1, "bf16"), ("fsdp", 3, "fp32")])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "precision"), [("ddp", 1, "bf16"), ("fsdp", 3, "fp32")]
+)
 def test_magnitudes_are_the_norms_of_the_bases_rows(
     folders: Mapping[str, Path], strategy: str, ranks: int, precision: str
 ) -> None:
-    train = LORA.model_copy(update={"lora": KINDS["dora"], "precision": precision, "strategy": strategy})
+    train = LORA.model_copy(
+        update={"lora": KINDS["dora"], "precision": precision, "strategy": strategy}
+    )
     base = load_base(folders["dense"], torch.float32 if precision == "fp32" else torch.bfloat16)
     magnitude = "base_model.model.{}.lora_magnitude_vector.default.weight"
     expected = {
-        magnitude.format(name.removesuffix(".weight")): parameter.detach().float().norm(dim=1).numpy()
+        magnitude.format(name.removesuffix(".weight")): parameter.detach()
+        .float()
+        .norm(dim=1)
+        .numpy()
         for name, parameter in base.named_parameters()
         if name.endswith("_proj.weight")
     }
     adapted = {
-        name: whole(p) for name, p in add_adapters(base, train.lora, 0).named_parameters() if "magnitude" in name
+        name: whole(p)
+        for name, p in add_adapters(base, train.lora, 0).named_parameters()
+        if "magnitude" in name
     }
     for found in (adapted, run_ranks(magnitudes, ranks, folders["dense"], train)[0]):
         assert found.keys() == expected.keys()
@@ -184,17 +227,26 @@ def magnitudes(environ: Mapping[str, str], folder: Path, train: Train) -> dict[s
         model = build_trainable(folder, train)
         strategy = make_strategy(world, train, 1)
         strategy.spread(model, lambda empty: load_weights(empty, folder, world.device, train.seed))
-        return {name: whole(parameter) for name, parameter in model.named_parameters() if "magnitude" in name}
+        return {
+            name: whole(parameter)
+            for name, parameter in model.named_parameters()
+            if "magnitude" in name
+        }
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("rslora", torch.float32), ("dora", torch.float32), ("dora", torch.bfloat16)]
+    ("kind", "dtype"),
+    [("rslora", torch.float32), ("dora", torch.float32), ("dora", torch.bfloat16)],
 )
-def test_at_first_nothing_changes(folders: Mapping[str, Path], kind: str, dtype: torch.dtype) -> None:
+def test_at_first_nothing_changes(
+    folders: Mapping[str, Path], kind: str, dtype: torch.dtype
+) -> None:
     base = load_base(folders["dense"], dtype)
     before = probe_logits(base, block(9), CPU)
     after = probe_logits(add_adapters(base, KINDS[kind], seed=0), block(9), CPU)
-    assert float((after - before).norm() / before.norm()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert float((after - before).norm() / before.norm()) < (
+        1e-6 if dtype == torch.float32 else 1e-2
+    )
     if kind != "dora":
         assert torch.equal(after, before)
 
@@ -206,8 +258,12 @@ def test_frozen_parameters_stay_as_they_are(
     globs = ("model.embed_tokens.*", "model.layers.0.*", "*.experts.*")
     train = Train(precision="bf16", lr=1e-3, strategy=strategy, freeze=globs)  # type: ignore[arg-type]
     found = run_ranks(train_and_leave, ranks, folders["moe"], train, tmp_path)[0]
-    held = plan_fold(folders["moe"], tmp_path, train).trained.saved  # refuses what is not exactly the trained
-    assert held and not any(name.startswith("model.layers.0.") or "experts" in name for name in held)
+    held = plan_fold(
+        folders["moe"], tmp_path, train
+    ).trained.saved  # refuses what is not exactly the trained
+    assert held and not any(
+        name.startswith("model.layers.0.") or "experts" in name for name in held
+    )
     assert found["losses"][-1] < found["losses"][0]
     base = load_base(folders["moe"], torch.bfloat16).state_dict()
     for name, (kept_in, values) in found["frozen"].items():
@@ -217,7 +273,9 @@ def test_frozen_parameters_stay_as_they_are(
 
 def test_all_linear_is_what_peft_means_by_it(folders: Mapping[str, Path]) -> None:
     plain = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    theirs = get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    theirs = get_peft_model(
+        plain, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     ours = build_trainable(folders["dense"], LORA)
     assert {name for name, p in ours.named_parameters() if p.requires_grad} == {
         name for name, p in theirs.named_parameters() if p.requires_grad

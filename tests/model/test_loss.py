@@ -1,4 +1,4 @@
-"""The loss without the logits is the cross-entropy of all logits, gradients too, and holds a bounded part of them."""
+"""The loss without logits is the cross-entropy of all logits, with gradients, in bounded memory."""
 
 import copy
 from pathlib import Path
@@ -52,11 +52,15 @@ def test_large_logits_do_not_overflow() -> None:
     hidden, weight, targets = example()
     total, _ = cross_entropy(hidden * 1e3, weight * 1e3, targets)
     assert total.isfinite()
-    torch.testing.assert_close(total, F.cross_entropy(hidden @ weight.t() * 1e6, targets, reduction="sum"))
+    torch.testing.assert_close(
+        total, F.cross_entropy(hidden @ weight.t() * 1e6, targets, reduction="sum")
+    )
 
 
 @pytest.mark.parametrize("under_autocast", [True, False])
-def test_half_precision_is_that_of_the_product_alone(monkeypatch: pytest.MonkeyPatch, under_autocast: bool) -> None:
+def test_half_precision_is_that_of_the_product_alone(
+    monkeypatch: pytest.MonkeyPatch, under_autocast: bool
+) -> None:
     """Gradients come back in the dtype of what they belong to; pieces do not make them worse."""
     monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 4 * VOCABULARY)
     hidden, weight, targets = example(torch.float32 if under_autocast else torch.bfloat16)
@@ -69,15 +73,21 @@ def test_half_precision_is_that_of_the_product_alone(monkeypatch: pytest.MonkeyP
     found, expected, truth = (gradients(loss, hidden, weight) for loss in (total, reference, exact))
     for tensor, ours, theirs, true in zip((hidden, weight), found, expected, truth, strict=True):
         assert ours.dtype == tensor.dtype
-        error, their_error = ((grad.double() - true.double()).norm() / true.double().norm() for grad in (ours, theirs))
+        error, their_error = (
+            (grad.double() - true.double()).norm() / true.double().norm() for grad in (ours, theirs)
+        )
         assert error < max(1.5 * float(their_error), 4e-3)
 
 
 def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operation, forward or backward, gives more than a piece of the logits or a matrix as large as the head."""
+    """No operation, forward or backward, makes more than a piece of logits or the head's matrix.
+
+    A matrix as large as the head is allowed.
+    """
     monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 4 * VOCABULARY)
     _, weight, _ = example()
-    hidden, targets = torch.randn(500, WIDTH, requires_grad=True), torch.randint(0, VOCABULARY, (500,))
+    hidden = torch.randn(500, WIDTH, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (500,))
     with LargestTensor() as seen:
         cross_entropy(hidden, weight, targets)[0].backward()  # type: ignore[no-untyped-call]
     assert seen.elements == max(4 * VOCABULARY, hidden.numel(), weight.numel())
@@ -124,13 +134,19 @@ def reference_losses(model: nn.Module, batch: Batch) -> Tensor:
     length = batch.tokens.shape[1]
     same = batch.documents[:, None, :, None] == batch.documents[:, None, None, :]
     mask = same & torch.ones(length, length, dtype=torch.bool).tril()
-    logits = model(input_ids=batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False).logits
-    losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="none")
+    logits = model(
+        input_ids=batch.tokens, position_ids=batch.positions, attention_mask=mask, use_cache=False
+    ).logits
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="none"
+    )
     return losses.view_as(batch.targets).sum(dim=1)
 
 
 def plain_model(folder: Path) -> PreTrainedModel:
-    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa"
+    )
     return plain
 
 
@@ -152,7 +168,9 @@ def test_the_model_has_the_loss_and_gradients_of_all_logits(
 
 def test_names_weights_and_ties_stay(folder: Path) -> None:
     model, plain = load_base(folder, torch.float32), plain_model(folder)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     assert list(model.state_dict()) == list(plain.state_dict())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore[no-untyped-call]
 
@@ -170,7 +188,8 @@ def test_a_copy_is_a_model_of_its_own(folder: Path, batch: Batch) -> None:
 def test_adapters_have_the_loss_of_all_logits(folder: Path, batch: Batch) -> None:
     lora = Lora.model_validate({"rank": 4, "alpha": 8, "dropout": 0.0})
     ours, theirs = (
-        add_adapters(base, lora, seed=0) for base in (load_base(folder, torch.float32), plain_model(folder))
+        add_adapters(base, lora, seed=0)
+        for base in (load_base(folder, torch.float32), plain_model(folder))
     )
     found, expected = loss_sum(ours, batch), reference_losses(theirs, batch).sum()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)

@@ -1,4 +1,4 @@
-"""A model with experts: its router loss is that of transformers, and the same however blocks are spread."""
+"""A model with experts: its router loss is transformers', however blocks are spread."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +40,14 @@ USED = (16, 9, 12, 5, 16, 11, 7)  # tokens of each block; the rest is padding
 
 def small_moe(**sizes: Any) -> Qwen3MoeForCausalLM:
     """A small Qwen3-MoE; its second layer has no experts."""
-    sizes = {**SIZES, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "tie_word_embeddings": False, **sizes}
+    sizes = {
+        **SIZES,
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+        **sizes,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
@@ -68,11 +75,16 @@ def loaded(folder: Path, train: Train = TRAIN) -> nn.Module:
 
 def gradients(model: nn.Module, batches: list[Batch]) -> dict[str, Tensor]:
     """Of the mean token loss and the mean router loss over `batches`."""
-    supervised, tokens = sum(b.supervised_tokens for b in batches), sum(b.real_tokens for b in batches)
+    supervised = sum(b.supervised_tokens for b in batches)
+    tokens = sum(b.real_tokens for b in batches)
     for batch in batches:
         of_tokens, of_routers = loss_sums(model, batch)
         (of_tokens / supervised + of_routers / tokens).backward()  # type: ignore[no-untyped-call]
-    return {name: parameter.grad for name, parameter in trainable(model).items() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in trainable(model).items()
+        if parameter.grad is not None
+    }
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -85,7 +97,9 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> dict[str, Tensor]:
     """The gradients of transformers' own losses, a block at a time, its padding masked."""
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    )
     blocks = make_blocks()
     supervised = sum(int(block.supervised[1:].sum()) for block in blocks)
     for block, used in zip(blocks, USED, strict=True):
@@ -96,19 +110,29 @@ def reference(folder: Path) -> dict[str, Tensor]:
         said = plain(tokens, attention_mask=mask, labels=labels, output_router_logits=True)
         of_tokens = said.loss * int(block.supervised[1:].sum()) / supervised
         (of_tokens + WEIGHT * said.aux_loss * used / sum(USED)).backward()
-    return {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in plain.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 3])
 def test_gradients_are_those_of_transformers_losses(
     folder: Path, reference: Mapping[str, Tensor], blocks_at_once: int
 ) -> None:
-    blocks = [*make_blocks(), empty_block(LENGTH)]  # a block of padding has no say, though it is routed
-    batches = [make_batch(blocks[start : start + blocks_at_once]) for start in range(0, len(blocks), blocks_at_once)]
+    # a block of padding has no say, though it is routed
+    blocks = [*make_blocks(), empty_block(LENGTH)]
+    batches = [
+        make_batch(blocks[start : start + blocks_at_once])
+        for start in range(0, len(blocks), blocks_at_once)
+    ]
     assert_close(gradients(loaded(folder), batches), reference)
 
 
-def test_without_a_weight_there_is_no_router_loss(folder: Path, reference: Mapping[str, Tensor]) -> None:
+def test_without_a_weight_there_is_no_router_loss(
+    folder: Path, reference: Mapping[str, Tensor]
+) -> None:
     batch = make_batch(make_blocks())
     without = loss_sums(loaded(folder, TRAIN.model_copy(update={"router_aux_loss": 0.0})), batch)
     with_it = loss_sums(loaded(folder), batch)
@@ -134,7 +158,10 @@ def test_adapters_feel_the_router_loss(folder: Path) -> None:
     without = gradients(loaded(folder, train.model_copy(update={"router_aux_loss": 0.0})), [batch])
     assert not any("mlp" in name or "gate" in name for name in found)
     assert not torch.equal(
-        *(each["base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight"] for each in (found, without))
+        *(
+            each["base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight"]
+            for each in (found, without)
+        )
     )
 
 
@@ -148,10 +175,13 @@ def losses_and_norms(
         portion = portion_of(world, train)
         each = -(-len(USED) // portion.groups)
         blocks = [*make_blocks(), *[empty_block(LENGTH)] * (each * portion.groups - len(USED))]
-        batches = [portion.of(make_batch([block])) for block in blocks[portion.group :: portion.groups]]
+        batches = [
+            portion.of(make_batch([block])) for block in blocks[portion.group :: portion.groups]
+        ]
         strategy = make_strategy(world, train, len(batches))
         wrapped = strategy.spread(
-            build_trainable(folder, train), lambda model: load_weights(model, folder, world.device, train.seed)
+            build_trainable(folder, train),
+            lambda model: load_weights(model, folder, world.device, train.seed),
         )
         stepper = Stepper(wrapped, strategy, world, StopRequest())
         counts = [sum(b.supervised_tokens for b in batches), sum(b.real_tokens for b in batches)]
@@ -175,13 +205,14 @@ def alone(folder: Path) -> list[tuple[float, float]]:
 def test_a_step_has_the_gradient_of_transformers_losses(
     alone: list[tuple[float, float]], reference: Mapping[str, Tensor]
 ) -> None:
-    """That of the routers is a mean over all tokens, that of the answers over the supervised ones."""
+    """The routers' is a mean over all tokens, the answers' over the supervised ones."""
     norm = torch.stack([gradient.square().sum() for gradient in reference.values()]).sum().sqrt()
     assert alone[0][1] == pytest.approx(float(norm), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "parts"), [("ddp", 4, 1), ("fsdp", 2, 1), ("zero2", 2, 1), ("ddp", 4, 4), ("fsdp", 4, 2)]
+    ("strategy", "ranks", "parts"),
+    [("ddp", 4, 1), ("fsdp", 2, 1), ("zero2", 2, 1), ("ddp", 4, 4), ("fsdp", 4, 2)],
 )
 def test_every_spread_trains_alike(
     folder: Path, alone: list[tuple[float, float]], strategy: str, ranks: int, parts: int
@@ -195,14 +226,20 @@ def test_every_spread_trains_alike(
 def steps_and_kept_experts(
     environ: Mapping[str, str], folder: Path, train: Train
 ) -> tuple[list[tuple[float, float]], list[tuple[int, int]]]:
-    """`losses_and_norms`; and before each backward pass how many gathered experts were used, and are still there."""
+    """`losses_and_norms`, and how many gathered experts were used and remain, per backward.
+
+    It is counted before each backward pass.
+    """
     used: list[Any] = []
     weak_reference: Any = StorageWeakRef
     counts: list[tuple[int, int]] = []
     forward, backward = vars(experts_module)["grouped_mm_experts_forward"], Zero.backward
 
     def watched(experts: Any, *arguments: Any) -> Any:
-        used.extend(weak_reference(weight.untyped_storage()) for weight in (experts.gate_up_proj, experts.down_proj))
+        used.extend(
+            weak_reference(weight.untyped_storage())
+            for weight in (experts.gate_up_proj, experts.down_proj)
+        )
         return forward(experts, *arguments)
 
     def counted(strategy: Zero, loss: Tensor) -> None:
@@ -219,11 +256,25 @@ def steps_and_kept_experts(
 def test_zero3_lets_go_of_experts_between_the_passes(
     folder: Path, alone: list[tuple[float, float]], tmp_path: Path, recompute: str
 ) -> None:
-    """And has their gradients all the same. Two layers with two matrices each: as if they were too large to keep."""
-    sizes = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
+    """And has their gradients all the same.
+
+    Two layers with two matrices each: as if they were too large to keep.
+    """
+    sizes = (
+        "max_live_parameters",
+        "max_reuse_distance",
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+    )
     write_json(tmp_path / "ds.json", {"zero_optimization": {f"stage3_{size}": 0 for size in sizes}})
-    settings = {"strategy": "zero3", "recompute": recompute, "deepspeed_json": str(tmp_path / "ds.json")}
-    for found, counts in run_ranks(steps_and_kept_experts, 2, folder, TRAIN.model_copy(update=settings)).values():
+    settings = {
+        "strategy": "zero3",
+        "recompute": recompute,
+        "deepspeed_json": str(tmp_path / "ds.json"),
+    }
+    for found, counts in run_ranks(
+        steps_and_kept_experts, 2, folder, TRAIN.model_copy(update=settings)
+    ).values():
         assert np.array(found) == pytest.approx(np.array(alone), rel=1e-5)
         assert set(counts) == {(4, 0)}
 
@@ -249,5 +300,7 @@ def test_a_saved_config_does_not_know_of_it(folder: Path, tmp_path: Path) -> Non
 
 
 def test_targets_that_experts_have_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="no linear for adapters called up_proj; it has q_proj, .* routers get none"):
+    with pytest.raises(
+        DataError, match="no linear for adapters called up_proj; it has q_proj, .* routers get none"
+    ):
         add_adapters(load_base(folder, torch.float32), Lora(targets=("q_proj", "up_proj")), seed=0)

@@ -1,4 +1,4 @@
-"""What layers keep goes to the host and comes back, with the same loss and gradients; here both are on the CPU."""
+"""What layers keep goes to the host and back, with equal loss and gradients; here all on CPU."""
 
 import gc
 from collections import Counter
@@ -80,9 +80,13 @@ def test_loss_and_gradients_are_the_same_bits(
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_only_layers_that_keep_their_attention_take_host_memory_for_it(
-    folder: Path, calls: Counter[str], hosts: list[HostMemory], monkeypatch: pytest.MonkeyPatch, method: str
+    folder: Path,
+    calls: Counter[str],
+    hosts: list[HostMemory],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
 ) -> None:
-    """Of 40 tokens in fp32: a result of the width of the queries, and a log-sum-exp for each head."""
+    """Of 40 fp32 tokens: a result as wide as the queries, and a log-sum-exp for each head."""
     monkeypatch.setattr(recompute, "KEPT_FROM", 8)
     plain = step(model_of(folder, method=method, recompute="full"))
     for kept in range(LAYERS + 1):
@@ -106,7 +110,9 @@ def spread_steps(
         return [_spread_step(world, folder, strategy, way) for way in ways]
 
 
-def _spread_step(world: World, folder: Path, strategy: str, way: dict[str, Any]) -> tuple[list[Any], int]:
+def _spread_step(
+    world: World, folder: Path, strategy: str, way: dict[str, Any]
+) -> tuple[list[Any], int]:
     made: list[HostMemory] = []
 
     def make() -> HostMemory:
@@ -114,7 +120,9 @@ def _spread_step(world: World, folder: Path, strategy: str, way: dict[str, Any])
         return made[-1]
 
     vars(build)["HostMemory"] = make
-    train = Train.model_validate({"method": "lora", "strategy": strategy, "lora": {"rank": 2}, **way})
+    train = Train.model_validate(
+        {"method": "lora", "strategy": strategy, "lora": {"rank": 2}, **way}
+    )
     settings = make_strategy(world, train, 2)
     model = build_trainable(folder, train)
     wrapped = settings.spread(model, lambda one: load_weights(one, folder, world.device, 0))
@@ -133,13 +141,17 @@ def _spread_step(world: World, folder: Path, strategy: str, way: dict[str, Any])
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_is_the_same_on_two_ranks(folder: Path, strategy: str) -> None:
-    for here, away in run_ranks(spread_steps, 2, folder, strategy, [{"recompute": "full"}, AWAY]).values():
+    for here, away in run_ranks(
+        spread_steps, 2, folder, strategy, [{"recompute": "full"}, AWAY]
+    ).values():
         assert len(here[0]) == len(away[0]) > 2 + LAYERS
         assert all(map(np.array_equal, here[0], away[0]))
         assert (here[1] > 0, away[1] > 0) == (False, True)
 
 
-def test_every_step_uses_the_memory_of_the_first(folder: Path, calls: Counter[str], hosts: list[HostMemory]) -> None:
+def test_every_step_uses_the_memory_of_the_first(
+    folder: Path, calls: Counter[str], hosts: list[HostMemory]
+) -> None:
     model = model_of(folder, **AWAY)
     step(model)
     [host] = hosts

@@ -1,6 +1,7 @@
-"""Under full checkpointing the attention of long documents is computed once, with the bits of computing it twice.
+"""Under full checkpointing long documents' attention is computed once, with bits as if twice.
 
-The operators and the checkpointing are the real ones; only cuDNN's graphs, which need a GPU, are plain torch here.
+The operators and the checkpointing are the real ones; only cuDNN's graphs, which need a GPU, are
+plain torch here.
 """
 
 from collections import Counter
@@ -52,7 +53,10 @@ def step(model: nn.Module) -> list[Tensor]:
     for block in blocks(2, 40):
         losses.append(loss_sum(model, make_batch([block])))
         losses[-1].backward()  # type: ignore[no-untyped-call]
-    return [*losses, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+    return [
+        *losses,
+        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -60,7 +64,7 @@ def step(model: nn.Module) -> list[Tensor]:
 def test_attention_of_long_documents_runs_once_for_each_layer(
     folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, method: str, compiled: bool
 ) -> None:
-    """The compiler's kernels write over no result that is kept: the next test has them, and test_chunks.py."""
+    """The compiler's kernels overwrite no kept result: see the next test and test_chunks.py."""
     compile_without_kernels(monkeypatch)
     plain = step(model_of(folder, method=method, compile=compiled))
     assert calls == {"forward": 2 * LAYERS, "backward": 2 * LAYERS}
@@ -79,10 +83,14 @@ def test_attention_of_long_documents_runs_once_for_each_layer(
 def test_attention_without_a_gradient_is_not_kept(
     folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    """That of the first layer, if no adapter is before it: compiled code may write over its result."""
+    """That of the first layer, with no adapter before it: compiled code may overwrite it."""
     torch.compiler.reset()
     monkeypatch.setattr(recompute, "KEPT_FROM", 8)
-    settings: dict[str, Any] = {"method": "lora", "lora": {"rank": 2, "targets": ("o_proj",)}, "compile": compiled}
+    settings: dict[str, Any] = {
+        "method": "lora",
+        "lora": {"rank": 2, "targets": ("o_proj",)},
+        "compile": compiled,
+    }
     plain = step(model_of(folder, **settings))
     calls.clear()
     found = step(model_of(folder, **settings, recompute="full"))
@@ -99,7 +107,9 @@ def test_layers_that_do_not_keep_their_attention_compute_it_again_with_the_same_
     monkeypatch.setattr(recompute, "KEPT_FROM", 8)
     plain = step(model_of(folder, method=method, compile=compiled))
     for kept in range(LAYERS + 1):
-        model = model_of(folder, method=method, compile=compiled, recompute="full", kept_attention_layers=kept)
+        model = model_of(
+            folder, method=method, compile=compiled, recompute="full", kept_attention_layers=kept
+        )
         calls.clear()
         found = step(model)
         assert calls == {"forward": 2 * (LAYERS + LAYERS - kept), "backward": 2 * LAYERS}
@@ -109,10 +119,14 @@ def test_layers_that_do_not_keep_their_attention_compute_it_again_with_the_same_
 
 def test_the_last_layers_with_attention_keep_it() -> None:
     attending = [True, False, True, True, False]
-    layers = [nn.ModuleDict({"self_attn" if one else "linear_attn": nn.Identity()}) for one in attending]
+    layers = [
+        nn.ModuleDict({"self_attn" if one else "linear_attn": nn.Identity()}) for one in attending
+    ]
     for count, expected in ((0, []), (2, [2, 3]), (3, [0, 2, 3])):
         recompute.keep_attention_of_last(layers, count)
-        assert [place for place, layer in enumerate(layers) if getattr(layer, "keeps_attention", False)] == expected
+        assert [
+            place for place, layer in enumerate(layers) if getattr(layer, "keeps_attention", False)
+        ] == expected
 
 
 def test_selective_keeps_it_at_any_length(folder: Path, calls: Counter[str]) -> None:
@@ -123,7 +137,9 @@ def test_selective_keeps_it_at_any_length(folder: Path, calls: Counter[str]) -> 
     assert all(map(torch.equal, found, plain))
 
 
-def test_nothing_is_left_of_a_step(folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_a_step(
+    folder: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Results of a step are freed with its graph, also if there is no backward pass."""
     made: list[Any] = []
     reference: Any = StorageWeakRef

@@ -1,4 +1,4 @@
-"""`model.rope` in config.json and in every way of building a model, against transformers' own YaRN."""
+"""`model.rope` in config.json and in all ways to build a model, against transformers' YaRN."""
 
 import logging
 from pathlib import Path
@@ -25,8 +25,10 @@ from tests.train.loading import SIZES, write_random
 CPU = torch.device("cpu")
 ROPE = Rope(type="yarn", factor=4.0)
 ORIGINAL, LENGTH = 16, 60  # a document is longer than the original positions
-HUB = {"rope_theta": 1_000_000, "rope_scaling": None, "max_position_embeddings": 40960}  # Qwen3-8B's keys
-CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # as its model card has it
+# Qwen3-8B's keys
+HUB = {"rope_theta": 1_000_000, "rope_scaling": None, "max_position_embeddings": 40960}
+# as its model card has it
+CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 @pytest.fixture
@@ -36,10 +38,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def theirs(folder: Path, scaling: dict[str, Any]) -> Any:
-    """Return the model of transformers with its plainest attention and its own reading of `scaling`."""
+    """Return transformers' model with its plainest attention and own reading of `scaling`."""
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters = {**config.rope_parameters, **scaling}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").train(False)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, attn_implementation="eager"
+    ).train(False)
 
 
 def logits_of(model: Any, batch: Any) -> Tensor:
@@ -48,10 +52,14 @@ def logits_of(model: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("built", ["evaluated", "trained", "adapted"])
-def test_packed_documents_are_those_of_transformers_with_the_same_parameters(folder: Path, built: str) -> None:
+def test_packed_documents_are_those_of_transformers_with_the_same_parameters(
+    folder: Path, built: str
+) -> None:
     block = blocks(1, LENGTH)[0]
     batch = make_batch([block])
-    train = Train(method="lora" if built == "adapted" else "full", precision="fp32", lora=Lora(rank=2))
+    train = Train(
+        method="lora" if built == "adapted" else "full", precision="fp32", lora=Lora(rank=2)
+    )
     model: Any = load_base(folder, torch.float32, ROPE)
     if built != "evaluated":
         model = build_trainable(folder, train, ROPE)
@@ -72,8 +80,12 @@ def test_packed_documents_are_those_of_transformers_with_the_same_parameters(fol
 def test_a_model_that_passes_layer_by_layer_is_stretched_too(folder: Path) -> None:
     block = blocks(1, LENGTH)[0]
     expected = probe_logits(load_base(folder, torch.float32, ROPE), block, CPU)
-    assert torch.equal(StreamedModel(folder, torch.float32, CPU, ROPE).probe_logits(block)[0], expected)
-    assert not torch.equal(StreamedModel(folder, torch.float32, CPU).probe_logits(block)[0], expected)
+    assert torch.equal(
+        StreamedModel(folder, torch.float32, CPU, ROPE).probe_logits(block)[0], expected
+    )
+    assert not torch.equal(
+        StreamedModel(folder, torch.float32, CPU).probe_logits(block)[0], expected
+    )
 
 
 @pytest.mark.parametrize("form", ["before transformers 5", "since transformers 5"])
@@ -82,11 +94,18 @@ def test_the_exported_keys_are_those_that_transformers_takes(
 ) -> None:
     """Both formats of config.json give the same model as Qwen3's card, without a warning."""
     theta = {"rope_theta": 1_000_000}
-    keys = HUB if form.startswith("before") else {"rope_parameters": theta, "max_position_embeddings": 40960}
+    keys = (
+        HUB
+        if form.startswith("before")
+        else {"rope_parameters": theta, "max_position_embeddings": 40960}
+    )
     config = {"model_type": "qwen3", **SIZES, "max_position_embeddings": 40960, **keys}
     made = stretched(config, ROPE)
     assert made["max_position_embeddings"] == positions_in(made) == 131072
-    assert made["rope_scaling" if form.startswith("before") else "rope_parameters"].items() >= CARD.items()
+    assert (
+        made["rope_scaling" if form.startswith("before") else "rope_parameters"].items()
+        >= CARD.items()
+    )
     write_json(tmp_path / "config.json", made)
     logging.getLogger("transformers").propagate = True
     read = AutoConfig.from_pretrained(tmp_path)
@@ -106,7 +125,9 @@ def test_the_exported_keys_are_those_that_transformers_takes(
         ({}, ROPE, 131072),
     ],
 )
-def test_the_positions_are_the_original_ones_times_the_factor(keys: dict[str, Any], rope: Rope, expected: int) -> None:
+def test_the_positions_are_the_original_ones_times_the_factor(
+    keys: dict[str, Any], rope: Rope, expected: int
+) -> None:
     config = {**(published("Qwen/Qwen3-8B") or {}), "max_position_embeddings": 32768, **keys}
     geometry = geometry_in(config).stretched(rope)
     assert geometry.max_positions == positions_in(stretched(config, rope)) == expected
@@ -118,7 +139,8 @@ def test_a_block_that_is_too_long_names_the_factor_that_would_do() -> None:
     geometry = geometry_in(published("Qwen/Qwen3-8B") or {})
     [problem] = geometry.too_long(65536)
     assert problem == (
-        "shard.block_tokens: 65536 tokens are more than the model's 40960 positions; lower it, or set model.rope: "
+        "shard.block_tokens: 65536 tokens are more than the model's 40960 positions; lower it, or "
+        "set model.rope: "
         "{type: yarn, factor: 2.0}"
     )
     assert list(geometry.stretched(Rope(type="yarn", factor=2.0)).too_long(65536)) == []
@@ -129,11 +151,25 @@ def test_a_block_that_is_too_long_names_the_factor_that_would_do() -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            }
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            }
+        },
     ],
 )
-def test_a_model_with_a_scaling_of_its_own_keeps_it(tmp_path: Path, folder: Path, keys: dict[str, Any]) -> None:
+def test_a_model_with_a_scaling_of_its_own_keeps_it(
+    tmp_path: Path, folder: Path, keys: dict[str, Any]
+) -> None:
     """Its blocks may have the positions that this gives, and `model.rope` is refused."""
     geometry = geometry_in({**(published("Qwen/Qwen3-8B") or {}), **keys})
     assert geometry.max_positions == 131072

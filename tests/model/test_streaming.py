@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+)
 from transformers import Qwen3MoeForCausalLM as Moe
 
 from pipeline_lib.arch.families import read_geometry
@@ -30,7 +36,9 @@ PLAIN = {key: value for key, value in SIZES.items() if key != "head_dim"}
 MODELS: dict[str, Callable[[], Any]] = {
     "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**PLAIN, tie_word_embeddings=False)),
-    "moe": lambda: Moe(Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0], tie_word_embeddings=False)),
+    "moe": lambda: Moe(
+        Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0], tie_word_embeddings=False)
+    ),
 }
 
 
@@ -54,12 +62,16 @@ def batches(groups: int, each: int, length: int = LENGTH) -> list[Batch]:
 
 def streamed(folder: Path, dtype: torch.dtype, groups: list[Batch]) -> list[Tensor]:
     model = StreamedModel(folder, dtype, CPU)
-    return model.token_losses(groups, model.waiting_room(sum(batch.tokens.numel() for batch in groups)))
+    return model.token_losses(
+        groups, model.waiting_room(sum(batch.tokens.numel() for batch in groups))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_losses_are_those_of_the_whole_model_bit_by_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_losses_are_those_of_the_whole_model_bit_by_bit(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     write_random(tmp_path, MODELS[kind](), torch.bfloat16, max_shard_size=20_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     groups = [*batches(2, 3), *batches(1, 1, 2 * LENGTH)]
@@ -88,17 +100,22 @@ def test_files_of_another_model_are_refused_before_anything_is_computed(tmp_path
 
 
 def grown_bytes(environ: Mapping[str, str], folder: Path) -> int:
-    """By how much the most memory that this process ever held grew while it passed through `folder`/large."""
+    """By how much the peak memory of this process grew while it passed `folder`/large."""
     passed = partial(streamed, dtype=torch.bfloat16, groups=batches(2, 1))
     return grown_during(partial(passed, folder / "small"), partial(passed, folder / "large"))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
 def test_no_more_than_two_parts_are_held_however_many_there_are(tmp_path: Path) -> None:
     write_large(tmp_path / "small", layers=1)
     model_bytes = 2 * write_large(tmp_path / "large", layers=40)
     two_parts = 2 * 2 * largest_part_parameters(read_geometry(tmp_path / "large"))
     grown = run_ranks(grown_bytes, 1, tmp_path)[0]
-    print(f"{grown / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, two parts of {two_parts / 1e6:.0f} MB")
+    print(
+        f"{grown / 1e6:.0f} MB for a model of {model_bytes / 1e6:.0f} MB, two parts of "
+        f"{two_parts / 1e6:.0f} MB"
+    )
     assert grown < two_parts + 20e6 < model_bytes / 6

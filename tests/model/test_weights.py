@@ -1,4 +1,4 @@
-"""Weights loaded in parts are those that transformers and peft would give, and no rank holds those of others."""
+"""Weights loaded in parts are transformers' and peft's, and no rank holds those of others."""
 
 import json
 import logging
@@ -31,17 +31,25 @@ Values = NDArray[np.float32]
 FULL = Train(precision="fp32", seed=7)
 LORA = Train(method="lora", precision="bf16", lora=Lora(rank=4, alpha=8), seed=7)
 CPU = torch.device("cpu")
-EMBEDDING, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def write_moe(folder: Path) -> Path:
-    """A small Qwen3-MoE with five experts, stored as its authors do: three matrices for each expert."""
-    experts: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    """A small Qwen3-MoE with five experts, stored as by its authors: three matrices for each."""
+    experts: dict[str, Any] = {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, tie_word_embeddings=False))
     return write_random(folder, model, torch.bfloat16)
 
 
-def load_spread(environ: Mapping[str, str], folder: Path, train: Train, strategy: str) -> dict[str, Values]:
+def load_spread(
+    environ: Mapping[str, str], folder: Path, train: Train, strategy: str
+) -> dict[str, Values]:
     """All parameters and buffers after loading, gathered from the ranks."""
     world = World.from_env(environ, "cpu")
     with process_group(world, 30):
@@ -53,9 +61,11 @@ def load_spread(environ: Mapping[str, str], folder: Path, train: Train, strategy
 
 
 def values_of(model: torch.nn.Module) -> dict[str, Values]:
-    """Whole parameters and buffers, as fp32, with dtype and need of a gradient in their names; tied ones twice."""
+    """Whole parameters and buffers, fp32, with dtype and gradient in names; tied ones twice."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return {f"{name} {tensor.dtype} {tensor.requires_grad}": whole(tensor) for name, tensor in tensors}
+    return {
+        f"{name} {tensor.dtype} {tensor.requires_grad}": whole(tensor) for name, tensor in tensors
+    }
 
 
 def whole(tensor: Tensor) -> Values:
@@ -68,7 +78,9 @@ def reference(folder: Path, train: Train) -> dict[str, Values]:
     """The same of a model that transformers loads whole, and peft gives adapters."""
     if train.method == "full":
         return values_of(load_base(folder, torch.float32))
-    return values_of(add_adapters(load_base(folder, DTYPES[train.precision]), train.lora, train.seed))
+    return values_of(
+        add_adapters(load_base(folder, DTYPES[train.precision]), train.lora, train.seed)
+    )
 
 
 def assert_same(found: Mapping[str, Values], expected: Mapping[str, Values]) -> None:
@@ -163,11 +175,15 @@ def test_tensors_that_do_not_fit_are_named(
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     folder = write_moe(tmp_path)
     change(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.4.up_proj.weight"))
-    with pytest.raises(DataError, match=r"lacks model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight\."):
+    with pytest.raises(
+        DataError, match=r"lacks model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight\."
+    ):
         load(folder)
 
 
-@pytest.mark.parametrize(("damage", "size"), [("cut", "1GB"), ("header", "20KB"), ("gone", "1GB"), ("gone", "20KB")])
+@pytest.mark.parametrize(
+    ("damage", "size"), [("cut", "1GB"), ("header", "20KB"), ("gone", "1GB"), ("gone", "20KB")]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str, size: str) -> None:
     folder = write_dense(tmp_path, True, max_shard_size=size)
     path = sorted(folder.glob("*.safetensors"))[0]
@@ -185,7 +201,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str, size: str) -> None
     [
         ("[]", "not an index"),
         ('{"weight_map": 3}', "not an index"),
-        (json.dumps({"weight_map": {DOWN: "../elsewhere.safetensors"}}), "not the name of a safetensors file"),
+        (
+            json.dumps({"weight_map": {DOWN: "../elsewhere.safetensors"}}),
+            "not the name of a safetensors file",
+        ),
     ],
 )
 def test_a_bad_index_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -197,16 +216,23 @@ def test_a_bad_index_is_refused(tmp_path: Path, text: str, said: str) -> None:
 
 def test_a_config_that_transformers_does_not_take_is_refused(tmp_path: Path) -> None:
     folder = write_dense(tmp_path, True)
-    write_json(folder / "config.json", {**read_json(folder / "config.json"), "model_type": "qwen99"})
+    write_json(
+        folder / "config.json", {**read_json(folder / "config.json"), "model_type": "qwen99"}
+    )
     with pytest.raises(DataError, match="transformers cannot load this model"):
         load(folder)
 
 
-# How often a rank keeps its part of what is trained: weights and two moments, under DeepSpeed gradients too, which
-# moves its weights once when it begins. With adapters that is little, beside the part of the base.
+# How often a rank keeps its part of what is trained: weights and two moments, under DeepSpeed
+# gradients too, which moves its weights once when it begins. With adapters that is little, beside
+# the part of the base.
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize(("strategy", "copies", "with_adapters"), [("fsdp", 3, 1.0), ("zero3", 5, 1.4)])
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
+@pytest.mark.parametrize(
+    ("strategy", "copies", "with_adapters"), [("fsdp", 3, 1.0), ("zero3", 5, 1.4)]
+)
 @pytest.mark.parametrize("train", [FULL, LORA], ids=["full", "lora"])
 def test_a_rank_holds_its_part_of_the_model_and_no_more(
     tmp_path: Path, train: Train, strategy: str, copies: int, with_adapters: float
@@ -215,7 +241,10 @@ def test_a_rank_holds_its_part_of_the_model_and_no_more(
     model_bytes = write_large(tmp_path / "large", layers=10) * (4 if train.method == "full" else 2)
     kept_bytes = model_bytes * (copies if train.method == "full" else with_adapters)
     for part_bytes in run_ranks(grown_bytes, 2, tmp_path, train, strategy, "cpu").values():
-        print(f"{strategy}, {train.method}: {part_bytes / 1e6:.0f} MB; the model {model_bytes / 1e6:.0f} MB")
+        print(
+            f"{strategy}, {train.method}: {part_bytes / 1e6:.0f} MB; the model "
+            f"{model_bytes / 1e6:.0f} MB"
+        )
         assert 0.45 * model_bytes < part_bytes < 0.75 * kept_bytes
 
 

@@ -1,7 +1,7 @@
 """`python -m tests.mutants [PART ...]`: which of the faults in faults.toml the tests notice.
 
-Each fault is put into a copy of the working tree, alone, and the tests that it names run there. With PARTs, only faults
-that have one of them in their file or description.
+Each fault is put into a copy of the working tree, alone, and the tests that it names run there.
+With PARTs, only faults that have one of them in their file or description.
 """
 
 import argparse
@@ -27,9 +27,16 @@ running: set[Popen[str]] = set()
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy the files of the working tree that git does not ignore, with what tests look for beside the repository."""
+    """Copy the files of the tree that git does not ignore, with what tests look for beside it.
+
+    It is the working tree, and beside the repository.
+    """
     listed = subprocess.run(
-        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     tree = target / "tree"
     for name in filter(None, listed.stdout.split("\0")):
@@ -42,12 +49,19 @@ def copy_tree(target: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: Sequence[str], limit_s: float, *options: str) -> tuple[int, str]:
-    """Return pytest's exit code in `tree`, and what it printed; FAILED if it takes longer than `limit_s`."""
+    """Return pytest's exit code in `tree`, and its output; FAILED if it exceeds `limit_s`."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += [f"--timeout={TEST_LIMIT_S}", *options, *tests]
-    environ = {**os.environ, "PYTHONPATH": str(tree), "TESTS_DEADLINE_S": "60"}  # the path is also for what tests start
+    # the path is also for what tests start
+    environ = {**os.environ, "PYTHONPATH": str(tree), "TESTS_DEADLINE_S": "60"}
     process = Popen(
-        command, cwd=tree, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        command,
+        cwd=tree,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
     )
     running.add(process)
     try:
@@ -70,7 +84,10 @@ def kill(process: Popen[str]) -> None:
 
 
 def is_noticed(fault: Fault, trees: "queue.Queue[Path]") -> bool:
-    """Return whether the tests of `fault` fail in one of the `trees` with it. Raises ListError if they do not run."""
+    """Return whether the tests of `fault` fail in one of the `trees` with it.
+
+    Raises ListError if they do not run.
+    """
     tree = trees.get()
     path = tree / fault.file
     whole = path.read_text(encoding="utf-8")
@@ -86,9 +103,15 @@ def is_noticed(fault: Fault, trees: "queue.Queue[Path]") -> bool:
 
 
 def judged(faults: Sequence[Fault], at_once: int) -> Iterator[tuple[Fault, bool]]:
-    """Yield each fault and whether it was noticed. Raises ListError if tests fail without any fault."""
+    """Yield each fault and whether it was noticed.
+
+    Raises ListError if tests fail without any fault.
+    """
     trees: queue.Queue[Path] = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(at_once) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
         for number in range(at_once):
             trees.put(copy_tree(Path(folder, str(number))))
         tests = sorted({test for fault in faults for test in fault.tests})
@@ -110,14 +133,22 @@ def judged(faults: Sequence[Fault], at_once: int) -> Iterator[tuple[Fault, bool]
 
 def main() -> int:
     """Print what became of each fault, and the score; return 1 if a fault survived."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help="a part of the file or description of a fault")
-    parser.add_argument("-n", type=int, default=2, metavar="N", help="faults at a time (default: 2)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="a part of the file or description of a fault"
+    )
+    parser.add_argument(
+        "-n", type=int, default=2, metavar="N", help="faults at a time (default: 2)"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     start_s = time.monotonic()
     faults = [
-        fault for fault in read_faults() if not arguments.parts or any(part in fault.name for part in arguments.parts)
+        fault
+        for fault in read_faults()
+        if not arguments.parts or any(part in fault.name for part in arguments.parts)
     ]
     if not faults or (found := problems(faults)):
         raise ListError("\n".join(found) if faults else "no fault has such a part")
@@ -129,7 +160,10 @@ def main() -> int:
         print(f"{'noticed   ' if noticed else 'SURVIVED  '}  {fault.name}", flush=True)
     for fault in told:
         print(f"equivalent  {fault.name}: {fault.equivalent}")
-    score = f"{len(tried) - survived} of {len(tried)} faults noticed ({1 - survived / max(1, len(tried)):.1%})"
+    score = (
+        f"{len(tried) - survived} of {len(tried)} faults noticed "
+        f"({1 - survived / max(1, len(tried)):.1%})"
+    )
     print(f"{score}, {len(told)} equivalent, in {(time.monotonic() - start_s) / 60:.1f} min")
     return 1 if survived else 0
 

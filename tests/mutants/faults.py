@@ -15,7 +15,7 @@ class ListError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place in `file` that `tests` must notice, or that is `equivalent` for the reason given."""
+    """A change in `file` that `tests` must notice, or that is `equivalent` for the reason."""
 
     what: str
     file: str
@@ -46,7 +46,9 @@ def problems(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
         path = root / fault.file
         times = path.read_text(encoding="utf-8").count(fault.old) if path.is_file() else 0
         if times != 1:
-            found.append(f"{fault.name}: its old text occurs {times} times in the file instead of once")
+            found.append(
+                f"{fault.name}: its old text occurs {times} times in the file instead of once"
+            )
         if fault.old == fault.new:
             found.append(f"{fault.name}: changes nothing")
         if bool(fault.tests) == bool(fault.equivalent):

@@ -38,7 +38,9 @@ def test_a_fault_that_does_not_fit_is_named(tmp_path: Path, fault: Fault, said: 
     assert all(line.startswith(fault.name) and str(said) in line for line in found)
 
 
-@pytest.mark.parametrize("text", ["", "fault = 3", '[[fault]]\nwhat = "?"', '[[fault]]\nwhy = "?"', "[["])
+@pytest.mark.parametrize(
+    "text", ["", "fault = 3", '[[fault]]\nwhat = "?"', '[[fault]]\nwhy = "?"', "[["]
+)
 def test_a_list_that_does_not_read_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "faults.toml"
     path.write_text(text)

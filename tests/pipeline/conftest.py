@@ -31,7 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 900.0
 DATA_STAGES = ("download", "tokenize", "shard")
-PARTS_OF_PROJECT = ("Snakefile", "workflow", "pipeline_lib", "profiles", "slurm", "dvc.yaml", ".dvc", ".dvcignore")
+PARTS_OF_PROJECT = (
+    "Snakefile",
+    "workflow",
+    "pipeline_lib",
+    "profiles",
+    "slurm",
+    "dvc.yaml",
+    ".dvc",
+    ".dvcignore",
+)
 
 SMALL = """\
 experiment: small
@@ -47,7 +56,7 @@ evaluate: {generations: 2, max_new_tokens: 8}
 
 @functools.cache
 def compile_once() -> None:
-    """Copies of the project take the compiled modules along, or each of its processes would compile its own."""
+    """Copies of the project keep the compiled modules, or each of its processes compiles them."""
     compileall.compile_dir(ROOT / "pipeline_lib", quiet=1)
 
 
@@ -66,7 +75,7 @@ class Project:
             self._copy_project()
 
     def _variables(self) -> dict[str, str]:
-        """Where programs are; and threads that wait for one another in vain where cores are shared are left out."""
+        """Where programs are; threads that wait in vain on shared cores are left out."""
         return {"PATH": f"{self.programs}:{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def _copy_project(self) -> None:
@@ -85,7 +94,9 @@ class Project:
 
     def copy_to(self, root: Path) -> Self:
         """The same project elsewhere, with all that it has made; not the state of Snakemake."""
-        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(".snakemake", "logs"))
+        shutil.copytree(
+            self.root, root, symlinks=True, ignore=shutil.ignore_patterns(".snakemake", "logs")
+        )
         other = copy.copy(self)
         other.environment = {**self.environment, **self._variables()}
         other.root, other.config = root, root / "config" / "config.yaml"
@@ -138,7 +149,7 @@ class Project:
         self.edit("cluster: {cpu_ranks: 1}", f"cluster: {section}")
 
     def take_small_steps(self, epochs: int) -> None:
-        """Train for so many epochs of 60 steps, each of a quarter of the work: faults come between steps."""
+        """Train for so many epochs of 60 steps of a quarter of the work: faults come between."""
         self.edit("global_batch_tokens: 2048", "global_batch_tokens: 512")
         self.edit("epochs: 2", f"epochs: {epochs}")
 
@@ -207,7 +218,9 @@ class Project:
     def weights(self) -> dict[str, str]:
         """sha256 of the merged model's weight files."""
         files = self.manifest("merge")["files"]
-        return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+        return {
+            name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")
+        }
 
 
 class Terminal:
@@ -240,7 +253,10 @@ def executed(output: str) -> list[str]:
 
 def sealed_times(project: Project) -> dict[str, float]:
     """When each sealed directory came to be."""
-    return {str(path.parent): path.stat().st_mtime for path in project.store.root.glob("*/*/manifest.json")}
+    return {
+        str(path.parent): path.stat().st_mtime
+        for path in project.store.root.glob("*/*/manifest.json")
+    }
 
 
 def kill_tree(process: "subprocess.Popen[str]") -> None:
@@ -267,7 +283,9 @@ def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", 
 def no_process_left(root: Path) -> bool:
     """Whether no process works in `root` any more."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
-        if process.info["cwd"] == str(root) and "pipeline_lib" in " ".join(process.info["cmdline"] or []):
+        if process.info["cwd"] == str(root) and "pipeline_lib" in " ".join(
+            process.info["cmdline"] or []
+        ):
             return False
     return True
 
@@ -287,21 +305,23 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose small experiment has run, once for all workers; tests work in copies of it."""
+    """A project whose small experiment has run, once for all workers; tests use copies of it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     with (shared / "small.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         project = Project(shared / "small")
-        if not (project.root / "results" / "small" / "report.html").exists():  # also if another worker's run failed
+        if not (
+            project.root / "results" / "small" / "report.html"
+        ).exists():  # also if another worker's run failed
             project.snakemake()
         return project
 
 
 @pytest.fixture(scope="module")
 def finished(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A copy of the finished project, with what Snakemake knows of it; tests leave its config as they found it."""
+    """A copy of the finished project, with Snakemake's records; tests leave its config as is."""
     project = small.copy_to(tmp_path_factory.mktemp("finished") / "project")
     shutil.copytree(small.root / ".snakemake", project.root / ".snakemake")
     return project

@@ -38,7 +38,9 @@ def test_a_finished_store_from_a_machine_ahead_is_finished(small: Project, tmp_p
     assert sealed_times(project) == before
 
 
-def test_inputs_that_come_from_the_future_meanwhile_fail_no_stage(small: Project, tmp_path: Path) -> None:
+def test_inputs_that_come_from_the_future_meanwhile_fail_no_stage(
+    small: Project, tmp_path: Path
+) -> None:
     """As when another snakemake, on a machine ahead, finds the same model and data."""
     project = small.copy_to(tmp_path / "project")
     project.forget_training()

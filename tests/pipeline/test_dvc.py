@@ -20,7 +20,8 @@ LR = "config/config.yaml:train.lr={}"
 def repository(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """The project as a git repository, as a clone is, with two experiments.
 
-    `first` is what had run in the working tree, `aside` runs with another learning rate in a copy of it.
+    `first` is what had run in the working tree, `aside` runs with another learning rate in a copy
+    of it.
     """
     project = small.copy_to(tmp_path_factory.mktemp("repository") / "project")
     project.environment = project.environment | {
@@ -35,11 +36,15 @@ def repository(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Proj
         "/store/\n/runs/\n/logs/\n/.snakemake/\n/results/?*\n!/results/current/\n__pycache__/\n/dvc_plots/\n"
     )
     (project.root / "results/current").mkdir(parents=True)
-    (project.root / "results/current/config.yaml").touch()  # `dvc exp apply` removes a folder that git does not know
+    (
+        project.root / "results/current/config.yaml"
+    ).touch()  # `dvc exp apply` removes a folder that git does not know
     for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "first")):
         project.git(*command)
     project.run("dvc", "exp", "run", "--name", "first")
-    output = project.run("dvc", "exp", "run", "--temp", "--name", "aside", "-S", LR.format("5e-4")).stdout
+    output = project.run(
+        "dvc", "exp", "run", "--temp", "--name", "aside", "-S", LR.format("5e-4")
+    ).stdout
     assert executed(output) == ["evaluate", "merge", "plan", "report", "train"]
     return project
 
@@ -47,7 +52,11 @@ def repository(small: Project, tmp_path_factory: pytest.TempPathFactory) -> Proj
 def losses(project: Project) -> dict[str, float]:
     """The tuned loss of each recorded experiment by its name."""
     rows = csv.DictReader(io.StringIO(project.run("dvc", "exp", "show", "--csv").stdout))
-    return {row["Experiment"]: float(row["eval.tuned.loss"]) for row in rows if row["typ"].startswith("branch")}
+    return {
+        row["Experiment"]: float(row["eval.tuned.loss"])
+        for row in rows
+        if row["typ"].startswith("branch")
+    }
 
 
 def published(project: Project) -> str:
@@ -57,7 +66,9 @@ def published(project: Project) -> str:
 def test_experiments_are_compared(repository: Project) -> None:
     recorded = losses(repository)
     assert recorded["first"] < recorded["aside"]
-    difference = json.loads(repository.run("dvc", "metrics", "diff", "first", "aside", "--json").stdout)
+    difference = json.loads(
+        repository.run("dvc", "metrics", "diff", "first", "aside", "--json").stdout
+    )
     changed = difference["results/current/metrics.json"]["eval.tuned.loss"]
     assert changed["new"] - changed["old"] == pytest.approx(changed["diff"])
     assert changed["diff"] == pytest.approx(recorded["aside"] - recorded["first"], rel=1e-3)
@@ -81,7 +92,9 @@ def test_going_back_reruns_nothing_and_gives_the_first_result_again(repository: 
     assert published(repository) == first
 
 
-def test_a_run_of_snakemake_with_another_config_is_recorded_with_that_config(repository: Project) -> None:
+def test_a_run_of_snakemake_with_another_config_is_recorded_with_that_config(
+    repository: Project,
+) -> None:
     other = repository.root / "other.yaml"
     other.write_text(repository.config.read_text().replace("generations: 2", "generations: 1"))
     command = ("python", "-m", "pipeline_lib", "record", "other", "other.yaml")
@@ -102,7 +115,9 @@ def test_a_run_of_snakemake_with_another_config_is_recorded_with_that_config(rep
     assert next(row["evaluate.generations"] for row in rows if row["Experiment"] == "other") == "1"
 
 
-def test_a_second_clone_pulls_a_recorded_model_loads_it_and_chats(repository: Project, tmp_path: Path) -> None:
+def test_a_second_clone_pulls_a_recorded_model_loads_it_and_chats(
+    repository: Project, tmp_path: Path
+) -> None:
     """In the order of the page; without a remote, `record` says that nothing would be sent."""
     remote, bare = tmp_path / "models", tmp_path / "bare.git"
     repository.git("init", "-q", "--bare", str(bare))
@@ -123,7 +138,10 @@ def test_a_second_clone_pulls_a_recorded_model_loads_it_and_chats(repository: Pr
     other.run("dvc", "exp", "apply", "best")
     folder = other.root / "results/current/model"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(repository.sealed("merge")).config.vocab_size
+    assert (
+        model.config.vocab_size
+        == AutoModelForCausalLM.from_pretrained(repository.sealed("merge")).config.vocab_size
+    )
     chat = "python -m pipeline_lib chat results/current/model --max-new-tokens 4"
     told = other.run("bash", "-c", f"echo What is os.getcwd? | {chat}")
     assert "cut after 4 tokens" in told.stdout or told.stdout.strip()

@@ -1,6 +1,7 @@
 """Each family of models and each published template goes through all stages; full and LoRA in turn.
 
-The stages run one after the other in a process that has the slow imports behind it, and the training is its one rank.
+The stages run one after the other in a process that has the slow imports behind it, and the
+training is its one rank.
 """
 
 import json
@@ -45,7 +46,9 @@ def test_it_goes_through_all_stages(template: str, tmp_path: Path) -> None:
     base = write_family(tmp_path / "base", PAIRS[template], template)
     walked = run_ranks(run_family, 1, tmp_path, base, template, method, timeout_s=900.0)
     (merged,) = walked.values()
-    weights = [load_file(file) for file in (base / "model.safetensors", merged / "model.safetensors")]
+    weights = [
+        load_file(file) for file in (base / "model.safetensors", merged / "model.safetensors")
+    ]
     assert weights[0].keys() == weights[1].keys()
     assert any(not weights[0][name].equal(weights[1][name]) for name in weights[0])
     tokenizer = AutoTokenizer.from_pretrained(merged)
@@ -69,7 +72,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def two_families_each() -> list[tuple[str, str]]:
     """Each template with two families, and each family with three templates."""
-    return [(family, name) for number, name in enumerate(TEMPLATES) for family in list(FAMILIES)[number % 3 :: 3]]
+    return [
+        (family, name)
+        for number, name in enumerate(TEMPLATES)
+        for family in list(FAMILIES)[number % 3 :: 3]
+    ]
 
 
 @pytest.mark.parametrize(("family", "template"), two_families_each())
@@ -81,7 +88,10 @@ def test_each_family_is_tokenized_with_each_kind_of_template_and_ends_its_answer
     assert problems_of(folder) == []
     state = Encoder(folder, Tokenize(), fast=False)
     lines = write_rows(tmp_path / "rows.jsonl", template).read_text().splitlines()
-    contents = [to_content(row, layout_of(row, FileData(source="file", path="x"))) for row in map(json.loads, lines)]
+    contents = [
+        to_content(row, layout_of(row, FileData(source="file", path="x")))
+        for row in map(json.loads, lines)
+    ]
     samples = chain.from_iterable(state.encode(contents))
     ends = {int(sample.tokens[-1]) if isinstance(sample, Sample) else sample for sample in samples}
     end = "<|endoftext|>" if template in TEXT_ONLY else "<|im_end|>"

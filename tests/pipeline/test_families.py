@@ -1,4 +1,7 @@
-"""A model of another family than Qwen3 through real Snakemake: trained, merged into its base's folder and evaluated."""
+"""A model of another family than Qwen3 through Snakemake: trained, merged and evaluated.
+
+It is merged into its base's folder.
+"""
 
 import json
 import shutil
@@ -19,7 +22,7 @@ LORA = "train: {method: lora, strategy: fsdp, lora: {rank: 4, alpha: 16}, precis
 
 
 def write_qwen3_5(folder: Path, has_experts: bool) -> None:
-    """A small Qwen3.5 with pictures and a head for several tokens, and the tokenizer of the demo."""
+    """A small Qwen3.5 with pictures and a multi-token head, and the tokenizer of the demo."""
     shutil.copytree(tiny_model(), folder)
     for name in ("model.safetensors", "config.json"):
         (folder / name).unlink()
@@ -30,9 +33,14 @@ def write_qwen3_5(folder: Path, has_experts: bool) -> None:
 
 
 @pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
-def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(project: Project, has_experts: bool) -> None:
+def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(
+    project: Project, has_experts: bool
+) -> None:
     write_qwen3_5(project.root / "base", has_experts)
-    project.edit("{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}", "{source: local, path: base}")
+    project.edit(
+        "{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}",
+        "{source: local, path: base}",
+    )
     project.edit("train: {precision", LORA)
     project.edit("lr: 4.0e-3", "lr: 2.0e-2")
     ranks = "1 cpu rank" if has_experts else "2 cpu ranks"
@@ -51,7 +59,9 @@ def test_qwen3_5_is_trained_merged_into_its_base_and_evaluated(project: Project,
         stored, written = load_file(file), load_file(merged / file.name)
         assert stored.keys() == written.keys()
         same += [name for name in stored if torch.equal(stored[name], written[name])]
-    assert any(name.startswith("mtp.") for name in same) and any(name.startswith("model.visual.") for name in same)
+    assert any(name.startswith("mtp.") for name in same) and any(
+        name.startswith("model.visual.") for name in same
+    )
     changed = {name for file in base.glob("*.safetensors") for name in load_file(file)} - set(same)
     assert any("linear_attn.in_proj_qkv" in name for name in changed)
     assert not any("in_proj_a" in name or "in_proj_b" in name for name in changed)

@@ -1,4 +1,4 @@
-"""What users of earlier code have is continued by today's: specs keep their digests, stores and runs are picked up."""
+"""Today's code continues what users of earlier code have: digests of specs, stores and runs."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,24 @@ from pathlib import Path
 import pytest
 
 from tests.golden.configs import CONFIGS
-from tests.golden.make import FINISHED, SPECS, UNFINISHED, cpu_model, finished_state, pinned_specs, unpack
+from tests.golden.make import (
+    FINISHED,
+    SPECS,
+    UNFINISHED,
+    cpu_model,
+    finished_state,
+    pinned_specs,
+    unpack,
+)
 from tests.pipeline.conftest import Project, sealed_times
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-# What the same earlier code came to on another processor whose name is no more than "AMD EPYC" (family 25, model 1).
-OF_OTHERS_OF_THE_NAME = [{"model.safetensors": "d2011964fb110d32aacd1af43b00dad5dfa64295d8bc3a2b08fef7a0869ea6af"}]
+# What the same earlier code came to on another processor whose name is no more than "AMD EPYC"
+# (family 25, model 1).
+OF_OTHERS_OF_THE_NAME = [
+    {"model.safetensors": "d2011964fb110d32aacd1af43b00dad5dfa64295d8bc3a2b08fef7a0869ea6af"}
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,9 @@ def test_an_interrupted_training_of_earlier_code_comes_to_the_same_bits(project:
     expected = unpack(project)
     project.snakemake("--configfile", UNFINISHED)
     found = finished_state(project)
-    events = (project.sealed("train", project.experiment(project.root / UNFINISHED)) / "events.jsonl").read_text()
+    events = (
+        project.sealed("train", project.experiment(project.root / UNFINISHED)) / "events.jsonl"
+    ).read_text()
     assert events.count('"run.resumed"') == 1
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-2)
     if found["machine"] == expected["machine"]:  # another processor may round sums in another order

@@ -1,4 +1,4 @@
-"""Of a run on one machine only one process reads a local model for its hash, and it reads each byte once."""
+"""Of a run on one machine one process reads a local model for its hash, each byte once."""
 
 import json
 import os
@@ -51,7 +51,10 @@ hashlib.file_digest, hashlib.sha256 = digest_of_file, Counted
 atexit.register(leave)
 """
 CONFIG = (
-    SMALL.replace("{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}", "{source: local, path: base}")
+    SMALL.replace(
+        "{source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2}",
+        "{source: local, path: base}",
+    )
     .replace("max_rows: 400", "max_rows: 100")
     .replace("epochs: 2", "epochs: 1")
 )
@@ -88,7 +91,8 @@ def test_a_local_model_is_hashed_once(tmp_path: Path, place: Callable[[Path], No
         "COUNTED_IN": str(counts),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    time.sleep(SETTLED_NS / 1e9)  # a model that was made just now could change unseen, and is not remembered
+    # a model that was made just now could change unseen, and is not remembered
+    time.sleep(SETTLED_NS / 1e9)
 
     project.run("snakemake", "--cores", "2", project.target("evaluate"))
 
@@ -105,4 +109,6 @@ def test_a_local_model_is_hashed_once(tmp_path: Path, place: Callable[[Path], No
             if name in names or (name == "pieces" and "download" in process["command"]):
                 hashed[" ".join(process["command"])] += count
     assert sum(hashed.values()) == size_bytes, hashed
-    assert [Path(command.split()[0]).name for command in hashed] == ["snakemake"], "when the config is compiled"
+    assert [Path(command.split()[0]).name for command in hashed] == ["snakemake"], (
+        "when the config is compiled"
+    )

@@ -12,7 +12,14 @@ import psutil
 import pytest
 
 from pipeline_lib.core.signals import STOP_SIGNALS
-from tests.pipeline.conftest import Project, executed, kill_tree, no_process_left, sealed_times, wait_until
+from tests.pipeline.conftest import (
+    Project,
+    executed,
+    kill_tree,
+    no_process_left,
+    sealed_times,
+    wait_until,
+)
 
 
 def stage_runs(project: Project, stage: str) -> bool:
@@ -24,7 +31,11 @@ def processes_of(project: Project, command: str) -> list[psutil.Process]:
     """Those of one of our commands that work in the project."""
     found = psutil.process_iter(["cwd", "cmdline"])
     mine = [process for process in found if process.info["cwd"] == str(project.root)]
-    return [process for process in mine if (process.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", command]]
+    return [
+        process
+        for process in mine
+        if (process.info["cmdline"] or [])[1:4] == ["-m", "pipeline_lib", command]
+    ]
 
 
 @pytest.fixture
@@ -42,7 +53,9 @@ def project(small: Project, tmp_path: Path) -> Project:
 
 
 @pytest.mark.slow
-def test_killed_in_every_stage_the_same_command_continues(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+def test_killed_in_every_stage_the_same_command_continues(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
     project = Project(tmp_path)
     stages = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", "report"]
     for stage in stages:
@@ -50,7 +63,9 @@ def test_killed_in_every_stage_the_same_command_continues(tmp_path: Path, undist
         process = project.start()
         wait_until(lambda: stage_runs(project, stage), process, f"the {stage} stage")  # noqa: B023
         kill_tree(process)
-        assert before.items() <= sealed_times(project).items(), f"killed in {stage}: finished stages were redone"
+        assert before.items() <= sealed_times(project).items(), (
+            f"killed in {stage}: finished stages were redone"
+        )
     project.snakemake()
     assert project.weights() == undisturbed
     assert no_process_left(project.root)
@@ -64,14 +79,18 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint_that_is_whole(
     checkpoints = project.root / "runs"
     for step in (6, 12):
         process = project.start(project.target("merge"))
-        wait_until(lambda: any(checkpoints.glob(f"*/checkpoints/step-{step:08}")), process, "a checkpoint")  # noqa: B023
+        pattern = f"*/checkpoints/step-{step:08}"
+        wait_until(lambda: any(checkpoints.glob(pattern)), process, "a checkpoint")  # noqa: B023
         kill_tree(process)
     folder = next(checkpoints.glob("*/checkpoints"))
     *_, before, newest = sorted(folder.glob("step-*"))
     flip_a_byte(next(newest.glob("tensors/*.safetensors")))
     assert "train" in executed(project.snakemake(project.target("merge")).stdout)
     assert (folder / f"rejected-{newest.name}").exists()
-    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)
+        for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()
+    ]
     first, second = (event for event in events if event["event"] == "run.resumed")
     assert first["step"] >= 6
     assert second["checkpoint"] == before.name
@@ -79,7 +98,9 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint_that_is_whole(
     assert json.loads((project.sealed("train") / "summary.json").read_text())["attempts"] == 3
     assert project.weights() == undisturbed
     there = f"{small.store.root}:small"
-    compared = json.loads(project.run("python", "-m", "pipeline_lib", "compare", "small", there, "--json").stdout)
+    compared = json.loads(
+        project.run("python", "-m", "pipeline_lib", "compare", "small", there, "--json").stdout
+    )
     assert compared["identical"] is True
 
 
@@ -88,7 +109,7 @@ def test_killed_in_training_it_resumes_from_the_last_checkpoint_that_is_whole(
 def test_a_signal_saves_says_so_and_the_next_run_continues(
     project: Project, tmp_path: Path, forked_programs: Path
 ) -> None:
-    """Each signal in turn, to all processes, as a terminal, `timeout` and systemd send it, or to snakemake alone.
+    """Each signal in turn, to all, as a terminal, `timeout` and systemd do, or snakemake alone.
 
     Then a terminal is closed, and one in which nohup says that it does not matter.
     """
@@ -128,9 +149,13 @@ def test_a_signal_saves_says_so_and_the_next_run_continues(
     terminal.close()
     terminal.process.wait(300)
     wait_until_no_process_left(project)
-    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)
+        for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()
+    ]
     assert [event["checkpoint"] for event in events if event["event"] == "run.resumed"] == saved
-    project.snakemake(project.target("merge"))  # a snakemake whose terminal is gone may end before the merge
+    # a snakemake whose terminal is gone may end before the merge
+    project.snakemake(project.target("merge"))
     assert project.weights() == undisturbed.weights()
 
 
@@ -159,7 +184,9 @@ def test_a_signal_in_another_stage_says_that_it_was_stopped(small: Project, tmp_
 
 def steps_done(project: Project) -> int:
     """Lines of the live metrics."""
-    return sum(len(path.read_text().splitlines()) for path in project.root.glob("runs/*/metrics.jsonl"))
+    return sum(
+        len(path.read_text().splitlines()) for path in project.root.glob("runs/*/metrics.jsonl")
+    )
 
 
 def wait_until_no_process_left(project: Project) -> None:
@@ -175,9 +202,14 @@ def wait_until_no_process_left(project: Project) -> None:
 def test_whichever_process_is_killed_no_rank_is_left_or_the_next_run_waits_for_it(
     project: Project, undisturbed: dict[str, str]
 ) -> None:
-    """First a rank, then the launcher, whose ranks end with it, and the driver, which leaves the training at work."""
+    """First a rank, then the launcher, which ends its ranks, and the driver, which does not.
+
+    It leaves the training at work.
+    """
     process = project.start(project.target("merge"))
-    wait_until(lambda: any(project.root.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint")
+    wait_until(
+        lambda: any(project.root.glob("runs/*/checkpoints/step-*")), process, "the first checkpoint"
+    )
     processes_of(project, "rank")[0].kill()
     assert process.wait() != 0
     output = (project.root / "started.log").read_text()
@@ -201,7 +233,9 @@ def test_whichever_process_is_killed_no_rank_is_left_or_the_next_run_waits_for_i
     if "train" in executed(output):  # it had not ended before
         assert "waiting for process" in output or "already done, verified" in output
     assert project.weights() == undisturbed
-    assert (project.sealed("train") / "events.jsonl").read_text().count('"run.launched"') == launched + 1
+    assert (project.sealed("train") / "events.jsonl").read_text().count(
+        '"run.launched"'
+    ) == launched + 1
 
 
 @pytest.mark.slow
@@ -219,7 +253,9 @@ def test_two_snakemakes_at_once_compute_everything_once_whatever_the_yaml_says_b
     files = project.manifest("merge", before)["files"]
     assert {name: files[name]["sha256"] for name in undisturbed} == undisturbed
     assert not project.sealed("train").exists()
-    attempts = json.loads((project.sealed("train", before) / "summary.json").read_text())["attempts"]
+    attempts = json.loads((project.sealed("train", before) / "summary.json").read_text())[
+        "attempts"
+    ]
     assert attempts == 1
 
 
@@ -231,9 +267,13 @@ def flip_a_byte(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(finished: Project) -> None:
+def test_a_pointer_that_another_snakemake_takes_away_for_a_while_is_waited_for(
+    finished: Project,
+) -> None:
     """As it does when it comes to a stage that was done since it began."""
-    evaluate, merge = (finished.store.pointer(finished.experiment().ref(part)) for part in ("evaluate", "merge"))
+    evaluate, merge = (
+        finished.store.pointer(finished.experiment().ref(part)) for part in ("evaluate", "merge")
+    )
     for pointer in (evaluate, finished.store.pointer(finished.experiment().ref("report"))):
         pointer.unlink()
     process = finished.start()

@@ -1,4 +1,7 @@
-"""QLoRA through real Snakemake: the base in 4 bits shares the data, and is merged, proven, evaluated and reported."""
+"""QLoRA through real Snakemake: the base in 4 bits shares data, is merged, proven and reported.
+
+It is also evaluated.
+"""
 
 import json
 

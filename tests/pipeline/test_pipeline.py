@@ -17,7 +17,18 @@ from tests.pipeline.conftest import Project, executed, sealed_times
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 STAGES_AFTER_TRAINING = ["evaluate", "merge", "report"]
-ALL = ["download", "download", "evaluate", "evaluate", "merge", "plan", "report", "shard", "tokenize", "train"]
+ALL = [
+    "download",
+    "download",
+    "evaluate",
+    "evaluate",
+    "merge",
+    "plan",
+    "report",
+    "shard",
+    "tokenize",
+    "train",
+]
 
 
 @pytest.fixture
@@ -61,9 +72,13 @@ def test_a_second_run_does_nothing(finished: Project) -> None:
 
 
 @pytest.mark.slow
-def test_another_learning_rate_reuses_the_data_and_the_way_back_reruns_nothing(restored: Project) -> None:
+def test_another_learning_rate_reuses_the_data_and_the_way_back_reruns_nothing(
+    restored: Project,
+) -> None:
     restored.edit("lr: 4.0e-3", "lr: 2.0e-3")
-    assert executed(restored.snakemake().stdout) == sorted(["plan", "train", *STAGES_AFTER_TRAINING])
+    assert executed(restored.snakemake().stdout) == sorted(
+        ["plan", "train", *STAGES_AFTER_TRAINING]
+    )
     link = restored.root / "results/small/model"
     assert link.resolve() == restored.sealed("merge").resolve()
     restored.edit("lr: 2.0e-3", "lr: 4.0e-3")
@@ -81,7 +96,9 @@ def test_another_learning_rate_reuses_the_data_and_the_way_back_reruns_nothing(r
     ],
     ids=["comment", "cluster", "placement", "auto"],
 )
-def test_what_does_not_matter_reruns_no_finished_stage(restored: Project, old: str, new: str) -> None:
+def test_what_does_not_matter_reruns_no_finished_stage(
+    restored: Project, old: str, new: str
+) -> None:
     restored.config.write_text(restored.config.read_text().replace(", save_every_steps: 3", ""))
     restored.edit(old, new)
     assert "Nothing to be done" in restored.snakemake().stdout
@@ -90,14 +107,16 @@ def test_what_does_not_matter_reruns_no_finished_stage(restored: Project, old: s
 def test_another_text_of_a_rule_reruns_nothing(restored: Project) -> None:
     rules = restored.root / "workflow/rules/train.smk"
     before = rules.read_text()
-    rules.write_text(before.replace("python -m pipeline_lib train", "python -u -m pipeline_lib train"))
+    rules.write_text(
+        before.replace("python -m pipeline_lib train", "python -u -m pipeline_lib train")
+    )
     assert "Nothing to be done" in restored.snakemake().stdout
     rules.write_text(before)
 
 
 @pytest.mark.slow
 def test_what_is_deleted_is_made_again_and_nothing_else(restored: Project) -> None:
-    """A directory in the middle; that and its pointer, which nothing needs any more; and all that comes after."""
+    """A directory in the middle; that and its pointer, now unneeded; and all that comes after."""
     weights = restored.weights()
     shutil.rmtree(restored.sealed("merge"))
     assert executed(restored.snakemake("-n").stdout) == STAGES_AFTER_TRAINING
@@ -170,10 +189,18 @@ def test_a_dry_run_reads_well_and_needs_no_slurm(project: Project) -> None:
     assert "small: train (full fine-tuning by ddp on 1 cpu rank)" in output
 
 
-def test_options_of_sbatch_are_taken_from_the_command_line_and_other_resources_left(project: Project) -> None:
-    given = ("train_stage:slurm_extra=--exclude=n2", "train_stage:mem_mb=16000", "merge_stage:mem_mb=9000")
+def test_options_of_sbatch_are_taken_from_the_command_line_and_other_resources_left(
+    project: Project,
+) -> None:
+    given = (
+        "train_stage:slurm_extra=--exclude=n2",
+        "train_stage:mem_mb=16000",
+        "merge_stage:mem_mb=9000",
+    )
     assert executed(project.snakemake("-n", "--set-resources", *given).stdout) == ALL
-    refused = project.snakemake("-n", "--set-resources", "train_stage:slurm_extra=--signal=USR1@5", check=False)
+    refused = project.snakemake(
+        "-n", "--set-resources", "train_stage:slurm_extra=--signal=USR1@5", check=False
+    )
     assert refused.returncode == 2
     assert "slurm_extra of train_stage: 1 problem" in refused.stdout
 
@@ -190,7 +217,9 @@ with SnakemakeApi(OutputSettings()) as api:
 
 def test_what_takes_seconds_becomes_a_job_only_where_the_site_says_so(project: Project) -> None:
     def local_stages() -> set[str]:
-        return set(ast.literal_eval(project.run("python", "-c", LOCAL_RULES).stdout.splitlines()[-1]))
+        return set(
+            ast.literal_eval(project.run("python", "-c", LOCAL_RULES).stdout.splitlines()[-1])
+        )
 
     assert local_stages() == {"download_stage", "plan_stage", "report_stage"}
     site = project.root / "site.yaml"
@@ -201,7 +230,7 @@ def test_what_takes_seconds_becomes_a_job_only_where_the_site_says_so(project: P
 
 @pytest.mark.slow
 def test_lora_tunes_the_model_of_a_finished_experiment(finished: Project) -> None:
-    """A second experiment whose base is the first one's folder: adapters on top of a trained model."""
+    """A second experiment whose base is the first's folder: adapters on a trained model."""
     config = finished.root / "lora.yaml"
     config.write_text(
         finished.config.read_text()
@@ -216,13 +245,17 @@ def test_lora_tunes_the_model_of_a_finished_experiment(finished: Project) -> Non
     experiment = finished.experiment(config)
     metrics = json.loads((finished.sealed("evaluate", experiment) / "metrics.json").read_text())
     first = json.loads((finished.sealed("evaluate") / "metrics.json").read_text())
-    assert metrics["eval"]["base"]["loss"] == pytest.approx(first["eval"]["tuned"]["loss"], rel=1e-4)
+    assert metrics["eval"]["base"]["loss"] == pytest.approx(
+        first["eval"]["tuned"]["loss"], rel=1e-4
+    )
     assert metrics["eval"]["tuned"]["loss"] < metrics["eval"]["base"]["loss"]
     parity = json.loads((finished.sealed("merge", experiment) / "parity.json").read_text())
     assert parity["relative_difference"] <= parity["tolerance"] == 1e-4
     summary = json.loads((finished.sealed("train", experiment) / "summary.json").read_text())
     assert summary["trainable_parameters"] < summary["parameters"] / 2
-    traced = finished.run("python", "-m", "pipeline_lib", "trace", "results/small-lora/model").stdout
+    traced = finished.run(
+        "python", "-m", "pipeline_lib", "trace", "results/small-lora/model"
+    ).stdout
     assert "13 links: 13 verified" in traced, "both models, back to what the first was made from"
 
 

@@ -1,4 +1,4 @@
-"""A job that waits in a queue computes what its own config says, whatever is run from the same store meanwhile."""
+"""A queued job computes what its own config says, whatever else is run from the store."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ def project(tmp_path: Path) -> Project:
 
 
 def submitted(project: Project, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, str]]:
-    """What jobs of the config as it is now read, frozen by a run of its first stage, and its targets by part."""
+    """What jobs of the config, frozen by a run of its first stage, read, and its targets.
+
+    The targets are by part.
+    """
     project.snakemake("download")
     monkeypatch.chdir(project.root)
     frozen = Dag.open(project.config, project.store).frozen_path
@@ -31,7 +34,9 @@ def job(project: Project, frozen: Path, target: str, check: bool = True) -> Any:
     """Run `target` as an executor's job does: by another snakemake, which reads what was frozen."""
     project.environment[FROZEN_VARIABLE] = str(frozen)
     try:
-        return project.snakemake("--mode", "subprocess", "--cores", "2", "--nolock", "--", target, check=check)
+        return project.snakemake(
+            "--mode", "subprocess", "--cores", "2", "--nolock", "--", target, check=check
+        )
     finally:
         del project.environment[FROZEN_VARIABLE]
 
@@ -59,8 +64,19 @@ def test_a_queued_job_keeps_the_settings_that_are_in_no_digest(
     folder = project.store.sealed(project.experiment().ref("shard"))
     assert len(list((folder / "train").glob("shard-*.safetensors"))) == Shard().shards
 
-    spec, where = project.store.spec_path(Path(targets["tokenize"]).stem), '{"max_dropped_fraction": 0.0}'
-    late = project.run("python", "-m", "pipeline_lib", "tokenize", "--spec", str(spec), "--where", where, check=False)
+    spec = project.store.spec_path(Path(targets["tokenize"]).stem)
+    where = '{"max_dropped_fraction": 0.0}'
+    late = project.run(
+        "python",
+        "-m",
+        "pipeline_lib",
+        "tokenize",
+        "--spec",
+        str(spec),
+        "--where",
+        where,
+        check=False,
+    )
     assert late.returncode == DataError.exit_code
     assert "made by a run with other limits" in late.stdout
     assert "tokenize.max_dropped_fraction" in late.stdout

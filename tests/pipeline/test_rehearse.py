@@ -1,4 +1,4 @@
-"""Two steps of the real run, through save, stop, resume, merge and load; and the run that continues from them."""
+"""Two steps of the real run, through save, stop, resume, merge and load; and its continuation."""
 
 import json
 import re
@@ -33,25 +33,48 @@ def events(project: Project, name: str) -> list[int]:
     return [event["step"] for event in map(json.loads, lines) if event["event"] == name]
 
 
-def test_it_trains_twice_merges_loads_and_says_what_the_run_would_cost(rehearsed: tuple[Project, str]) -> None:
+def test_it_trains_twice_merges_loads_and_says_what_the_run_would_cost(
+    rehearsed: tuple[Project, str],
+) -> None:
     project, output = rehearsed
     assert executed(output) == ["merge", "train", "train"]
     assert "small: train (rehearsal: to step 1, saved)" in output
-    assert re.search(r"^  resume, train to step 2 +[\d.]+ m?s +continued from step 1$", output, re.MULTILINE)
-    assert re.search(r"^  load with transformers +[\d.]+ m?s +\d+ tokens are answered with: \S", output, re.MULTILINE)
-    assert re.search(r"^  time of a step +predicted .+ \(.+ to .+\) +measured [\d.]+ m?s", output, re.MULTILINE)
+    assert re.search(
+        r"^  resume, train to step 2 +[\d.]+ m?s +continued from step 1$", output, re.MULTILINE
+    )
+    assert re.search(
+        r"^  load with transformers +[\d.]+ m?s +\d+ tokens are answered with: \S",
+        output,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^  time of a step +predicted .+ \(.+ to .+\) +measured [\d.]+ m?s", output, re.MULTILINE
+    )
     [steps] = re.findall(r"^  steps +(\d+)$", output, re.MULTILINE)
     plan = json.loads((project.sealed("plan") / "plan.json").read_text())
     assert int(steps) == plan["batch"]["steps"] > 2
-    assert re.search(r"^  CPU core-hours +[\d.]+ \([\d.]+ to [\d.]+\) on 1 CPU core$", output, re.MULTILINE)
-    assert re.search(r"^  disk for checkpoints +[\d.]+ MB for 3 of \d+ kB; .+ are free$", output, re.MULTILINE)
+    assert re.search(
+        r"^  CPU core-hours +[\d.]+ \([\d.]+ to [\d.]+\) on 1 CPU core$", output, re.MULTILINE
+    )
+    assert re.search(
+        r"^  disk for checkpoints +[\d.]+ MB for 3 of \d+ kB; .+ are free$", output, re.MULTILINE
+    )
 
 
 def test_only_checkpoints_stay_and_all_is_not_changed(project: Project) -> None:
     assert not list(project.store.root.glob("train/*"))
     assert not list(project.store.root.glob("merge/*"))
-    assert sorted(path.name for path in project.root.glob("runs/*/checkpoints/*")) == ["step-00000001", "step-00000002"]
-    assert executed(project.snakemake("-n").stdout) == ["evaluate", "evaluate", "merge", "report", "train"]
+    assert sorted(path.name for path in project.root.glob("runs/*/checkpoints/*")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+    assert executed(project.snakemake("-n").stdout) == [
+        "evaluate",
+        "evaluate",
+        "merge",
+        "report",
+        "train",
+    ]
     assert "has 10 stages" in project.run("python", "-m", "pipeline_lib", "check").stdout
 
 
@@ -67,7 +90,9 @@ def test_a_run_of_two_steps_is_not_rehearsed(project: Project) -> None:
     project.edit("epochs: 2", "epochs: 1")
     for _ in range(2):
         output = project.snakemake("rehearse").stdout
-        assert re.search(r"^nothing to rehearse: the whole run has (2 steps|1 step)$", output, re.MULTILINE)
+        assert re.search(
+            r"^nothing to rehearse: the whole run has (2 steps|1 step)$", output, re.MULTILINE
+        )
     assert executed(output) == [], "now that the plan knows"
     assert not list(project.store.root.glob("merge/*"))
 
@@ -77,7 +102,8 @@ def test_a_phase_that_fails_ends_it_and_the_same_command_continues(project: Proj
     proof = project.root / "pipeline_lib/export/proof.py"
     text = proof.read_text()
     assert "\nLOGIT_TOLERANCE = 1e-4" in text
-    proof.write_text(text.replace("\nLOGIT_TOLERANCE = 1e-4", "\nLOGIT_TOLERANCE = -1.0"))  # which nothing meets
+    # which nothing meets
+    proof.write_text(text.replace("\nLOGIT_TOLERANCE = 1e-4", "\nLOGIT_TOLERANCE = -1.0"))
     failed = project.snakemake("rehearse", check=False)
     proof.write_text(text)
     assert failed.returncode != 0

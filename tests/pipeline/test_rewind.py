@@ -1,4 +1,4 @@
-"""A training that is rewound continues from the named checkpoint, and makes the model of an undisturbed one."""
+"""A rewound training continues from the named checkpoint, and makes an undisturbed model."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,10 @@ def test_the_next_snakemake_continues_from_the_named_step(small: Project, tmp_pa
     project.run(*command, "3")
     assert "train" in executed(project.snakemake(project.target("merge")).stdout)
 
-    events = [json.loads(line) for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)
+        for line in (project.sealed("train") / "events.jsonl").read_text().splitlines()
+    ]
     assert [event["step"] for event in events if event["event"] == "run.resumed"] == [3]
     assert project.weights() == small.weights()
     finished = project.run(*command, "3", check=False)

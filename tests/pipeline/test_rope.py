@@ -1,4 +1,7 @@
-"""`model.rope` through real Snakemake: blocks beyond the model's positions are trained on, merged and evaluated."""
+"""`model.rope` through Snakemake: blocks beyond the model's positions are trained and merged.
+
+They are also evaluated.
+"""
 
 import json
 
@@ -46,8 +49,17 @@ def test_a_stretched_model_is_trained_merged_and_evaluated(project: Project) -> 
     assert base.config.rope_parameters == config["rope_parameters"]
     block, expected = load_probe(project.sealed("train"))
     loaded = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).train(False)
-    documents = [np.flatnonzero(block.documents == number) for number in np.unique(block.documents) if number >= 0]
+    documents = [
+        np.flatnonzero(block.documents == number)
+        for number in np.unique(block.documents)
+        if number >= 0
+    ]
     with torch.no_grad():
-        logits = torch.cat([loaded(torch.from_numpy(block.tokens[each]).long()[None]).logits[0] for each in documents])
+        logits = torch.cat(
+            [
+                loaded(torch.from_numpy(block.tokens[each]).long()[None]).logits[0]
+                for each in documents
+            ]
+        )
     places = torch.linspace(0, len(logits) - 1, len(expected), dtype=torch.float64).round().long()
     torch.testing.assert_close(logits[places], expected, rtol=1e-3, atol=1e-4)

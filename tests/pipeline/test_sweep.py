@@ -1,4 +1,7 @@
-"""Many experiments in one DAG: what they share is made once, a failure stops no other, and halving spares the worst."""
+"""Many experiments in one DAG: shared work is done once, a failure stops no other, halving too.
+
+Halving spares the worst.
+"""
 
 import json
 import re
@@ -14,7 +17,8 @@ from tests.pipeline.conftest import Project, executed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_processes")]
 
-SHARED = ["download", "download", "evaluate", "shard", "tokenize"]  # the evaluation is that of the base model
+# the evaluation is that of the base model
+SHARED = ["download", "download", "evaluate", "shard", "tokenize"]
 OWN = ["evaluate", "merge", "plan", "report", "train"]
 TOO_HIGH = "1.0e+30"  # no step of it is finite
 CAREFUL = ("train: {", "train: {validate_every_steps: 3, guards: {max_skips: 1}, ")
@@ -45,7 +49,9 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for part in parts for name, tensor in part.items()}
 
 
-def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(halved: tuple[Project, str]) -> None:
+def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(
+    halved: tuple[Project, str],
+) -> None:
     project, output = halved
     assert Counter(executed(output)) == Counter(
         {
@@ -65,11 +71,17 @@ def test_halving_trains_all_to_the_first_rung_and_only_the_best_to_the_end(halve
     assert stopped[2].endswith(" at step 12")
     assert float(best[2].split()[0]) < float(stopped[2].split()[0])
     assert failed[:2] == ["small-lr=1e30", "failed: train"]
-    assert "this training diverged and is out of the sweep, which goes on" in (project.root / failed[-1]).read_text()
+    assert (
+        "this training diverged and is out of the sweep, which goes on"
+        in (project.root / failed[-1]).read_text()
+    )
     assert output.rstrip().count("3 experiments: 1 done, 1 stopped, 1 failed") == 1
     assert not (project.root / "results" / "small-lr=0.001").exists()
     assert "compared: results/small/compare.html\n" in output
-    assert "<h1>small: 3 experiments" in (project.root / "results" / "small" / "compare.html").read_text()
+    assert (
+        "<h1>small: 3 experiments"
+        in (project.root / "results" / "small" / "compare.html").read_text()
+    )
 
 
 def test_each_survivor_continued_from_its_checkpoint_and_nothing_was_computed_twice(
@@ -81,7 +93,9 @@ def test_each_survivor_continued_from_its_checkpoint_and_nothing_was_computed_tw
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert [row["attempt"] for row in rows] == [1] * 6 + [2] * 6 + [3] * 18
-    assert [path.name for path in (dag.store.root / "train").iterdir() if path.is_dir()] == [trained.name]
+    assert [path.name for path in (dag.store.root / "train").iterdir() if path.is_dir()] == [
+        trained.name
+    ]
 
 
 def test_a_survivor_has_the_weights_of_the_experiment_run_alone(
@@ -130,9 +144,13 @@ def lines_of(output: str) -> list[list[str]]:
     return [re.split(r"  +", line) for line in lines]
 
 
-def test_without_halving_what_was_stopped_goes_on_and_a_failure_stops_no_other(swept: tuple[Project, str]) -> None:
+def test_without_halving_what_was_stopped_goes_on_and_a_failure_stops_no_other(
+    swept: tuple[Project, str],
+) -> None:
     project, output = swept
-    assert Counter(executed(output)) == Counter({"train": 2, "merge": 1, "evaluate": 1, "report": 1})
+    assert Counter(executed(output)) == Counter(
+        {"train": 2, "merge": 1, "evaluate": 1, "report": 1}
+    )
     assert "12/30" not in output  # continued after step 12
     assert "continuing from step-00000012" in output
     for name in ("small-lr=0.001", BEST):
@@ -140,7 +158,9 @@ def test_without_halving_what_was_stopped_goes_on_and_a_failure_stops_no_other(s
         assert (project.root / "results" / name / "model" / "config.json").exists()
 
 
-def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_failed(swept: tuple[Project, str]) -> None:
+def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_failed(
+    swept: tuple[Project, str],
+) -> None:
     project, output = swept
     head, best, second, failed = lines_of(output)
     assert head == ["experiment", "state", "final loss", "held-out loss", "log"]
@@ -150,7 +170,9 @@ def test_the_table_at_the_end_has_the_best_first_and_names_the_log_of_what_faile
     assert failed[:2] == ["small-lr=1e30", "failed: train"]
     assert "error:" in (project.root / failed[-1]).read_text()
     assert "3 experiments: 2 done, 1 failed" in output
-    assert f"error: 1 job failed\n- {failed[0]}: train (" in output[output.index("3 experiments: ") :]
+    assert (
+        f"error: 1 job failed\n- {failed[0]}: train (" in output[output.index("3 experiments: ") :]
+    )
 
 
 THREADS = """
@@ -184,7 +206,10 @@ def test_without_the_one_that_failed_nothing_is_left_to_do(swept: tuple[Project,
     table = project.run("python", "-m", "pipeline_lib", "summary").stdout
     project.config.write_text(before)
     assert "Nothing to be done" in output
-    assert [line[:2] for line in lines_of(table)[1:]] == [["small-lr=0.004", "done"], ["small-lr=0.001", "done"]]
+    assert [line[:2] for line in lines_of(table)[1:]] == [
+        ["small-lr=0.004", "done"],
+        ["small-lr=0.001", "done"],
+    ]
 
 
 def test_commands_know_the_experiments_of_a_sweep(swept: tuple[Project, str]) -> None:
@@ -193,15 +218,18 @@ def test_commands_know_the_experiments_of_a_sweep(swept: tuple[Project, str]) ->
     def command(*words: str, check: bool = True) -> str:
         return project.run("python", "-m", "pipeline_lib", *words, check=check).stdout
 
-    assert f"no problems; 3 experiments have {len(SHARED) + 3 * len(OWN)} stages" in command("check")
+    assert f"no problems; 3 experiments have {len(SHARED) + 3 * len(OWN)} stages" in command(
+        "check"
+    )
     assert "3 experiments: 2 done, 1 not done" in command("summary")
     assert "Experiment small-lr=0.004" in command("summary", "--experiment", "small-lr=0.004")
     assert "of the sweep, 'small-lr=" in command("publish")
     command("publish", "--experiment", "small-lr=0.004")
     resolved = project.root / "results" / "current" / "config.yaml"
     assert "experiment: small-lr=0.004\n" in resolved.read_text()
-    assert f"{resolved.relative_to(project.root)}: no problems; experiment 'small-lr=0.004'" in command(
-        "check", "results/current/config.yaml"
+    assert (
+        f"{resolved.relative_to(project.root)}: no problems; experiment 'small-lr=0.004'"
+        in command("check", "results/current/config.yaml")
     )
     assert "plan of small-lr=0.001" in (shown := command("plan"))
     assert "the first of 3 experiments" in shown
@@ -210,18 +238,29 @@ def test_commands_know_the_experiments_of_a_sweep(swept: tuple[Project, str]) ->
 def test_a_dry_run_of_twenty_shows_all_and_its_run_would_freeze_each(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = "sweep: {train.lr: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3], train.seed: [1, 2, 3, 4]}\n"
+    sweep = (
+        "sweep: {train.lr: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3], train.seed: [1, 2, 3, 4]}\n"
+    )
     project.config.write_text(project.config.read_text() + sweep)
     output = project.snakemake("-n").stdout
     assert executed(output) == sorted(SHARED + 20 * OWN)
-    assert "small-lr=0.001-seed=1: tokenize (1 source, up to 128 tokens a sample, shared with 19 more)" in output
+    assert (
+        "small-lr=0.001-seed=1: tokenize (1 source, up to 128 tokens a sample, shared with 19 more)"
+        in output
+    )
     compiled(project, monkeypatch).freeze()
-    frozen = [json.loads(path.read_text()) for path in (project.store.root / "experiments").glob("*.json")]
+    frozen = [
+        json.loads(path.read_text()) for path in (project.store.root / "experiments").glob("*.json")
+    ]
     assert sorted(one["config"]["experiment"] for one in frozen) == sorted(
         f"small-lr=0.00{lr}-seed={seed}" for lr in range(1, 6) for seed in range(1, 5)
     )
     assert all(len(one["parts"]) == len(SHARED) + len(OWN) for one in frozen)
     [listed] = (project.store.root / "sweeps").glob("*.json")
     names = json.loads(listed.read_text())["experiments"]
-    assert {Path(name).name for name in names} == {path.name for path in (project.store.root / "experiments").iterdir()}
-    assert "error" not in project.snakemake("--profile", "slurm", "-n").stdout.lower().replace("errors/", "")
+    assert {Path(name).name for name in names} == {
+        path.name for path in (project.store.root / "experiments").iterdir()
+    }
+    assert "error" not in project.snakemake("--profile", "slurm", "-n").stdout.lower().replace(
+        "errors/", ""
+    )

@@ -15,12 +15,16 @@ from tests.pipeline.conftest import DEADLINE_S, Project, executed
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs to be root, and util-linux"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("setpriv") is None,
+        reason="needs to be root, and util-linux",
+    ),
 ]
 GROUP = 64321
 FIRST, SECOND = 64322, 64323
 
-# In a mount namespace of its own, Python's installation stays reachable though it may lie in root's private folder.
+# In a mount namespace of its own, Python's installation stays reachable though it may lie in root's
+# private folder.
 AS_USER = """\
 set -e
 if [ "${PYTHON_BASE#/root/}" != "$PYTHON_BASE" ]; then
@@ -115,5 +119,9 @@ def test_the_second_user_goes_on_from_what_the_first_has_made(shared: Path) -> N
     assert "train" in executed(second.snakemake("train"))
     assert executed(first.snakemake("-n")) == []
 
-    private = [path for path in folder.rglob("*") if path.stat().st_gid != GROUP or not path.stat().st_mode & 0o020]
+    private = [
+        path
+        for path in folder.rglob("*")
+        if path.stat().st_gid != GROUP or not path.stat().st_mode & 0o020
+    ]
     assert private == []

@@ -1,4 +1,4 @@
-"""Of its inputs a stage refuses every file with another content that it reads, and the others mean nothing to it."""
+"""A stage refuses each input that it reads with other content; others mean nothing to it."""
 
 import os
 from collections.abc import Iterator
@@ -89,7 +89,9 @@ def other_content(paths: list[Path]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("part", READS)
-def test_a_stage_uses_no_byte_that_it_did_not_check(done: tuple[Experiment, Store], tmp_path: Path, part: str) -> None:
+def test_a_stage_uses_no_byte_that_it_did_not_check(
+    done: tuple[Experiment, Store], tmp_path: Path, part: str
+) -> None:
     experiment, store = done
     spec, function = experiment.specs[part], function_of(part, experiment, store)
     files = [
@@ -98,7 +100,11 @@ def test_a_stage_uses_no_byte_that_it_did_not_check(done: tuple[Experiment, Stor
         for file, entry in read_manifest(store.sealed(ref)).files.items()
         if entry.bytes
     ]
-    read = [path for name, file, path in files if any(fnmatchcase(file, one) for one in READS[part].get(name, ()))]
+    read = [
+        path
+        for name, file, path in files
+        if any(fnmatchcase(file, one) for one in READS[part].get(name, ()))
+    ]
     left = [path for _, _, path in files if path not in read]
 
     def run() -> Path:
@@ -111,7 +117,10 @@ def test_a_stage_uses_no_byte_that_it_did_not_check(done: tuple[Experiment, Stor
 
     assert read
     for path in read:
-        with other_content([path]), pytest.raises(IntegrityError, match="content differs") as raised:
+        with (
+            other_content([path]),
+            pytest.raises(IntegrityError, match="content differs") as raised,
+        ):
             run()
         assert str(path) in str(raised.value)
     if left:

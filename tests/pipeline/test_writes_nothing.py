@@ -29,7 +29,7 @@ SWEEP = "sweep: {train.lr: [1.0e-3, 2.0e-3], halving: {first_step: 4}}\n"
 
 
 def listing(root: Path) -> dict[str, tuple[int, int, str]]:
-    """Mode, time and content of all that is in the folder, without what Snakemake itself keeps there."""
+    """Mode, time and content of all in the folder, without what Snakemake keeps there."""
     found = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root)
@@ -61,13 +61,21 @@ def test_what_only_looks_writes_nothing_into_an_empty_clone(project: Project) ->
 
 
 @pytest.mark.slow
-def test_what_only_looks_changes_nothing_of_a_finished_run_and_hides_no_model(small: Project, tmp_path: Path) -> None:
+def test_what_only_looks_changes_nothing_of_a_finished_run_and_hides_no_model(
+    small: Project, tmp_path: Path
+) -> None:
     project = small.copy_to(tmp_path / "project")
     finished = project.experiment()
     project.edit("lr: 4.0e-3", "lr: 2.0e-3")
     for command in LOOKING:
         assert traces(project, *command) == set(), command
-    assert executed(project.snakemake("-n").stdout) == ["evaluate", "merge", "plan", "report", "train"]
+    assert executed(project.snakemake("-n").stdout) == [
+        "evaluate",
+        "merge",
+        "plan",
+        "report",
+        "train",
+    ]
     question = "What is os.getcwd?"
     (project.root / "question.txt").write_text(question)
     for is_newer_begun in (False, True):
@@ -78,9 +86,13 @@ def test_what_only_looks_changes_nothing_of_a_finished_run_and_hides_no_model(sm
         assert ("its newest config" in summary.stdout) == is_newer_begun
         status = project.run(*LIBRARY, "status", "small").stdout
         assert ("an earlier config is done" in status) == is_newer_begun
-        told = project.run("/bin/bash", "-c", f"{' '.join(LIBRARY)} chat small --max-new-tokens 2 < question.txt")
+        told = project.run(
+            "/bin/bash", "-c", f"{' '.join(LIBRARY)} chat small --max-new-tokens 2 < question.txt"
+        )
         assert ("its newest config" in told.stdout) == is_newer_begun
-    kept = project.run(*LIBRARY, "store", "gc", "--keep-experiments", "small", "--newest", "--ignore-queue")
+    kept = project.run(
+        *LIBRARY, "store", "gc", "--keep-experiments", "small", "--newest", "--ignore-queue"
+    )
     assert "2 experiments kept" in kept.stdout
     assert project.store.is_sealed(finished.ref("merge"))
 
@@ -92,8 +104,10 @@ def freeze(project: Project) -> None:
         Dag.compile([], {}, project.store).freeze()
 
 
-def test_a_dry_run_knows_what_was_deleted_and_leaves_the_pointers(small: Project, tmp_path: Path) -> None:
-    """Also where the directory of a stage in the middle is gone, and that of the plan, which nothing needs."""
+def test_a_dry_run_knows_what_was_deleted_and_leaves_the_pointers(
+    small: Project, tmp_path: Path
+) -> None:
+    """Also with the directory of a middle stage gone, and that of the plan, which none needs."""
     project = small.copy_to(tmp_path / "project")
     for part in ("merge", "plan"):
         for path in project.sealed(part).rglob("*"):

@@ -1,7 +1,13 @@
 """Machines and models that tests of the plan share."""
 
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.core.units import GIB, from_gbit_per_s, from_gbyte_per_s, from_gigabytes, from_teraflops
+from pipeline_lib.core.units import (
+    GIB,
+    from_gbit_per_s,
+    from_gbyte_per_s,
+    from_gigabytes,
+    from_teraflops,
+)
 from pipeline_lib.plan.machine import Machine, Rate
 from pipeline_lib.plan.workload import Workload
 
@@ -10,7 +16,17 @@ QWEN3_17B = Geometry(151936, 2048, 6144, 28, 16, 8, 128, True, 40960)
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
 # Qwen2-1.5B: config.json of the checkpoint.
 QWEN2_15B = Geometry(
-    151936, 1536, 8960, 28, 12, 2, 128, True, 131072, biased=("q_proj", "k_proj", "v_proj"), normed_heads=False
+    151936,
+    1536,
+    8960,
+    28,
+    12,
+    2,
+    128,
+    True,
+    131072,
+    biased=("q_proj", "k_proj", "v_proj"),
+    normed_heads=False,
 )
 
 
@@ -60,7 +76,13 @@ def machine(
 def a10s(nodes: int, between_gbit_s: float = 9.0) -> Machine:
     """Nodes of two A10s without P2P: 125 TFLOP/s at best, 600 GB/s, 24 GB (data sheet)."""
     return machine(
-        nodes, 2, between_gbit_s, memory_gib=22.5, half_teraflops=70, stream_gbyte_s=500, in_node_gbyte_s=4.3
+        nodes,
+        2,
+        between_gbit_s,
+        memory_gib=22.5,
+        half_teraflops=70,
+        stream_gbyte_s=500,
+        in_node_gbyte_s=4.3,
     )
 
 

@@ -1,4 +1,7 @@
-"""What a layer keeps, against what autograd saves for transformers' real layers, eager and compiled."""
+"""What a layer keeps, against what autograd saves for real layers, eager and compiled.
+
+The layers are transformers'.
+"""
 
 import contextlib
 import gc
@@ -49,12 +52,27 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "head_dim": 32,
+}
 DELTA: dict[str, Any] = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 20,
+    },
     "layer_types": ["linear_attention", "full_attention"],
 }
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]}
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 1.0,
+    "mrope_section": [6, 5, 5],
+}
 CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
@@ -65,7 +83,9 @@ CONFIGS: dict[str, Any] = {
         rope_parameters=ROPE,
         shared_expert_intermediate_size=56,
     ),
-    "qwen3_5_text": Qwen3_5TextConfig(**{**SIZES, "num_hidden_layers": 2}, **DELTA, head_dim=32, rope_parameters=ROPE),
+    "qwen3_5_text": Qwen3_5TextConfig(
+        **{**SIZES, "num_hidden_layers": 2}, **DELTA, head_dim=32, rope_parameters=ROPE
+    ),
 }
 LAYERS: dict[str, Any] = {
     "qwen2": Qwen2DecoderLayer,
@@ -118,7 +138,13 @@ kernel.register_autograd(_backward, setup_context=_setup)
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, part: Part | None = None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    part: Part | None = None,
+    **kwargs: Any,
 ) -> Any:
     """As model/attention.py calls the kernel."""
     query, key, value = (tensor.to(value.dtype) for tensor in (query, key, value))
@@ -135,11 +161,15 @@ experts.register()
 
 
 def layer_of(kind: str, train: Train, number: int = 0) -> tuple[nn.Module, Any]:
-    """The layer with that number in the dtypes that the strategy of `train` gives it, and its config."""
+    """The layer of that number in the dtypes that `train`'s strategy gives it, and its config."""
     config: Any = CONFIGS[kind]
     config._attn_implementation = "memory_test"
     by_autocast = train.strategy == "ddp" and train.precision == "bf16"
-    base = torch.float32 if train.precision == "fp32" or (by_autocast and train.method == "full") else torch.bfloat16
+    base = (
+        torch.float32
+        if train.precision == "fp32" or (by_autocast and train.method == "full")
+        else torch.bfloat16
+    )
     config._experts_implementation = GROUPED
     layer: nn.Module = LAYERS[kind](config, number).to(base)
     delta.install(layer)
@@ -147,7 +177,9 @@ def layer_of(kind: str, train: Train, number: int = 0) -> tuple[nn.Module, Any]:
         of_layer = [*LINEARS[:4], *OF_DELTA] if kind.endswith("moe_text") else [*LINEARS, *OF_DELTA]
         every = train.lora.targets == "all-linear"
         names: list[str] = of_layer if every else [str(name) for name in train.lora.targets]
-        config_of_adapters = LoraConfig(r=RANK, target_modules=names, lora_dropout=train.lora.dropout)
+        config_of_adapters = LoraConfig(
+            r=RANK, target_modules=names, lora_dropout=train.lora.dropout
+        )
         layer = inject_adapter_in_model(config_of_adapters, layer)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_("lora_" in name)
@@ -163,7 +195,7 @@ def _store() -> Any:
 
 
 def shared_with(ranks: int) -> dict[str, Part]:
-    """The argument of a layer of a rank that shares blocks: it exchanges with itself, which keeps as much."""
+    """The argument of a layer of a rank sharing blocks: its own exchange keeps as much."""
     if ranks == 1:
         return {}
     if not dist.is_initialized():
@@ -174,7 +206,9 @@ def shared_with(ranks: int) -> dict[str, Part]:
 
 
 def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geometry]:
-    """Bytes a token that autograd keeps in that layer, without weights, their casts, and angles that layers share.
+    """Bytes a token that autograd keeps in that layer, but not weights, their casts and angles.
+
+    The angles are those that layers share.
 
     Compiled layers are cut in two as torch.compile does it, and run without its kernels.
     """
@@ -182,7 +216,9 @@ def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geomet
     with pytest.MonkeyPatch.context() as patch:
         compile_without_kernels(patch)
         prepare_layers(Model(layer), train)
-    stream = next(parameter for name, parameter in layer.named_parameters() if "lora_" not in name).dtype
+    stream = next(
+        parameter for name, parameter in layer.named_parameters() if "lora_" not in name
+    ).dtype
     hidden = torch.randn(1, TOKENS, HIDDEN, dtype=stream, requires_grad=True)
     angles = Qwen3RotaryEmbedding(config)(hidden, torch.arange(TOKENS)[None])
     shapes = {tuple(parameter.shape) for parameter in layer.parameters()}
@@ -202,8 +238,18 @@ def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geomet
     if train.strategy == "ddp" and train.precision == "bf16":
         cast = torch.autocast("cpu", torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
-        ends = {"cu_seq_lens_q": torch.tensor([0, TOKENS // 3, TOKENS])} if kind.startswith("qwen3_5") else {}
-        layer(hidden, position_embeddings=angles, attention_mask=None, **ends, **shared_with(train.ranks_per_block))
+        ends = (
+            {"cu_seq_lens_q": torch.tensor([0, TOKENS // 3, TOKENS])}
+            if kind.startswith("qwen3_5")
+            else {}
+        )
+        layer(
+            hidden,
+            position_embeddings=angles,
+            attention_mask=None,
+            **ends,
+            **shared_with(train.ranks_per_block),
+        )
     assert not train.compile or not torch._dynamo.utils.counters["graph_break"]
     return sum(kept.values()) / TOKENS, geometry_in({**config.to_dict(), "model_type": kind})
 
@@ -218,8 +264,16 @@ WAYS = [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp32")]
     + [("qwen2", "fsdp", "bf16", True)],
 )
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_it_is_what_autograd_saves(kind: str, strategy: Any, precision: Any, compiled: bool, method: Any) -> None:
-    train = Train(strategy=strategy, precision=precision, method=method, compile=compiled, lora=Lora(rank=RANK))
+def test_it_is_what_autograd_saves(
+    kind: str, strategy: Any, precision: Any, compiled: bool, method: Any
+) -> None:
+    train = Train(
+        strategy=strategy,
+        precision=precision,
+        method=method,
+        compile=compiled,
+        lora=Lora(rank=RANK),
+    )
     saved, geometry = saved_bytes(kind, train)
     near = {"rel": 0.03} if compiled else {"abs": 3}
     assert kept_per_token(geometry, train, LayerKind(), "none") == pytest.approx(saved, **near)
@@ -237,13 +291,21 @@ COMPILED_OF_HYBRID = [
 ]
 
 
-@pytest.mark.parametrize(("way", "method", "is_recurrent", "compiled"), EAGER_OF_HYBRID + COMPILED_OF_HYBRID)
+@pytest.mark.parametrize(
+    ("way", "method", "is_recurrent", "compiled"), EAGER_OF_HYBRID + COMPILED_OF_HYBRID
+)
 def test_it_is_what_both_kinds_of_layers_of_a_hybrid_save(
     way: tuple[Any, Any], method: Any, is_recurrent: bool, compiled: bool
 ) -> None:
     """Without the inverses that kernels keep beside, of which there are none on CPUs."""
     strategy, precision = way
-    train = Train(strategy=strategy, precision=precision, method=method, compile=compiled, lora=Lora(rank=RANK))
+    train = Train(
+        strategy=strategy,
+        precision=precision,
+        method=method,
+        compile=compiled,
+        lora=Lora(rank=RANK),
+    )
     saved, geometry = saved_bytes("qwen3_5_text", train, 0 if is_recurrent else 1)
     kept = kept_per_token(geometry, train, LayerKind(is_recurrent), "none")
     if is_recurrent:
@@ -253,9 +315,15 @@ def test_it_is_what_both_kinds_of_layers_of_a_hybrid_save(
 
 @pytest.mark.parametrize(
     ("method", "compiled", "is_recurrent"),
-    [*product(("full", "lora"), (False,), (True, False)), ("full", True, True), ("lora", True, False)],
+    [
+        *product(("full", "lora"), (False,), (True, False)),
+        ("full", True, True),
+        ("lora", True, False),
+    ],
 )
-def test_it_is_what_layers_of_a_hybrid_with_experts_save(method: Any, compiled: bool, is_recurrent: bool) -> None:
+def test_it_is_what_layers_of_a_hybrid_with_experts_save(
+    method: Any, compiled: bool, is_recurrent: bool
+) -> None:
     """Among the experts a shared one."""
     train = Train(strategy="fsdp", method=method, compile=compiled, lora=Lora(rank=RANK))
     saved, geometry = saved_bytes("qwen3_5_moe_text", train, 0 if is_recurrent else 1)
@@ -279,11 +347,21 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("ranks", "method", "compiled"),
-    [(2, "full", False), (4, "full", False), (4, "lora", False), (2, "full", True), (4, "lora", True)],
+    [
+        (2, "full", False),
+        (4, "full", False),
+        (4, "lora", False),
+        (2, "full", True),
+        (4, "lora", True),
+    ],
 )
-def test_it_is_what_a_rank_saves_that_shares_blocks(alone: None, ranks: int, method: Any, compiled: bool) -> None:
+def test_it_is_what_a_rank_saves_that_shares_blocks(
+    alone: None, ranks: int, method: Any, compiled: bool
+) -> None:
     """Four ranks are more than there are heads of keys."""
-    train = Train(strategy="fsdp", method=method, compile=compiled, context_ranks=ranks, lora=Lora(rank=RANK))
+    train = Train(
+        strategy="fsdp", method=method, compile=compiled, context_ranks=ranks, lora=Lora(rank=RANK)
+    )
     saved, geometry = saved_bytes("qwen3", train)
     assert kept_per_token(geometry, train, LayerKind(), "none") == pytest.approx(saved, rel=0.03)
 
@@ -294,13 +372,22 @@ def test_it_is_what_a_rank_saves_that_shares_blocks(alone: None, ranks: int, met
     + [("lora", "none", False), ("lora", "none", True)],
 )
 def test_it_is_what_a_layer_with_experts_saves(
-    monkeypatch: pytest.MonkeyPatch, method: Any, recompute: Literal["none", "selective"], compiled: bool
+    monkeypatch: pytest.MonkeyPatch,
+    method: Any,
+    recompute: Literal["none", "selective"],
+    compiled: bool,
 ) -> None:
     """Under fsdp: the casts that ddp makes of experts cannot be told from what is kept."""
-    monkeypatch.setattr(recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"})
-    train = Train(strategy="fsdp", method=method, compile=compiled, recompute=recompute, lora=Lora(rank=RANK))
+    monkeypatch.setattr(
+        recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"}
+    )
+    train = Train(
+        strategy="fsdp", method=method, compile=compiled, recompute=recompute, lora=Lora(rank=RANK)
+    )
     saved, geometry = saved_bytes("qwen3_moe", train)
-    assert kept_per_token(geometry, train, LayerKind(has_experts=True), recompute) == pytest.approx(saved, rel=0.03)
+    assert kept_per_token(geometry, train, LayerKind(has_experts=True), recompute) == pytest.approx(
+        saved, rel=0.03
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,14 +400,22 @@ def test_it_is_what_a_layer_with_experts_saves(
 )
 def test_adapters_keep_what_they_need(lora: dict[str, Any], compiled: bool) -> None:
     """The inputs of the modules that have them; with dropout each what is left of it, by itself."""
-    way = {"strategy": "fsdp", "method": "lora", "compile": compiled, "lora": {"rank": RANK, **lora}}
+    way = {
+        "strategy": "fsdp",
+        "method": "lora",
+        "compile": compiled,
+        "lora": {"rank": RANK, **lora},
+    }
     train = Train.model_validate(way)
     saved, geometry = saved_bytes("qwen3", train)
-    assert kept_per_token(geometry, train, LayerKind(), "none") == pytest.approx(saved, rel=0.03 if compiled else 0.001)
+    assert kept_per_token(geometry, train, LayerKind(), "none") == pytest.approx(
+        saved, rel=0.03 if compiled else 0.001
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled", "copies"), [("8B", False, 26.3), ("4B", False, 33.3), ("8B", True, 16.8), ("4B", True, 21.4)]
+    ("name", "compiled", "copies"),
+    [("8B", False, 26.3), ("4B", False, 33.3), ("8B", True, 16.8), ("4B", True, 21.4)],
 )
 def test_copies_of_the_hidden_state(name: str, compiled: bool, copies: float) -> None:
     sizes = {"8B": (4096, 12288, 36), "4B": (2560, 9728, 36)}[name]
@@ -331,30 +426,47 @@ def test_copies_of_the_hidden_state(name: str, compiled: bool, copies: float) ->
 
 @pytest.mark.parametrize(
     ("strategy", "method", "compiled"),
-    [*product(("ddp", "fsdp"), ("full", "lora"), (False,)), ("ddp", "full", True), ("fsdp", "lora", True)],
+    [
+        *product(("ddp", "fsdp"), ("full", "lora"), (False,)),
+        ("ddp", "full", True),
+        ("fsdp", "lora", True),
+    ],
 )
 def test_in_chunks_the_halves_keep_what_they_need(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, compiled: bool
 ) -> None:
-    """The first half with its result, for all tokens; the second half for one chunk, whose input is a view of that."""
+    """The first half, for all tokens; the second for one chunk, whose input is a view of it.
+
+    The first half comes with its result.
+    """
     chunk = TOKENS // 4
     kept: dict[int, Tensor] = {}
     monkeypatch.setattr("pipeline_lib.arch.layers.FED_AT_ONCE", chunk)
-    monkeypatch.setattr(build, "fully_recomputed", lambda forward, *_: forward)  # which would keep the input alone
+    # which would keep the input alone
+    monkeypatch.setattr(build, "fully_recomputed", lambda forward, *_: forward)
 
     def pack(tensor: Tensor) -> Tensor:
         if chunk in tensor.shape and tensor.untyped_storage().nbytes() != stream_bytes * TOKENS:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    monkeypatch.setattr(chunks, "_keeping_for_itself", lambda: saved_tensors_hooks(pack, lambda tensor: tensor))
-    way = {"strategy": strategy, "method": method, "compile": compiled, "recompute": "full", "lora": {"rank": RANK}}
+    monkeypatch.setattr(
+        chunks, "_keeping_for_itself", lambda: saved_tensors_hooks(pack, lambda tensor: tensor)
+    )
+    way = {
+        "strategy": strategy,
+        "method": method,
+        "compile": compiled,
+        "recompute": "full",
+        "lora": {"rank": RANK},
+    }
     train = Train.model_validate(way)
     stream_bytes = Arithmetic.of(train).stream_bytes(train) * HIDDEN
     near = {"rel": 0.03} if compiled else {"abs": 4}
     saved, geometry = saved_bytes("qwen3", train)
     assert before_chunks(geometry, train, LayerKind()) == pytest.approx(saved, **near)
-    of_chunks = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / TOKENS  # all are alive
+    # all are alive
+    of_chunks = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / TOKENS
     view = stream_bytes if stream_bytes == FP32_BYTES * HIDDEN and not compiled else 0
     assert fed_per_token(geometry, train, False) - view == pytest.approx(of_chunks, abs=1)
 
@@ -372,10 +484,16 @@ class Model(nn.Module):
 def test_a_compiled_layer_keeps_products_and_attention_where_it_is_to_be_selective(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any
 ) -> None:
-    monkeypatch.setattr(recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"})
-    train = Train(strategy=strategy, method=method, recompute="selective", compile=True, lora=Lora(rank=RANK))
+    monkeypatch.setattr(
+        recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"}
+    )
+    train = Train(
+        strategy=strategy, method=method, recompute="selective", compile=True, lora=Lora(rank=RANK)
+    )
     saved, geometry = saved_bytes("qwen3", train)
-    assert kept_per_token(geometry, train, LayerKind(), "selective") == pytest.approx(saved, rel=0.03)
+    assert kept_per_token(geometry, train, LayerKind(), "selective") == pytest.approx(
+        saved, rel=0.03
+    )
 
 
 @pytest.mark.slow
@@ -383,10 +501,15 @@ def test_a_compiled_layer_keeps_products_and_attention_where_it_is_to_be_selecti
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_what_is_computed_again_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch, strategy: Any, method: Any, recompute: Literal["selective", "full"]
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Any,
+    method: Any,
+    recompute: Literal["selective", "full"],
 ) -> None:
-    """Every tensor that is alive after the forward pass, but for weights, their casts and the result."""
-    monkeypatch.setattr(recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"})
+    """Each tensor alive after the forward pass, except weights, their casts and the result."""
+    monkeypatch.setattr(
+        recompute_module, "_KEPT", recompute_module._KEPT | {"memory_test::_varlen_attn"}
+    )
     train = Train(strategy=strategy, method=method, recompute=recompute, lora=Lora(rank=RANK))
     layer, config = layer_of("qwen3", train)
     prepare_layers(Model(layer), train)
@@ -395,7 +518,9 @@ def test_what_is_computed_again_is_not_kept(
     angles = Qwen3RotaryEmbedding(config)(hidden, torch.arange(TOKENS)[None])
     gc.collect()
     gc.freeze()  # of all that there is now, the collector says nothing below
-    cast: Any = torch.autocast("cpu", torch.bfloat16) if strategy == "ddp" else contextlib.nullcontext()
+    cast: Any = (
+        torch.autocast("cpu", torch.bfloat16) if strategy == "ddp" else contextlib.nullcontext()
+    )
     with cast:
         result = layer(hidden, position_embeddings=angles, attention_mask=None)
     gc.collect()

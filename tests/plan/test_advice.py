@@ -15,7 +15,9 @@ from pipeline_lib.plan.words import Change, advice
 Sections = dict[str, dict[str, Any]]
 
 
-def config_of(name: str, block_tokens: int, cluster: dict[str, Any], train: dict[str, Any]) -> Sections:
+def config_of(
+    name: str, block_tokens: int, cluster: dict[str, Any], train: dict[str, Any]
+) -> Sections:
     return {
         "model": {"source": "huggingface", "name": name},
         "tokenize": {"max_tokens": block_tokens},
@@ -27,7 +29,9 @@ def config_of(name: str, block_tokens: int, cluster: dict[str, Any], train: dict
 
 def planned(sections: Sections) -> Answer:
     whole = {"experiment": "advised", "data": {"train": [{"source": "pydoc"}]}, **sections}
-    return answer(question_of(Config.model_validate_json(json.dumps(whole)), Store(Path("/nowhere"))))
+    return answer(
+        question_of(Config.model_validate_json(json.dumps(whole)), Store(Path("/nowhere")))
+    )
 
 
 def step_s(found: Answer) -> float:
@@ -49,9 +53,9 @@ def applied(sections: Sections, what: str) -> Sections:
     elif what == "cluster.nodes: 1":
         cluster["nodes"] = 1
     elif what == "train.strategy: auto, with no other placement key set":
-        train = {key: train[key] for key in ("global_batch_tokens", "method", "lora") if key in train} | {
-            "strategy": "auto"
-        }
+        train = {
+            key: train[key] for key in ("global_batch_tokens", "method", "lora") if key in train
+        } | {"strategy": "auto"}
     elif what.endswith(" left out"):
         for key in what.removesuffix(" left out").split(" and "):
             del train[key.removeprefix("train.")]
@@ -72,24 +76,50 @@ CASES: dict[str, Sections] = {
         {"strategy": "zero3", "micro_batch_blocks": 2, "global_batch_tokens": 8192},
     ),
     "hsdp within half a node": config_of(
-        *("Qwen/Qwen3-14B", 4096, {"nodes": 4, "gpus_per_node": 8, "gpu": "a100 80gb", "internode_gbit_s": 25}),
+        *(
+            "Qwen/Qwen3-14B",
+            4096,
+            {"nodes": 4, "gpus_per_node": 8, "gpu": "a100 80gb", "internode_gbit_s": 25},
+        ),
         {"strategy": "hsdp", "shard_ranks": 4, "global_batch_tokens": 262144},
     ),
     "ddp on a slow network": config_of(
-        *("Qwen/Qwen3-1.7B", 2048, {"nodes": 3, "gpus_per_node": 1, "gpu": "a10", "internode_gbit_s": 1}),
+        *(
+            "Qwen/Qwen3-1.7B",
+            2048,
+            {"nodes": 3, "gpus_per_node": 1, "gpu": "a10", "internode_gbit_s": 1},
+        ),
         {"strategy": "ddp", "method": "lora", "global_batch_tokens": 24576},
     ),
     "auto beside other keys": config_of(
-        *("Qwen/Qwen3-1.7B", 2048, {"nodes": 3, "gpus_per_node": 1, "gpu": "a10", "internode_gbit_s": 1}),
-        {"strategy": "auto", "method": "lora", "micro_batch_blocks": 1, "global_batch_tokens": 24576},
+        *(
+            "Qwen/Qwen3-1.7B",
+            2048,
+            {"nodes": 3, "gpus_per_node": 1, "gpu": "a10", "internode_gbit_s": 1},
+        ),
+        {
+            "strategy": "auto",
+            "method": "lora",
+            "micro_batch_blocks": 1,
+            "global_batch_tokens": 24576,
+        },
     ),
     "full weights over a slow network": config_of(
-        *("Qwen/Qwen3-1.7B", 2048, {"nodes": 2, "gpus_per_node": 1, "gpu": "h100", "internode_gbit_s": 4}),
+        *(
+            "Qwen/Qwen3-1.7B",
+            2048,
+            {"nodes": 2, "gpus_per_node": 1, "gpu": "h100", "internode_gbit_s": 4},
+        ),
         {"strategy": "ddp", "global_batch_tokens": 32768},
     ),
     "dropout": config_of(
         *("Qwen/Qwen3-8B", 4096, {"gpus_per_node": 2, "gpu": "h200"}),
-        {"strategy": "ddp", "method": "lora", "lora": {"dropout": 0.05}, "global_batch_tokens": 65536}
+        {
+            "strategy": "ddp",
+            "method": "lora",
+            "lora": {"dropout": 0.05},
+            "global_batch_tokens": 65536,
+        }
         | {"micro_batch_blocks": 2},
     ),
 }
@@ -115,7 +145,9 @@ def test_each_change_alone_gives_the_gain_that_is_said(case: str) -> None:
         ("full weights over a slow network", "train.gradient_compression: powersgd"),
     ],
 )
-def test_the_mildest_approximation_that_helps_is_offered_with_what_it_changes(case: str, key: str) -> None:
+def test_the_mildest_approximation_that_helps_is_offered_with_what_it_changes(
+    case: str, key: str
+) -> None:
     [found] = [change for change in changes_of(planned(CASES[case])) if change.what == key]
     assert "another training: ranks exchange" in found.sentence
 
@@ -125,6 +157,8 @@ def test_where_the_strategy_is_auto_already_the_keys_to_leave_out_are_named() ->
     sections = CASES["auto beside other keys"]
     [first, *_] = changes_of(planned(sections))
     assert first.what == "train.micro_batch_blocks left out"
-    assert first.sentence.startswith("without train.micro_batch_blocks the plan would choose ddp, micro-batch 4 x ")
+    assert first.sentence.startswith(
+        "without train.micro_batch_blocks the plan would choose ddp, micro-batch 4 x "
+    )
     free = applied(sections, first.what)
     assert not any("left out" in change.what for change in changes_of(planned(free)))

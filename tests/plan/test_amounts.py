@@ -1,4 +1,4 @@
-"""What is expected of the blocks by the first rows of the files, beside what packing makes of them."""
+"""What is expected of blocks by the first rows of files, beside what packing makes of them."""
 
 import gzip
 import json
@@ -39,8 +39,14 @@ def alone() -> list[dict[str, Any]]:
 
 
 def several() -> list[dict[str, Any]]:
-    """Conversations of four answers; the model's template thinks in the last only, so each is a sample of its own."""
-    turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs()]
+    """Conversations of four answers; the template thinks in the last only, so each is a sample.
+
+    It is a sample of its own.
+    """
+    turns = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, said in pairs()
+    ]
     return [{"messages": sum(turns[at : at + 4], [])} for at in range(0, len(turns), 4)]
 
 
@@ -49,12 +55,16 @@ def texts() -> list[dict[str, Any]]:
     return [{"text": "\n".join(said[at : at + 8])} for at in range(0, len(said), 8)]
 
 
-def config_of(folder: Path, rows: Iterable[dict[str, Any]], tokenize: str, train: str = "{}") -> Path:
+def config_of(
+    folder: Path, rows: Iterable[dict[str, Any]], tokenize: str, train: str = "{}"
+) -> Path:
     data, path = folder / "rows.jsonl", folder / "my.yaml"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path.write_text(
-        f"experiment: my\nmodel: {{source: tiny}}\ndata: {{train: [{{source: file, path: {data}}}]}}\n"
-        f"tokenize: {tokenize}\nshard: {{block_tokens: 1024}}\ncluster: {{cpu_ranks: 1}}\ntrain: {train}\n"
+        f"experiment: my\nmodel: {{source: tiny}}\ndata: {{train: [{{source: file, path: "
+        f"{data}}}]}}\n"
+        f"tokenize: {tokenize}\nshard: {{block_tokens: 1024}}\ncluster: {{cpu_ranks: 1}}\ntrain: "
+        f"{train}\n"
     )
     return path
 
@@ -73,7 +83,9 @@ def expected(config: Config, store: Store) -> Workload:
     ],
     ids=["single turns", "several turns", "several turns, split", "texts, split"],
 )
-def test_it_is_near_what_packing_makes(tmp_path: Path, rows: Callable[[], list[dict[str, Any]]], tokenize: str) -> None:
+def test_it_is_near_what_packing_makes(
+    tmp_path: Path, rows: Callable[[], list[dict[str, Any]]], tokenize: str
+) -> None:
     """The tokens are Qwen3's: the demo's own vocabulary knows these texts."""
     if not QWEN.is_dir():
         pytest.skip(f"{QWEN} is not there")
@@ -108,7 +120,9 @@ def test_only_what_is_trained_on_is_counted(tmp_path: Path) -> None:
 
 def test_only_the_last_answers_count_where_no_others_are_trained_on(tmp_path: Path) -> None:
     rows = several()
-    path = config_of(tmp_path, rows, "{max_tokens: 1024, over_long: truncate, train_on: last_assistant}")
+    path = config_of(
+        tmp_path, rows, "{max_tokens: 1024, over_long: truncate, train_on: last_assistant}"
+    )
     found = amounts_of(load_config(path), None)
     assert found is not None
     assert found[1].samples == pytest.approx(0.95 * len(rows))
@@ -116,23 +130,33 @@ def test_only_the_last_answers_count_where_no_others_are_trained_on(tmp_path: Pa
 
 
 def test_the_plan_before_packing_takes_as_many_blocks_as_hold_the_samples(tmp_path: Path) -> None:
-    path, store = config_of(tmp_path, alone(), "{max_tokens: 1024}", "{global_batch_samples: 64}"), Store(tmp_path)
+    path = config_of(tmp_path, alone(), "{max_tokens: 1024}", "{global_batch_samples: 64}")
+    store = Store(tmp_path)
     config = load_config(path)
     question = question_of(config, store)
     each = question.workload.samples_per_block
     assert each > 2 * Workload.assumed(config).samples_per_block
     assert question.batch(config.train).global_batch_blocks == round(64 / each)
-    [said] = [text for text in answer(question).content["summary"]["assumed"] if "supervised" in text]
-    assert said.startswith(f"by the first rows, documents of {question.workload.document_tokens:,.0f} tokens, ")
+    [said] = [
+        text for text in answer(question).content["summary"]["assumed"] if "supervised" in text
+    ]
+    assert said.startswith(
+        f"by the first rows, documents of {question.workload.document_tokens:,.0f} tokens, "
+    )
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer, **more},
+    ]
     return {"messages": turns}
 
 
 def of(folder: Path, rows: list[dict[str, Any]], tokenize: str) -> tuple[Amount, Amount, Amount]:
-    fewest, expected, most = amounts_of(load_config(config_of(folder, rows, tokenize)), None) or [Amount()] * 3
+    fewest, expected, most = (
+        amounts_of(load_config(config_of(folder, rows, tokenize)), None) or [Amount()] * 3
+    )
     return fewest, expected, most
 
 
@@ -154,19 +178,29 @@ def test_what_is_cut_or_split_is_never_less_than_with_fewer_tokens(tmp_path: Pat
 def test_thinking_counts_as_it_is_trained_on(tmp_path: Path) -> None:
     rows = [chat("Why?", "So it is. " * 10, reasoning_content="Let me think. " * 100)] * 100
     keep, mask, strip = (
-        of(tmp_path, rows, f"{{max_tokens: 1024, thinking: {each}}}")[1] for each in ("keep", "mask", "strip")
+        of(tmp_path, rows, f"{{max_tokens: 1024, thinking: {each}}}")[1]
+        for each in ("keep", "mask", "strip")
     )
     assert keep.tokens == mask.tokens > 5 * strip.tokens
     assert keep.supervised > 5 * mask.supervised
     assert mask.supervised == strip.supervised
 
 
-def test_a_system_message_and_tools_of_the_config_count_in_conversations_without_their_own(tmp_path: Path) -> None:
+def test_a_system_message_and_tools_of_the_config_count_in_conversations_without_their_own(
+    tmp_path: Path,
+) -> None:
     rows = [chat("Why?", "So it is.")] * 100
     plain = of(tmp_path, rows, "{max_tokens: 1024}")[1]
-    for more in (f"system: '{'Be kind. ' * 100}'", f"tools: ['{json.dumps({'name': 'look ' * 180})}']"):
-        assert of(tmp_path, rows, f"{{max_tokens: 1024, {more}}}")[1].tokens > plain.tokens + 95 * 200
-    own = [{"messages": [{"role": "system", "content": "Be brief."}, *row["messages"]]} for row in rows]
+    for more in (
+        f"system: '{'Be kind. ' * 100}'",
+        f"tools: ['{json.dumps({'name': 'look ' * 180})}']",
+    ):
+        assert (
+            of(tmp_path, rows, f"{{max_tokens: 1024, {more}}}")[1].tokens > plain.tokens + 95 * 200
+        )
+    own = [
+        {"messages": [{"role": "system", "content": "Be brief."}, *row["messages"]]} for row in rows
+    ]
     with_own = of(tmp_path, own, "{max_tokens: 1024}")
     assert of(tmp_path, own, f"{{max_tokens: 1024, system: '{'Be kind. ' * 100}'}}") == with_own
 
@@ -174,7 +208,9 @@ def test_a_system_message_and_tools_of_the_config_count_in_conversations_without
 def test_of_many_rows_the_first_are_used(tmp_path: Path) -> None:
     path = config_of(tmp_path, [], "{max_tokens: 1024}")
     for name, words in (("a", 5), ("b", 300)):
-        (tmp_path / f"part-{name}.jsonl").write_text((json.dumps(chat("word " * words, "word")) + "\n") * 1000)
+        (tmp_path / f"part-{name}.jsonl").write_text(
+            (json.dumps(chat("word " * words, "word")) + "\n") * 1000
+        )
     files = path.read_text().replace("rows.jsonl", "part-*.jsonl")
     found = []
     for rows in (500, 1500, 9000):
@@ -197,14 +233,21 @@ def test_weights_are_of_the_training_alone(tmp_path: Path) -> None:
     assert heavy.validation_blocks == plain.validation_blocks > 0
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json", "rows.json.gz", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl.gz", "rows.json", "rows.json.gz", "rows.csv", "rows.parquet"]
+)
 def test_the_rows_of_other_files_are_extrapolated(tmp_path: Path, name: str) -> None:
-    rows, path = [{"prompt": f"What is {row}?", "completion": f"It is {row}."} for row in range(5000)], tmp_path / name
+    rows = [{"prompt": f"What is {row}?", "completion": f"It is {row}."} for row in range(5000)]
+    path = tmp_path / name
     if name.endswith((".csv", ".parquet")):
         table = datasets.Dataset.from_list(rows)
         table.to_csv(path) if name.endswith(".csv") else table.to_parquet(path)
     else:
-        text = json.dumps(rows) if ".json." in f"{name}." else "".join(json.dumps(row) + "\n" for row in rows)
+        text = (
+            json.dumps(rows)
+            if ".json." in f"{name}."
+            else "".join(json.dumps(row) + "\n" for row in rows)
+        )
         path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     config = config_of(tmp_path, [], "{max_tokens: 1024}")
     config.write_text(config.read_text().replace("rows.jsonl", name))
@@ -214,7 +257,8 @@ def test_the_rows_of_other_files_are_extrapolated(tmp_path: Path, name: str) -> 
 
 
 def test_a_file_of_which_nothing_is_kept_says_nothing(tmp_path: Path) -> None:
-    path, store = config_of(tmp_path, [{"text": "word " * 9000}] * 30, "{max_tokens: 1024}"), Store(tmp_path / "store")
+    path = config_of(tmp_path, [{"text": "word " * 9000}] * 30, "{max_tokens: 1024}")
+    store = Store(tmp_path / "store")
     config = load_config(path)
     assert expected_workload(config, None) == Workload.assumed(config)
     assert lengths_of_runs([config], store, "my.yaml") == ([], [])
@@ -224,7 +268,9 @@ def test_what_is_not_here_is_assumed(tmp_path: Path) -> None:
     path = config_of(tmp_path, [], "{max_tokens: 1024}")
     config = load_config(path)
     assert expected_workload(config, None) == Workload.assumed(config)
-    path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
+    path.write_text(
+        path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc")
+    )
     config = load_config(path)
     assert expected_workload(config, None) == Workload.assumed(config)
 
@@ -233,8 +279,13 @@ def test_what_is_not_here_is_assumed(tmp_path: Path) -> None:
 def test_the_rows_of_many_files_are_extrapolated(tmp_path: Path, files: int) -> None:
     path, rows = config_of(tmp_path, [], "{max_tokens: 1024}"), 6000 // files
     for number in range(files):
-        told = [{"instruction": f"What is {number} and {row}?", "output": "A number. " * 9} for row in range(rows)]
-        (tmp_path / f"part{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        told = [
+            {"instruction": f"What is {number} and {row}?", "output": "A number. " * 9}
+            for row in range(rows)
+        ]
+        (tmp_path / f"part{number}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in told)
+        )
     path.write_text(path.read_text().replace("rows.jsonl", "part*.jsonl"))
     found = amounts_of(load_config(path), None)
     assert found is not None

@@ -1,4 +1,4 @@
-"""`auto` takes a way that is as fast as the fastest that the table calls fitting, on any machine and for any model."""
+"""`auto` takes a way as fast as the table's fastest fitting one, on any machine and model."""
 
 import math
 import re
@@ -20,17 +20,29 @@ from pipeline_lib.plan.search import AS_GOOD, Setting, groups, simplest_of_faste
 from pipeline_lib.plan.words import why_chosen
 from pipeline_lib.plan.workload import Workload
 
-MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")
+MODELS = (
+    "Qwen3-0.6B",
+    "Qwen3-1.7B",
+    "Qwen3-8B",
+    "Qwen3-14B",
+    "Qwen3-32B",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+)
 CLUSTERS = (
     *((gpu, 1, ranks) for gpu in ("rtx 4090", "rtx 3090", "a10") for ranks in (1, 4, 8)),
-    *((gpu, 1, ranks) for gpu in ("a100 40gb", "a100 80gb", "h100", "h200", "b200") for ranks in (1, 4, 8)),
+    *(
+        (gpu, 1, ranks)
+        for gpu in ("a100 40gb", "a100 80gb", "h100", "h200", "b200")
+        for ranks in (1, 4, 8)
+    ),
     *((gpu, 2, 8) for gpu in ("rtx 4090", "a100 80gb", "h100")),
 )
 METHODS = ("full", "lora")
 BLOCKS = Workload(4096, 0.98, 0.5, 1024.0, None, None, is_assumed=True)
 CASES = list(product(MODELS, CLUSTERS, METHODS))
-# Where what offloads is the fastest by far, and was dropped without cluster.memory_gb; and every 31st of all, a number
-# prime to the lengths of all three lists.
+# Where what offloads is the fastest by far, and was dropped without cluster.memory_gb; and every
+# 31st of all, a number prime to the lengths of all three lists.
 OFFLOADED = [
     ("Qwen3-8B", ("rtx 3090", 1, 1), "lora"),
     ("Qwen3-32B", ("a10", 1, 8), "lora"),
@@ -41,16 +53,22 @@ SAMPLED = [*OFFLOADED, ("Qwen3-30B-A3B", ("rtx 4090", 1, 4), "lora"), *CASES[::3
 
 def setting_of(model: str, cluster: tuple[str, int, int]) -> Setting:
     gpu, nodes, per_node = cluster
-    config = Cluster(nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None)
+    config = Cluster(
+        nodes=nodes, gpus_per_node=per_node, gpu=gpu, internode_gbit_s=100 if nodes > 1 else None
+    )
     machine = machine_of(config, "bf16", None)
     assert machine is not None
     return Setting(geometry_in(published(f"Qwen/{model}") or {}), machine, BLOCKS, 64, None)
 
 
-def chosen(model: str, cluster: tuple[str, int, int], method: str, **keys: object) -> tuple[Choice, Setting] | None:
+def chosen(
+    model: str, cluster: tuple[str, int, int], method: str, **keys: object
+) -> tuple[Choice, Setting] | None:
     """None if nothing fits."""
     setting = setting_of(model, cluster)
-    train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096, **keys})
+    train = Train.model_validate(
+        {"strategy": "auto", "method": method, "global_batch_tokens": 64 * 4096, **keys}
+    )
     try:
         return choose(setting, train, (), has_deepspeed=True), setting
     except DataError as error:
@@ -68,7 +86,9 @@ def check(model: str, cluster: tuple[str, int, int], method: str) -> bool:
     assert choice.chosen.fits
     assert choice.chosen.step_s.value <= (1 + AS_GOOD) * min(fitting_s)
     said = why_chosen(choice, setting, is_auto=True)
-    assert re.search(rf"{choice.fitting} of {choice.considered} ways to train fit.* simplest one within 2%", said)
+    assert re.search(
+        rf"{choice.fitting} of {choice.considered} ways to train fit.* simplest one within 2%", said
+    )
     return True
 
 
@@ -82,7 +102,9 @@ def test_what_offloads_is_chosen_within_the_memory_that_is_assumed(
 
 
 @pytest.mark.parametrize(("model", "cluster", "method"), SAMPLED)
-def test_no_fitting_way_is_faster_than_the_choice(model: str, cluster: tuple[str, int, int], method: str) -> None:
+def test_no_fitting_way_is_faster_than_the_choice(
+    model: str, cluster: tuple[str, int, int], method: str
+) -> None:
     check(model, cluster, method)
 
 
@@ -106,17 +128,25 @@ def test_the_fastest_way_that_lacks_little_is_told_with_what_it_lacks() -> None:
     assert near.is_margin and near.way.memory.total_bytes <= limit
     assert near.gpu_bytes == near.way.memory.total_bytes - math.floor(limit * 0.94)
     said = near.in_words(setting.machine, choice.chosen, "")
-    assert re.search(r"only the margin lacks: a GPU needs [\d.]+ GiB of 79.1 GiB, and 6% are kept free", said)
-    assert predict_step(setting.case(near.way.train)).step_s.value * 1.02 < choice.chosen.step_s.value
+    assert re.search(
+        r"only the margin lacks: a GPU needs [\d.]+ GiB of 79.1 GiB, and 6% are kept free", said
+    )
+    assert (
+        predict_step(setting.case(near.way.train)).step_s.value * 1.02 < choice.chosen.step_s.value
+    )
 
     found = chosen("Qwen3-0.6B", ("h100", 1, 8), "full")
     assert found is not None and found[0].near is None
 
 
-def search_is_exact(model: str, cluster: tuple[str, int, int], method: str, steps: int | None) -> None:
+def search_is_exact(
+    model: str, cluster: tuple[str, int, int], method: str, steps: int | None
+) -> None:
     """Compare the search of groups with an estimate of every way; the batch has many divisors."""
     setting = replace(setting_of(model, cluster), batch_blocks=960, steps=steps)
-    train = Train.model_validate({"strategy": "auto", "method": method, "global_batch_tokens": 960 * 4096})
+    train = Train.model_validate(
+        {"strategy": "auto", "method": method, "global_batch_tokens": 960 * 4096}
+    )
     found = groups(setting, train, ())
     estimates = [group.at(place) for group in found for place in range(len(group.sizes))]
     fitting = [way for way in estimates if way.fits]
@@ -126,7 +156,9 @@ def search_is_exact(model: str, cluster: tuple[str, int, int], method: str, step
         assert not fitting
         return
     limit_s = min(way.cost_s for way in fitting) * (1 + AS_GOOD)
-    simplest = min((way for way in fitting if way.cost_s <= limit_s), key=lambda way: way.complexity)
+    simplest = min(
+        (way for way in fitting if way.cost_s <= limit_s), key=lambda way: way.complexity
+    )
     assert chosen.train == simplest.train
 
 
@@ -155,10 +187,16 @@ def test_what_is_not_predicted_would_not_have_been_chosen_of_any(
 
 
 @pytest.mark.parametrize(
-    ("model", "nodes", "block_tokens", "blocks"), [("Qwen3-0.6B", 15, 512, 28_800), ("Qwen3-235B-A22B", 64, 4096, 4096)]
+    ("model", "nodes", "block_tokens", "blocks"),
+    [("Qwen3-0.6B", 15, 512, 28_800), ("Qwen3-235B-A22B", 64, 4096, 4096)],
 )
-def test_a_plan_of_many_nodes_takes_seconds(model: str, nodes: int, block_tokens: int, blocks: int) -> None:
-    """Thousands of ways, and the searches of the advice: 55 and 10 s when each was predicted. A plan may take 3 s."""
+def test_a_plan_of_many_nodes_takes_seconds(
+    model: str, nodes: int, block_tokens: int, blocks: int
+) -> None:
+    """Thousands of ways, and the searches of the advice: 55 and 10 s when each was predicted.
+
+    A plan may take 3 s.
+    """
     cluster = Cluster(nodes=nodes, gpus_per_node=8, gpu="h200", internode_gbit_s=400)
     question = Question(
         experiment="large",

@@ -52,7 +52,9 @@ class Done(NamedTuple):
 class Plan:
     """The command in `folder`, where the config lies."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]
+    ) -> None:
         """Take the place of a process that stands in `folder`."""
         self._folder, self._patch, self._capture = folder, patch, capture
 
@@ -62,7 +64,9 @@ class Plan:
         self._patch.chdir(self._folder)
         self._patch.setenv("PIPELINE_STORE", str(self._folder / "store"))
         self._patch.setattr(sys, "argv", ["pipeline_lib", command, *arguments])
-        self._patch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a network was asked for"))
+        self._patch.setattr(
+            socket.socket, "connect", lambda *_: pytest.fail("a network was asked for")
+        )
         with pytest.raises(SystemExit) as raised:
             main()
         written = self._capture.readouterr()
@@ -74,7 +78,11 @@ class Plan:
         done = subprocess.run(
             [sys.executable, "-c", GUARD, command, *arguments],
             cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PIPELINE_STORE": str(self._folder / "store")},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "PIPELINE_STORE": str(self._folder / "store"),
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -87,7 +95,9 @@ class Plan:
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+def plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Plan:
     return Plan(tmp_path, monkeypatch, capsys)
 
 
@@ -98,12 +108,16 @@ def test_it_needs_nothing_but_the_config_and_writes_nothing(plan: Plan, tmp_path
     assert "ASSUMED  documents of 1,024 tokens, 50% supervised in blocks 98% full" in done.stdout
     assert "all figures and formulas: --details" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["config"]
-    assert plan.guarded(config=BIG.replace("gpu: h200", "gpu: h2000"), command="check").returncode == 2
+    assert (
+        plan.guarded(config=BIG.replace("gpu: h200", "gpu: h2000"), command="check").returncode == 2
+    )
 
 
 def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> None:
     changes = ["cluster.gpus_per_node=4", "train.micro_batch_blocks=1"]
-    done = plan("config/config.yaml", *(text for change in changes for text in ("--what-if", change)))
+    done = plan(
+        "config/config.yaml", *(text for change in changes for text in ("--what-if", change))
+    )
     assert done.returncode == 0, done.stderr
     ranks = next(line for line in done.stdout.splitlines() if line.startswith("ranks "))
     assert re.search(r"8 ranks on H200 of .*4 ranks on H200 of ", ranks)
@@ -111,19 +125,29 @@ def test_what_if_shows_both_and_keeps_nothing(plan: Plan, tmp_path: Path) -> Non
 
 
 def test_a_model_that_others_train_is_planned_with_a_word_on_it(plan: Plan, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     (tmp_path / "base").mkdir()
-    (tmp_path / "base/config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 1024, **sizes}))
+    (tmp_path / "base/config.json").write_text(
+        json.dumps({"model_type": "llama", "intermediate_size": 1024, **sizes})
+    )
     config = BIG.replace("{source: modelscope, name: Qwen/Qwen3-8B}", "{source: local, path: base}")
     done = plan(config=config.replace("4096}", "2048}"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("plan of big: 43,258,368 parameters")
-    assert "\nthe training would be refused: models of type llama and mistral are planned here, and only qwen2, " in (
-        done.stdout
+    assert (
+        "\nthe training would be refused: models of type llama and mistral are planned here, and "
+        "only qwen2, " in (done.stdout)
     )
 
 
-def test_the_length_of_documents_may_be_told_before_there_is_data(plan: Plan, tmp_path: Path) -> None:
+def test_the_length_of_documents_may_be_told_before_there_is_data(
+    plan: Plan, tmp_path: Path
+) -> None:
     """Of whole blocks attention takes longer; other keys may be changed with it."""
     done = plan("--what-if", "workload.document_tokens=2048", "train.seed=1")
     assert done.returncode == 0, done.stderr
@@ -139,7 +163,13 @@ def test_the_length_of_documents_may_be_told_before_there_is_data(plan: Plan, tm
     "arguments",
     [
         ("--what-if", "cluster.gpus_per_node=4", "train.micro_batch_blocks=2", "other.yaml"),
-        ("--what-if", "cluster.gpus_per_node=4", "--what-if", "train.micro_batch_blocks=2", "other.yaml"),
+        (
+            "--what-if",
+            "cluster.gpus_per_node=4",
+            "--what-if",
+            "train.micro_batch_blocks=2",
+            "other.yaml",
+        ),
         ("other.yaml", "--what-if", "cluster.gpus_per_node=4", "train.micro_batch_blocks=2"),
     ],
 )
@@ -175,14 +205,22 @@ def test_what_cannot_be_is_refused_below_the_table_with_a_code_for_scripts(plan:
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
-        ("train.strateg=ddp", 2, "--what-if train.strateg=ddp: train.strateg: unknown key; did you mean 'strategy'?"),
+        (
+            "train.strateg=ddp",
+            2,
+            "--what-if train.strateg=ddp: train.strateg: unknown key; did you mean 'strategy'?",
+        ),
         ("cluster.nodes=2", 2, "cluster.internode_gbit_s: missing, but cluster.nodes is 2"),
         ("cluster.gpu=h2000", 2, "cluster.gpu: 'h2000' is not known"),
         ("workload.document_tokens=all", 2, "'all' is not a number from 1 to"),
         ("workload.document_tokens=1e9", 2, "'1e9' is not a number from 1 to"),
         ("workload.blocks=1", 2, "workload: unknown key"),
         ("model.name=owner/model", 65, "the sizes of owner/model are not known here"),
-        ("train.freeze=[nothing]", 65, "train.freeze: 'nothing' matches no parameter of this model"),
+        (
+            "train.freeze=[nothing]",
+            65,
+            "train.freeze: 'nothing' matches no parameter of this model",
+        ),
     ],
 )
 def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str) -> None:
@@ -199,11 +237,18 @@ def test_mistakes_are_one_message(plan: Plan, change: str, code: int, said: str)
         ("", "with train.strategy: auto, the smallest cluster that would do: "),
     ],
 )
-def test_of_a_strategy_that_cannot_train_the_model_auto_is_the_way_out(plan: Plan, host: str, said: str) -> None:
-    big = BIG.replace("{gpus_per_node: 8, gpu: h200, memory_gb: 1000}", f"{{gpus_per_node: 1, gpu: 4090{host}}}")
+def test_of_a_strategy_that_cannot_train_the_model_auto_is_the_way_out(
+    plan: Plan, host: str, said: str
+) -> None:
+    big = BIG.replace(
+        "{gpus_per_node: 8, gpu: h200, memory_gb: 1000}", f"{{gpus_per_node: 1, gpu: 4090{host}}}"
+    )
     big = big.replace("strategy: auto", "strategy: ddp").replace("Qwen3-8B", "Qwen3-32B")
 
-    refused = plan(config=big.replace("{source: huggingface, name: owner/rows}", "{source: pydoc}"), command="check")
+    refused = plan(
+        config=big.replace("{source: huggingface, name: owner/rows}", "{source: pydoc}"),
+        command="check",
+    )
 
     assert refused.returncode == 2
     assert "train.strategy: ddp needs" in refused.stderr
@@ -212,8 +257,12 @@ def test_of_a_strategy_that_cannot_train_the_model_auto_is_the_way_out(plan: Pla
 
 
 def test_a_missing_model_folder_is_named_with_all_else(plan: Plan) -> None:
-    wrong = BIG.replace("{source: modelscope, name: Qwen/Qwen3-8B}", "{source: local, path: no/such/folder}")
-    wrong = wrong.replace("{source: huggingface, name: owner/rows}", "{source: file, path: nowhere.jsonl}")
+    wrong = BIG.replace(
+        "{source: modelscope, name: Qwen/Qwen3-8B}", "{source: local, path: no/such/folder}"
+    )
+    wrong = wrong.replace(
+        "{source: huggingface, name: owner/rows}", "{source: file, path: nowhere.jsonl}"
+    )
 
     refused = plan(config=wrong, command="check")
 
@@ -224,29 +273,41 @@ def test_a_missing_model_folder_is_named_with_all_else(plan: Plan) -> None:
 
 def test_what_is_offloaded_competes_and_the_host_memory_that_is_assumed_is_said(plan: Plan) -> None:
     lora = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a10")
-    lora = lora.replace("strategy: auto", "strategy: auto, method: lora").replace(": 4096", ": 1024")
+    lora = lora.replace("strategy: auto", "strategy: auto, method: lora").replace(
+        ": 4096", ": 1024"
+    )
 
-    assumed, given = plan(config=lora), plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
+    assumed = plan(config=lora)
+    given = plan(config=lora.replace("gpu: a10", "gpu: a10, memory_gb: 64"))
 
     assert "192 GB (assumed: set cluster.memory_gb)" in assumed.stdout
     assert "192 GB of host memory" in " ".join(assumed.stdout.split())
     assert "host memory" not in given.stdout
     for done in (assumed, given):
         assert re.search(
-            r"^WAY .*offloaded", " ".join(done.stdout.partition("WAY")[1:]).partition("ASSUMED")[0], re.DOTALL
+            r"^WAY .*offloaded",
+            " ".join(done.stdout.partition("WAY")[1:]).partition("ASSUMED")[0],
+            re.DOTALL,
         )
 
 
-def test_more_host_memory_than_is_assumed_is_refused_and_the_key_that_says_otherwise_is_named(plan: Plan) -> None:
+def test_more_host_memory_than_is_assumed_is_refused_and_the_key_that_says_otherwise_is_named(
+    plan: Plan,
+) -> None:
     """All weights of 235B on one A100 want terabytes."""
-    huge = BIG.replace("gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a100 80gb")
+    huge = BIG.replace(
+        "gpus_per_node: 8, gpu: h200, memory_gb: 1000", "gpus_per_node: 1, gpu: a100 80gb"
+    )
     huge = huge.replace("Qwen3-8B", "Qwen3-235B-A22B")
 
     done = plan(config=huge)
 
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
-    assert re.search(r"and 192.00 GB are assumed, as cluster.memory_gb is not set; set cluster.memory_gb: \d{4}", said)
+    assert re.search(
+        r"and 192.00 GB are assumed, as cluster.memory_gb is not set; set cluster.memory_gb: \d{4}",
+        said,
+    )
 
 
 def test_details_stand_below_the_answers_and_end_with_the_formulas(plan: Plan) -> None:
@@ -255,9 +316,14 @@ def test_details_stand_below_the_answers_and_end_with_the_formulas(plan: Plan) -
     answers = short.stdout.partition("\nall figures and formulas")[0]
     assert done.stdout.startswith(answers)
     more = done.stdout.removeprefix(answers)
-    places = [more.index(text) for text in ("\nwhy ", "█", "what each stage needs", "memory of a rank", "\nthe step\n")]
+    places = [
+        more.index(text)
+        for text in ("\nwhy ", "█", "what each stage needs", "memory of a rank", "\nthe step\n")
+    ]
     assert places == sorted(places)
-    assert not [text for text in ("█", "what each stage needs", "memory of a rank") if text in short.stdout]
+    assert not [
+        text for text in ("█", "what each stage needs", "memory of a rank") if text in short.stdout
+    ]
 
 
 def test_the_cluster_can_be_of_more_nodes_than_training_can_use_yet(plan: Plan) -> None:
@@ -268,19 +334,33 @@ def test_the_cluster_can_be_of_more_nodes_than_training_can_use_yet(plan: Plan) 
 
 def test_blocks_that_the_model_cannot_reach_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(BIG.replace("block_tokens: 4096", "block_tokens: 65536").replace("262144", "524288"))
-    with pytest.raises(ConfigError, match="65536 tokens are more than the model's 40960 positions; lower it"):
+    path.write_text(
+        BIG.replace("block_tokens: 4096", "block_tokens: 65536").replace("262144", "524288")
+    )
+    with pytest.raises(
+        ConfigError, match="65536 tokens are more than the model's 40960 positions; lower it"
+    ):
         show_plan(path, [], False, Store(tmp_path / "store"), lambda text: None)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("block_tokens: 4096", "block_tokens: 65536", "shard.block_tokens: 65536 tokens are more than the model's"),
-        ("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8", "train.strategy: auto finds no way that fits"),
+        (
+            "block_tokens: 4096",
+            "block_tokens: 65536",
+            "shard.block_tokens: 65536 tokens are more than the model's",
+        ),
+        (
+            "8, gpu: h200, memory_gb: 1000",
+            "1, gpu: a10, memory_gb: 8",
+            "train.strategy: auto finds no way that fits",
+        ),
     ],
 )
-def test_check_says_what_is_wrong_before_it_asks_a_hub(plan: Plan, old: str, new: str, said: str) -> None:
+def test_check_says_what_is_wrong_before_it_asks_a_hub(
+    plan: Plan, old: str, new: str, said: str
+) -> None:
     config = BIG.replace(old, new)
     if "65536" in new:
         config = config.replace("262144", "524288")
@@ -292,7 +372,9 @@ def test_check_says_what_is_wrong_before_it_asks_a_hub(plan: Plan, old: str, new
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])
-def test_answers_that_would_take_hours_on_cpus_are_bounded_and_that_is_said(plan: Plan, command: str) -> None:
+def test_answers_that_would_take_hours_on_cpus_are_bounded_and_that_is_said(
+    plan: Plan, command: str
+) -> None:
     small = """\
 experiment: small
 model: {source: tiny, hidden_size: 1024, layers: 16, heads: 16}
@@ -302,22 +384,31 @@ evaluate: {generations: 500, max_new_tokens: 1024}
     done = plan(config=small, command=command)
     assert (done.returncode, done.stderr) == (0, "")
     assert (
-        "warning: the evaluation gives 4 answers of up to 1024 tokens from each model on CPUs instead of 500 of up to "
+        "warning: the evaluation gives 4 answers of up to 1024 tokens from each model on CPUs "
+        "instead of 500 of up to "
         "1024: there is no GPU, and CPUs read all weights for each token"
     ) in done.stdout
 
 
 def test_the_plan_as_json_is_what_the_stage_would_seal(plan: Plan) -> None:
     found = json.loads(plan("--json").stdout)
-    assert (found["schema"], found["experiment"], found["workload"]["is_assumed"]) == (3, "big", True)
+    assert (found["schema"], found["experiment"], found["workload"]["is_assumed"]) == (
+        3,
+        "big",
+        True,
+    )
     assert found["chosen"]["strategy"] != "auto"
-    refused = plan("--json", config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8"))
+    refused = plan(
+        "--json", config=BIG.replace("8, gpu: h200, memory_gb: 1000", "1, gpu: a10, memory_gb: 8")
+    )
     assert refused.returncode == 2
     assert json.loads(refused.stdout)["summary"]["verdict"] == "too large"
     assert plan("--json", "--what-if", "cluster.gpus_per_node=4").returncode == 2
 
 
-def test_a_disk_that_is_too_small_is_said_and_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_said_and_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Usage:
         free = 10**10
 
@@ -327,12 +418,20 @@ def test_a_disk_that_is_too_small_is_said_and_is_no_error(tmp_path: Path, monkey
     path.write_text(BIG)
     said: list[str] = []
     show_plan(path, [], False, Store(tmp_path / "store"), said.append)
-    begins = "\nthe training would be refused: train.keep_last: the checkpoints kept and the one being written need 294"
+    begins = (
+        "\nthe training would be refused: train.keep_last: the checkpoints kept and the one "
+        "being written need 294"
+    )
     assert [text for text in said if text.startswith(begins)]
     said.clear()
     show_plan(path, ["train.method=lora"], False, Store(tmp_path / "store"), said.append)
-    begins = "\nthe training would be refused: the run writes 34.51 GB (base model 16.38 GB, checkpoints 1.57 GB"
-    assert [text for text in said if text.startswith(begins)], "the checkpoints of adapters are small"
+    begins = (
+        "\nthe training would be refused: the run writes 34.51 GB (base model 16.38 GB, "
+        "checkpoints 1.57 GB"
+    )
+    assert [text for text in said if text.startswith(begins)], (
+        "the checkpoints of adapters are small"
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,7 +439,10 @@ def test_a_disk_that_is_too_small_is_said_and_is_no_error(tmp_path: Path, monkey
     [
         (None, "cluster.measured: 'cluster.json' does not read ("),
         ('{"schema": 1, "x": NaN}', "cluster.measured: 'cluster.json': x: nan is no finite number"),
-        ('{"schema": 1, "rates": {"launch_s": 1}, "parts": []}', "'cluster.json': rates.launch_s: 1 is no mapping"),
+        (
+            '{"schema": 1, "rates": {"launch_s": 1}, "parts": []}',
+            "'cluster.json': rates.launch_s: 1 is no mapping",
+        ),
     ],
 )
 def test_measurements_that_cannot_be_used_are_named_with_both_files(
@@ -360,12 +462,23 @@ def test_check_says_what_it_can_where_the_hub_is_out_of_reach(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Revisions, "commit_of", unreachable)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is this?", "completion": "A row of a few words."}\n' * 200)
-    local = BIG.replace("{source: huggingface, name: owner/rows}", "{source: file, path: rows.jsonl}")
-    done = plan(config=local.replace("strategy: auto", "strategy: auto, method: lora"), command="check")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "What is this?", "completion": "A row of a few words."}\n' * 200
+    )
+    local = BIG.replace(
+        "{source: huggingface, name: owner/rows}", "{source: file, path: rows.jsonl}"
+    )
+    done = plan(
+        config=local.replace("strategy: auto", "strategy: auto, method: lora"), command="check"
+    )
     assert done.returncode == 69, done.stderr
-    assert "config.yaml: 1 optimizer step, estimated from the first rows of the files\n" in done.stdout
-    assert "no route to the hub. Beside that, config/config.yaml has no problems that can be seen" in done.stderr
+    assert (
+        "config.yaml: 1 optimizer step, estimated from the first rows of the files\n" in done.stdout
+    )
+    assert (
+        "no route to the hub. Beside that, config/config.yaml has no problems that can be seen"
+        in done.stderr
+    )
 
 
 def unreachable(*_: Any) -> str:
@@ -391,7 +504,9 @@ def test_too_little_memory_on_cpus_is_warned_of(plan: Plan) -> None:
     assert re.search(r"NEXT +1. cluster.memory_gb: 2, if the nodes have as much", done.stdout)
     checked = plan("config/config.yaml", config=ON_CPUS, command="check")
     assert checked.returncode == 0
-    assert "warning: train.strategy: ddp needs 1.60 GB of host memory on each node" in checked.stdout
+    assert (
+        "warning: train.strategy: ddp needs 1.60 GB of host memory on each node" in checked.stdout
+    )
     enough = ON_CPUS.replace("memory_gb: 1", "memory_gb: 2")
     assert "warning" not in plan("config/config.yaml", config=enough, command="check").stdout
     assert "FITS" in plan("config/config.yaml", config=enough).stdout

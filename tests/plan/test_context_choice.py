@@ -1,4 +1,4 @@
-"""`train.context_ranks: auto` is the fewest ranks to a block with which something fits that is as fast as any."""
+"""`train.context_ranks: auto` is the fewest ranks to a block that fit and are as fast as any."""
 
 import re
 from collections.abc import Collection
@@ -25,14 +25,22 @@ from pipeline_lib.plan.workload import Workload
 from pipeline_lib.records.plan import PlanDocument
 
 LONG = 131_072
-PAGES = [Path(__file__).parents[2] / "docs" / f"long-context{language}.md" for language in ("", ".zh-CN")]
+PAGES = [
+    Path(__file__).parents[2] / "docs" / f"long-context{language}.md" for language in ("", ".zh-CN")
+]
 H100S: dict[str, Any] = {"gpus_per_node": 8, "gpu": "h100"}
-LITTLE_HOST: dict[str, Any] = {**H100S, "memory_gb": 256}  # of its activations on the host, 8B has 792 GB
+# of its activations on the host, 8B has 792 GB
+LITTLE_HOST: dict[str, Any] = {**H100S, "memory_gb": 256}
 TWO_NODES: dict[str, Any] = {**H100S, "nodes": 2, "internode_gbit_s": 400}
 
 
 def asked(
-    model: str, cluster: dict[str, Any], block_tokens: int, blocks: int, held: Collection[str] = (), **train: object
+    model: str,
+    cluster: dict[str, Any],
+    block_tokens: int,
+    blocks: int,
+    held: Collection[str] = (),
+    **train: object,
 ) -> Question:
     keys = {"strategy": "auto", "global_batch_tokens": blocks * block_tokens, **train}
     return Question(
@@ -83,7 +91,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "adapters": ("Qwen3-32B", H100S, 65_536, 8, "lora"),
     "experts": ("Qwen3-30B-A3B", H100S, 32_768, 16, "full"),
     "short blocks": ("Qwen3-8B", H100S, 4096, 64, "full"),
-    "small GPUs": ("Qwen3-8B", {"gpus_per_node": 8, "gpu": "a10", "memory_gb": 256}, 32_768, 16, "lora"),
+    "small GPUs": (
+        "Qwen3-8B",
+        {"gpus_per_node": 8, "gpu": "a10", "memory_gb": 256},
+        32_768,
+        16,
+        "lora",
+    ),
     "fewer blocks than GPUs": ("Qwen3-8B", H100S, 32_768, 2, "lora"),
     "a delta rule": ("Qwen3.5-9B", H100S, LONG, 8, "lora"),
 }
@@ -91,7 +105,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 def way_with(count: int, question: Question) -> Prediction | None:
     """What the plan chooses if the config says `count`; None if nothing fits."""
-    setting, train = setting_of(question), question.train.model_copy(update={"context_ranks": count})
+    setting = setting_of(question)
+    train = question.train.model_copy(update={"context_ranks": count})
     try:
         return choose(setting, train, ("context_ranks",), has_deepspeed=True).chosen
     except DataError:
@@ -105,23 +120,33 @@ def setting_of(question: Question) -> Setting:
     return Setting(question.geometry, machine, question.workload, blocks, None)
 
 
-@pytest.mark.parametrize(("model", "cluster", "block_tokens", "blocks", "method"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("model", "cluster", "block_tokens", "blocks", "method"), CASES.values(), ids=CASES
+)
 def test_no_number_that_may_be_given_is_faster(
     model: str, cluster: dict[str, Any], block_tokens: int, blocks: int, method: str
 ) -> None:
     question = asked(model, cluster, block_tokens, blocks, method=method)
     found = choose(setting_of(question), question.train, (), has_deepspeed=True).chosen
-    within_a_node = [count for count in setting_of(question).rank_counts(question.train, ()) if count <= 8]
-    given = {count: way for count in within_a_node if (way := way_with(count, question)) is not None}
+    within_a_node = [
+        count for count in setting_of(question).rank_counts(question.train, ()) if count <= 8
+    ]
+    given = {
+        count: way for count in within_a_node if (way := way_with(count, question)) is not None
+    }
     limit_s = min(way.step_s.value for way in given.values()) * (1 + AS_GOOD)
     assert found.step_s.value <= limit_s
-    assert found.train.context_ranks == min(count for count, way in given.items() if way.step_s.value <= limit_s)
+    assert found.train.context_ranks == min(
+        count for count, way in given.items() if way.step_s.value <= limit_s
+    )
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_what_the_config_says_is_kept(strategy: str, count: int) -> None:
-    question = asked("Qwen3-8B", H100S, 4096, 64, ("context_ranks",), strategy=strategy, context_ranks=count)
+    question = asked(
+        "Qwen3-8B", H100S, 4096, 64, ("context_ranks",), strategy=strategy, context_ranks=count
+    )
     assert chosen(answer(question)) == count
 
 
@@ -136,7 +161,13 @@ def test_a_named_strategy_gets_the_ranks_that_it_needs() -> None:
 
 @pytest.mark.parametrize(
     ("memory_gb", "count", "is_copied", "kept"),
-    [(792, 1, True, "auto"), (688, 1, False, "auto"), (687, 1, False, 35), (539, 1, False, 19), (538, 2, True, "auto")],
+    [
+        (792, 1, True, "auto"),
+        (688, 1, False, "auto"),
+        (687, 1, False, 35),
+        (539, 1, False, 19),
+        (538, 2, True, "auto"),
+    ],
 )
 def test_the_long_context_pages_say_with_how_much_host_memory_ranks_share_blocks(
     memory_gb: int, count: int, is_copied: bool, kept: int | str
@@ -154,12 +185,17 @@ def test_the_table_of_the_long_context_pages_is_what_the_plan_says(count: int) -
     way = way_with(count, question)
     assert way is not None
     host_bytes = host_bytes_of_node(way.memory, setting_of(question).machine)
-    row = f"| {gib(way.memory.total_bytes)} | {host_bytes / from_gigabytes(1):.0f} GB | {way.step_s.value:.1f} s |"
+    row = (
+        f"| {gib(way.memory.total_bytes)} | {host_bytes / from_gigabytes(1):.0f} GB | "
+        f"{way.step_s.value:.1f} s |"
+    )
     assert all(row in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 @pytest.mark.parametrize(("blocks", "count"), [(8, 1), (6, 4), (4, 2), (3, 8), (1, 8)])
-def test_fewer_blocks_than_ranks_are_shared_by_as_few_as_leave_none_idle(blocks: int, count: int) -> None:
+def test_fewer_blocks_than_ranks_are_shared_by_as_few_as_leave_none_idle(
+    blocks: int, count: int
+) -> None:
     assert chosen(answer(asked("Qwen3-0.6B", H100S, 4096, blocks, method="lora"))) == count
     unnamed = asked("Qwen3-0.6B", {"gpus_per_node": 8}, 4096, blocks, method="lora", strategy="ddp")
     found = answer(unnamed)
@@ -177,21 +213,43 @@ def test_fewer_blocks_than_ranks_take_at_a_time_are_shared_too(
     question = asked("Qwen3-0.6B", cluster, 4096, blocks, **given)
     if is_in_samples:
         samples = question.train.model_copy(update={"global_batch_samples": 4 * blocks})
-        question = replace(question, train=samples, workload=replace(question.workload, samples_per_block=4.0))
+        question = replace(
+            question, train=samples, workload=replace(question.workload, samples_per_block=4.0)
+        )
     assert chosen(answer(question)) == count
 
 
 def test_samples_of_fewer_blocks_than_ranks_are_shared_too() -> None:
-    question = asked("Qwen3-0.6B", H100S, 4096, 8, method="lora", global_batch_samples=12, global_batch_tokens=65_536)
-    assert chosen(answer(replace(question, workload=replace(question.workload, samples_per_block=4.0)))) == 8
+    question = asked(
+        "Qwen3-0.6B",
+        H100S,
+        4096,
+        8,
+        method="lora",
+        global_batch_samples=12,
+        global_batch_tokens=65_536,
+    )
+    assert (
+        chosen(
+            answer(replace(question, workload=replace(question.workload, samples_per_block=4.0)))
+        )
+        == 8
+    )
 
 
 def test_a_batch_that_the_heads_keep_ranks_from_sharing_is_refused() -> None:
     """28 heads and 4 KV heads: 8 ranks cannot share a block, and 4 leave one of two groups idle."""
-    with pytest.raises(DataError, match="it has 1 block of 4096 tokens, fewer than the 8 ranks, .*; try 32768"):
+    with pytest.raises(
+        DataError, match="it has 1 block of 4096 tokens, fewer than the 8 ranks, .*; try 32768"
+    ):
         answer(asked("Qwen2.5-7B", H100S, 4096, 1, method="lora"))
-    with pytest.raises(DataError, match="it has 2 blocks of 4096 tokens, fewer than 8 ranks x 2 blocks, .*; try 65536"):
-        answer(asked("Qwen2.5-7B", H100S, 4096, 2, strategy="ddp", method="lora", micro_batch_blocks=2))
+    with pytest.raises(
+        DataError,
+        match="it has 2 blocks of 4096 tokens, fewer than 8 ranks x 2 blocks, .*; try 65536",
+    ):
+        answer(
+            asked("Qwen2.5-7B", H100S, 4096, 2, strategy="ddp", method="lora", micro_batch_blocks=2)
+        )
     assert chosen(answer(asked("Qwen2.5-7B", H100S, 4096, 2, method="lora"))) == 4
 
 
@@ -220,6 +278,8 @@ def test_only_numbers_that_would_be_allowed_are_considered(
 def test_blocks_are_shared_across_nodes_only_where_nothing_fits_within() -> None:
     cards = {"nodes": 8, "gpus_per_node": 2, "gpu": "a10", "memory_gb": 64, "internode_gbit_s": 100}
     for block_tokens, crosses in ((16_384, False), (131_072, True)):
-        found = answer(asked("Qwen3-8B", cards, block_tokens, 16, method="lora", offload_activations=False))
+        found = answer(
+            asked("Qwen3-8B", cards, block_tokens, 16, method="lora", offload_activations=False)
+        )
         assert found.refusal is None
         assert (chosen(found) > 2) == crosses

@@ -1,4 +1,4 @@
-"""The quick answer to whether a run fits is that of the whole search, and the cluster it names is the smallest."""
+"""The quick answer on whether a run fits is the full search's; the cluster it names is smallest."""
 
 import re
 import time
@@ -43,17 +43,25 @@ def wanted(
     machine = machine_of(cluster, "bf16", None)
     assert machine
     setting = Setting(geometry_in(published(name) or {}), machine, BLOCKS, batch_blocks, None)
-    settings = Train.model_validate({"strategy": "auto", "global_batch_tokens": batch_blocks * 2048, **train})
+    settings = Train.model_validate(
+        {"strategy": "auto", "global_batch_tokens": batch_blocks * 2048, **train}
+    )
     return Wanted(setting, settings, held, deepspeed)
 
 
 def ways(setting: Setting, train: Train, held: Collection[str]) -> list[Train]:
     """All of them, one by one."""
-    return [group.way(place) for group in groups(setting, train, held) for place in range(len(group.sizes))]
+    return [
+        group.way(place)
+        for group in groups(setting, train, held)
+        for place in range(len(group.sizes))
+    ]
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"])
-@pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("a10", 4), ("a100 80gb", 2), ("h200", 8)])
+@pytest.mark.parametrize(
+    ("gpu", "per_node"), [("a10", 1), ("a10", 4), ("a100 80gb", 2), ("h200", 8)]
+)
 @pytest.mark.parametrize("held", [(), ("offload",), ("recompute", "micro_batch_blocks")])
 @pytest.mark.parametrize(("memory_gb", "deepspeed"), [(8, True), (600, True), (600, False)])
 def test_it_fits_if_any_of_all_ways_does(
@@ -71,7 +79,10 @@ def test_it_fits_if_any_of_all_ways_does(
 @pytest.mark.parametrize(("gpu", "per_node"), [("a10", 1), ("h200", 8)])
 def test_the_leanest_way_is_the_leanest_of_all(gpu: str, per_node: int) -> None:
     asked = wanted("qwen3-1.7b", gpu, per_node, memory_gb=2000)
-    found = [asked.setting.predict(train).memory.total_bytes for train in ways(asked.setting, asked.train, ())]
+    found = [
+        asked.setting.predict(train).memory.total_bytes
+        for train in ways(asked.setting, asked.train, ())
+    ]
     assert leanest(asked)[0][1].total_bytes == min(found)
 
 
@@ -104,24 +115,39 @@ def test_the_smallest_cluster_is_enough_and_a_smaller_one_is_not() -> None:
 
 SMALLEST: dict[str, Wanted] = {
     "three within a node": wanted("qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=12),
-    "a batch that few can share": wanted("qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=10),
+    "a batch that few can share": wanted(
+        "qwen3-1.7b", "a10", 1, 600, ("offload",), batch_blocks=10
+    ),
     "six of a strategy": wanted("qwen3-30b-a3b", "h100", 6, 600, strategy="fsdp", batch_blocks=24),
     "offloaded": wanted("qwen3-14b", "a10", 2, 300, batch_blocks=48),
-    "held": wanted("qwen3-14b", "a100", 2, 64, ("micro_batch_blocks",), micro_batch_blocks=2, batch_blocks=48),
-    "replicas": wanted("qwen3-14b", "a100", 2, 300, ("shard_ranks",), shard_ranks=6, batch_blocks=48),
-    "replicas of several nodes": wanted("qwen3-32b", "a10", 4, 300, ("shard_ranks",), shard_ranks=24, batch_blocks=48),
-    "more than the batch has blocks": wanted("qwen3-14b", "a10", 2, 600, ("offload",), batch_blocks=4),
+    "held": wanted(
+        "qwen3-14b", "a100", 2, 64, ("micro_batch_blocks",), micro_batch_blocks=2, batch_blocks=48
+    ),
+    "replicas": wanted(
+        "qwen3-14b", "a100", 2, 300, ("shard_ranks",), shard_ranks=6, batch_blocks=48
+    ),
+    "replicas of several nodes": wanted(
+        "qwen3-32b", "a10", 4, 300, ("shard_ranks",), shard_ranks=24, batch_blocks=48
+    ),
+    "more than the batch has blocks": wanted(
+        "qwen3-14b", "a10", 2, 600, ("offload",), batch_blocks=4
+    ),
     "nodes of eight": wanted("qwen3-32b", "h100", 8, 400, batch_blocks=32),
-    "two of the eight of a node": wanted("qwen3-4b", "h100", 8, 48, strategy="zero1", offload="optimizer"),
+    "two of the eight of a node": wanted(
+        "qwen3-4b", "h100", 8, 48, strategy="zero1", offload="optimizer"
+    ),
 }
 
 
 @pytest.mark.parametrize("asked", SMALLEST.values(), ids=SMALLEST)
-def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewest_gpus_is_named(asked: Wanted) -> None:
+def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewest_gpus_is_named(
+    asked: Wanted,
+) -> None:
     """Nodes that use fewer of their GPUs than now count only where no others would do."""
     said = smallest_cluster(asked)
     match = re.match(
-        r"(?:cluster.nodes (\d+) with )?cluster.gpus_per_node (\d+) of .*?( and train.global_b\w+ \d+)?", said or ""
+        r"(?:cluster.nodes (\d+) with )?cluster.gpus_per_node (\d+) of .*?( and train.global_b\w+ \d+)?",
+        said or "",
     )
     assert match, said
     nodes, per_node = int(match[1] or 1), int(match[2])
@@ -132,7 +158,9 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     now, total = machine.ranks_per_node, nodes * per_node
     assert total >= machine.ranks
     sharing = [
-        fewer for fewer in range(machine.ranks, total) if fewer * at_once > blocks or blocks % (fewer * at_once) == 0
+        fewer
+        for fewer in range(machine.ranks, total)
+        if fewer * at_once > blocks or blocks % (fewer * at_once) == 0
     ]
     sizes = range(now, 9) if per_node >= now else range(1, now)
     shapes = [(fewer // size, size) for fewer in sharing for size in sizes if fewer % size == 0]
@@ -141,7 +169,9 @@ def test_of_all_clusters_from_now_on_that_share_the_batch_the_one_with_the_fewes
     elif nodes > 1:
         shapes += [(1, total)] if total <= 8 else []
         shapes += [(total // now, now)] if total % now == 0 and per_node != now else []
-    assert not any(asked.on(replace(machine, nodes=n, ranks_per_node=size)).fits for n, size in shapes)
+    assert not any(
+        asked.on(replace(machine, nodes=n, ranks_per_node=size)).fits for n, size in shapes
+    )
 
 
 def test_that_no_number_of_replicas_would_do_is_found_while_people_wait() -> None:
@@ -174,7 +204,11 @@ def test_the_least_host_memory_is_that_of_as_many_ranks_to_a_block_as_need_least
     def ranks_to_a_block(asked: Wanted) -> int:
         return leanest(asked)[0][0].ranks_per_block
 
-    (offered,) = (said for said in what_would_fit(given(8)) if said.startswith("this would fit: cluster.memory_gb"))
+    (offered,) = (
+        said
+        for said in what_would_fit(given(8))
+        if said.startswith("this would fit: cluster.memory_gb")
+    )
     least_gb = int(re.findall(r"\d+", offered)[0])
     assert given(least_gb).fits
     assert ranks_to_a_block(given(least_gb)) > ranks_to_a_block(given(2000))
@@ -184,7 +218,10 @@ def test_the_least_host_memory_is_that_of_as_many_ranks_to_a_block_as_need_least
 def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() -> None:
     lacking_host = wanted("qwen3-32b", "a10", 2, None)
     assert not lacking_host.fits
-    assert any(re.search(r"fit: cluster.memory_gb: \d+, if the nodes", said) for said in what_would_fit(lacking_host))
+    assert any(
+        re.search(r"fit: cluster.memory_gb: \d+, if the nodes", said)
+        for said in what_would_fit(lacking_host)
+    )
     few = wanted(
         *("qwen3-32b", "a10", 2, None),
         strategy="zero3",
@@ -193,17 +230,27 @@ def test_where_the_host_memory_is_not_known_it_is_said_how_much_a_way_needs() ->
         micro_batch_blocks=1,
     )
     sharded = what_would_fit(few)
-    assert re.search(r"do: cluster.gpus_per_node \d of A10, with [\d.]+ GB of host memory on", sharded[-1])
+    assert re.search(
+        r"do: cluster.gpus_per_node \d of A10, with [\d.]+ GB of host memory on", sharded[-1]
+    )
     given = wanted("qwen3-8b", "a10", 2, None, strategy="ddp", micro_batch_blocks=1)
-    remedy = r"train.offload: optimizer\+params.* a GPU\), with [\d.]+ GB of host memory on each node"
+    remedy = (
+        r"train.offload: optimizer\+params.* a GPU\), with [\d.]+ GB of host memory on each node"
+    )
     assert any(re.search(remedy, said) for said in what_would_fit(given))
-    alone = wanted("qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=48, context_ranks=1)
+    alone = wanted(
+        "qwen3-8b", "h200", 8, None, strategy="ddp", micro_batch_blocks=48, context_ranks=1
+    )
     assert not any("host memory" in said for said in what_would_fit(alone))
 
 
-@pytest.mark.parametrize(("name", "gpu", "strategy"), [("qwen3-1.7b", "a10", "zero2"), ("qwen3-4b", "a10", "ddp")])
-def test_what_would_fit_keeps_the_margin_of_its_own_error(name: str, gpu: str, strategy: str) -> None:
-    """It is wider for what is offloaded, which was hardly measured; with the least margin the plan said `tight`."""
+@pytest.mark.parametrize(
+    ("name", "gpu", "strategy"), [("qwen3-1.7b", "a10", "zero2"), ("qwen3-4b", "a10", "ddp")]
+)
+def test_what_would_fit_keeps_the_margin_of_its_own_error(
+    name: str, gpu: str, strategy: str
+) -> None:
+    """It is wider for what is offloaded, hardly measured; the least margin gave `tight`."""
     asked = wanted(name, gpu, 1, 2000, strategy=strategy)
     size = asked.setting.machine.gpu_memory_bytes
     assert size and not asked.fits
@@ -220,40 +267,62 @@ def test_keys_that_allow_no_way_at_all_are_named() -> None:
     held = ("offload", "recompute")
     assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, True, offload="optimizer")) is None
     assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, False, offload="optimizer")) == (
-        "train.strategy: auto finds no way to train beside train.offload: optimizer, without DeepSpeed, which is not "
+        "train.strategy: auto finds no way to train beside train.offload: optimizer, without "
+        "DeepSpeed, which is not "
         "installed here; leave one out"
     )
     held = ("shard_ranks", "offload")
-    both = no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, True, shard_ranks=4, offload="optimizer"))
+    both = no_way(
+        wanted("qwen3-0.6b", "h200", 8, 600, held, True, shard_ranks=4, offload="optimizer")
+    )
     assert both == (
-        "train.strategy: auto finds no way to train beside train.shard_ranks: 4 and train.offload: optimizer; "
+        "train.strategy: auto finds no way to train beside train.shard_ranks: 4 and train.offload: "
+        "optimizer; "
         "leave one out"
     )
 
 
 def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
-    given: dict[str, Any] = {"strategy": "ddp", "recompute": "full", "method": "lora", "micro_batch_blocks": 1}
+    given: dict[str, Any] = {
+        "strategy": "ddp",
+        "recompute": "full",
+        "method": "lora",
+        "micro_batch_blocks": 1,
+    }
     alone = in_blocks_of(2**20, wanted("qwen3-8b", "a10", 8, **given, context_ranks=1))
     [said] = what_would_fit(alone)
-    assert said.startswith("no number of GPUs would do: one block of 1048576 tokens needs more memory than a GPU has")
+    assert said.startswith(
+        "no number of GPUs would do: one block of 1048576 tokens needs more memory than a GPU has"
+    )
     assert said.endswith("or raise train.context_ranks, so that more GPUs share a block")
     [said] = what_would_fit(in_blocks_of(2**28, wanted("qwen3-8b", "a10", 8, **given)))
     assert said == (
-        "no number of GPUs would do: one block of 268435456 tokens needs more memory than all GPUs that can share it "
+        "no number of GPUs would do: one block of 268435456 tokens needs more memory than all GPUs "
+        "that can share it "
         "have; lower shard.block_tokens"
     )
 
 
 def test_where_a_block_is_too_long_for_a_gpu_ranks_that_share_it_are_offered() -> None:
     given: dict[str, Any] = {"method": "lora", "batch_blocks": 8, "offload_activations": False}
-    longest = in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, ("context_ranks",), context_ranks=1, **given))
+    longest = in_blocks_of(
+        40960, wanted("qwen3-8b", "a10", 8, 200, ("context_ranks",), context_ranks=1, **given)
+    )
     assert not longest.fits
-    assert "this would fit: train.context_ranks: 2  (as many ranks share each block)" in what_would_fit(longest)
+    assert (
+        "this would fit: train.context_ranks: 2  (as many ranks share each block)"
+        in what_would_fit(longest)
+    )
     shared = replace(longest, train=longest.train.model_copy(update={"context_ranks": 2}))
     assert shared.fits
-    odd = replace(longest, setting=replace(longest.setting, workload=replace(BLOCKS, block_tokens=40959)))
+    odd = replace(
+        longest, setting=replace(longest.setting, workload=replace(BLOCKS, block_tokens=40959))
+    )
     assert not any("context_ranks" in said for said in what_would_fit(odd))
-    assert leanest(in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, **given)))[0][0].context_ranks == 2
+    assert (
+        leanest(in_blocks_of(40960, wanted("qwen3-8b", "a10", 8, 200, **given)))[0][0].context_ranks
+        == 2
+    )
 
 
 def test_one_gpu_is_told_how_many_would_share_a_block_that_it_has_no_room_for() -> None:
@@ -263,7 +332,16 @@ def test_one_gpu_is_told_how_many_would_share_a_block_that_it_has_no_room_for() 
     said = smallest_cluster(alone) or ""
     assert said.startswith("cluster.gpus_per_node 2 of H100 SXM, 2 ranks to a block")
     assert "global_batch_tokens" not in said
-    given = wanted("qwen3-8b", "h100", 1, 64, ("context_ranks",), method="lora", batch_blocks=1, context_ranks=1)
+    given = wanted(
+        "qwen3-8b",
+        "h100",
+        1,
+        64,
+        ("context_ranks",),
+        method="lora",
+        batch_blocks=1,
+        context_ranks=1,
+    )
     assert "ranks to a block" not in (smallest_cluster(in_blocks_of(262_144, given)) or "")
 
 
@@ -274,12 +352,18 @@ NODES_TO_A_BLOCK: dict[str, tuple[str, str, int, int]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "gpu", "tokens", "nodes"), NODES_TO_A_BLOCK.values(), ids=NODES_TO_A_BLOCK)
-def test_the_fewest_nodes_that_share_a_block_are_named(name: str, gpu: str, tokens: int, nodes: int) -> None:
-    """With more nodes than that, only some numbers of them share blocks equally, and the batch stays as it is."""
+@pytest.mark.parametrize(
+    ("name", "gpu", "tokens", "nodes"), NODES_TO_A_BLOCK.values(), ids=NODES_TO_A_BLOCK
+)
+def test_the_fewest_nodes_that_share_a_block_are_named(
+    name: str, gpu: str, tokens: int, nodes: int
+) -> None:
+    """With more nodes, only some numbers of them share blocks equally; the batch stays."""
     given: dict[str, Any] = {"method": "lora", "batch_blocks": 8, "offload_activations": False}
     asked = in_blocks_of(tokens, wanted(name, gpu, 8, 600, **given))
-    fitting = [count for count in range(1, 9) if asked.on(replace(asked.setting.machine, nodes=count)).fits]
+    fitting = [
+        count for count in range(1, 9) if asked.on(replace(asked.setting.machine, nodes=count)).fits
+    ]
     assert fitting[0] == nodes
     assert nodes + 1 not in fitting
     start_s = time.process_time()
@@ -287,22 +371,35 @@ def test_the_fewest_nodes_that_share_a_block_are_named(name: str, gpu: str, toke
     assert time.process_time() - start_s < 0.5
     assert said.startswith(f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of ")
     assert f", {8 * nodes} ranks to a block" in said
-    held = replace(asked, train=asked.train.model_copy(update={"context_ranks": 8 * nodes}), held=("context_ranks",))
-    assert (smallest_cluster(held) or "").startswith(f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of ")
+    held = replace(
+        asked,
+        train=asked.train.model_copy(update={"context_ranks": 8 * nodes}),
+        held=("context_ranks",),
+    )
+    assert (smallest_cluster(held) or "").startswith(
+        f"cluster.nodes {nodes} with cluster.gpus_per_node 8 of "
+    )
     assert "global_batch_tokens" not in f"{said} {smallest_cluster(held)}"
 
 
 def test_a_key_that_is_held_is_named_where_leaving_it_out_is_enough() -> None:
     asked = wanted("qwen3-8b", "a100 80gb", 2, 200, ("micro_batch_blocks",), micro_batch_blocks=32)
-    assert "this would fit: train.micro_batch_blocks left out, so that the plan chooses it" in what_would_fit(asked)
+    assert (
+        "this would fit: train.micro_batch_blocks left out, so that the plan chooses it"
+        in what_would_fit(asked)
+    )
 
 
-def test_a_way_that_needs_no_more_than_the_copy_of_a_checkpoint_says_so_before_one_that_offloads() -> None:
-    """A copy of 98.3 GB is more than a host of 100 GB has beside 8 ranks; what is offloaded would come on top."""
+def test_a_way_that_needs_no_more_than_the_copy_of_a_checkpoint_says_so_before_one_that_offloads() -> (
+    None
+):
+    """A copy of 98.3 GB exceeds what a 100 GB host has beside 8 ranks; offloading adds to it."""
     asked = wanted("qwen3-8b", "h200", 8, 100, held=("save_async",), save_async=True)
     assert not asked.fits
     assert leanest(asked)[0][0].offload == "none"
-    assert "this would fit: cluster.memory_gb: 169, if the nodes have as much" in what_would_fit(asked)
+    assert "this would fit: cluster.memory_gb: 169, if the nodes have as much" in what_would_fit(
+        asked
+    )
     assert wanted("qwen3-8b", "h200", 8, 169, held=("save_async",), save_async=True).fits
     assert wanted("qwen3-8b", "h200", 8, 100).fits  # copied part by part
 
@@ -314,7 +411,9 @@ def test_a_base_in_4_bits_is_offered_where_only_that_fits_on_the_gpu() -> None:
         wanted("qwen3-14b", "a10", 1, 20)
     )
     assert "nf4" not in "\n".join(what_would_fit(wanted("qwen3-4b", "a10", 1, 20)))  # bf16 fits too
-    assert "nf4" not in "\n".join(what_would_fit(wanted("qwen3-30b-a3b", "a100 80gb", 1, 20, method="lora")))
+    assert "nf4" not in "\n".join(
+        what_would_fit(wanted("qwen3-30b-a3b", "a100 80gb", 1, 20, method="lora"))
+    )
 
 
 def test_without_gpus_nothing_is_offloaded() -> None:
@@ -329,16 +428,25 @@ def test_without_deepspeed_the_ways_that_need_none_are_said() -> None:
     """Of the three cheapest with it all are DeepSpeed's."""
     given: dict[str, Any] = {"strategy": "ddp", "precision": "fp16", "micro_batch_blocks": 1}
     asked = [wanted("qwen3-4b", "a6000", 1, None, deepspeed=has, **given) for has in (True, False)]
-    two = [one.on(replace(one.setting.machine, ranks_per_node=2, gpu_memory_bytes=36 * 2**30)) for one in asked]
-    here = [[said for said in what_would_fit(one) if said.startswith("this would fit: ")] for one in two]
+    two = [
+        one.on(replace(one.setting.machine, ranks_per_node=2, gpu_memory_bytes=36 * 2**30))
+        for one in asked
+    ]
+    here = [
+        [said for said in what_would_fit(one) if said.startswith("this would fit: ")] for one in two
+    ]
     assert all("train.strategy: zero" in said for said in here[0])
-    assert here[1][0].startswith("this would fit: train.strategy: fsdp, train.offload: optimizer+params  (")
+    assert here[1][0].startswith(
+        "this would fit: train.strategy: fsdp, train.offload: optimizer+params  ("
+    )
     assert not any("zero" in said for said in here[1])
 
 
 def in_blocks_of(tokens: int, asked: Wanted) -> Wanted:
     """The same question about blocks of that length."""
-    return replace(asked, setting=replace(asked.setting, workload=replace(BLOCKS, block_tokens=tokens)))
+    return replace(
+        asked, setting=replace(asked.setting, workload=replace(BLOCKS, block_tokens=tokens))
+    )
 
 
 def test_nobody_is_sent_to_fewer_gpus_or_to_fewer_of_a_node_where_all_of_them_do() -> None:
@@ -346,7 +454,9 @@ def test_nobody_is_sent_to_fewer_gpus_or_to_fewer_of_a_node_where_all_of_them_do
     asked = in_blocks_of(8192, wanted("qwen3-32b", "h100", 8, 400, batch_blocks=32))
     assert asked.on(replace(asked.setting.machine, nodes=2, ranks_per_node=1)).fits
     said = smallest_cluster(asked) or ""
-    assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM (which needs cluster.internode_")
+    assert said.startswith(
+        "cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM (which needs cluster.internode_"
+    )
 
 
 def test_the_network_is_asked_for_where_nothing_says_it_yet() -> None:
@@ -356,30 +466,47 @@ def test_the_network_is_asked_for_where_nothing_says_it_yet() -> None:
         known = {**rates, "between_bytes_s": replace(rates["between_bytes_s"], source=source)}
         said = smallest_cluster(asked.on(replace(asked.setting.machine, rates=known))) or ""
         assert said.startswith("cluster.nodes 2 with cluster.gpus_per_node 8 of H100 SXM, or ")
-    assert "internode" not in (smallest_cluster(wanted("qwen3-1.7b", "a10", 1, 48, batch_blocks=12)) or "")
+    assert "internode" not in (
+        smallest_cluster(wanted("qwen3-1.7b", "a10", 1, 48, batch_blocks=12)) or ""
+    )
 
 
 def test_ranks_on_cpus_are_no_gpus() -> None:
     asked = wanted("qwen3-8b", "h100", 2, 100)
     cpus = replace(asked.setting.machine, name="CPU", is_gpu=False, gpu_memory_bytes=None)
-    assert re.match(r"cluster.nodes \d+ with cluster.cpu_ranks \d+ \(", smallest_cluster(asked.on(cpus)) or "")
+    assert re.match(
+        r"cluster.nodes \d+ with cluster.cpu_ranks \d+ \(", smallest_cluster(asked.on(cpus)) or ""
+    )
 
 
 @pytest.mark.parametrize(
-    ("memory_gb", "more"), [(None, r" and cluster.memory_gb: 2"), (600, "$"), (200, r" and cluster.memory_gb: 2")]
+    ("memory_gb", "more"),
+    [(None, r" and cluster.memory_gb: 2"), (600, "$"), (200, r" and cluster.memory_gb: 2")],
 )
-def test_moments_in_8_bits_do_not_hide_that_others_can_be_offloaded(memory_gb: int | None, more: str) -> None:
+def test_moments_in_8_bits_do_not_hide_that_others_can_be_offloaded(
+    memory_gb: int | None, more: str
+) -> None:
     asked = wanted("qwen3-14b", "h200", 1, memory_gb, optimizer="adamw_8bit")
     assert not asked.fits
     said = "\n".join(what_would_fit(asked))
     wanted_text = r"this would fit: train.optimizer: adamw  \(another optimizer, so another run\)"
     assert re.search(f"^{wanted_text}{more}", said, re.MULTILINE), said
-    given = wanted("qwen3-14b", "h200", 1, memory_gb, strategy="fsdp", optimizer="adamw_8bit", micro_batch_blocks=1)
-    assert "train.offload: optimizer+params, train.optimizer: adamw  (" in "\n".join(what_would_fit(given))
+    given = wanted(
+        "qwen3-14b",
+        "h200",
+        1,
+        memory_gb,
+        strategy="fsdp",
+        optimizer="adamw_8bit",
+        micro_batch_blocks=1,
+    )
+    assert "train.offload: optimizer+params, train.optimizer: adamw  (" in "\n".join(
+        what_would_fit(given)
+    )
 
 
 def test_one_gpu_of_which_no_number_is_enough_has_no_smallest_cluster() -> None:
-    """There are no nodes that use fewer of their GPUs; a host of 8 GB has no room for the processes of one rank."""
+    """No nodes use fewer of their GPUs; a host of 8 GB has no room for a rank's processes."""
     assert smallest_cluster(wanted("qwen3-8b", "a10", 1, 8)) is None
 
 
@@ -389,7 +516,9 @@ OFFLOADED: dict[str, Any] = {"strategy": "fsdp", "offload": "optimizer+params"}
 
 @pytest.mark.parametrize("away", ["auto", True])
 def test_where_the_host_lacks_memory_less_offloading_comes_first(away: Any) -> None:
-    asked = wanted("qwen3-8b", "h200", 2, 64, **OFFLOADED, recompute="full", offload_activations=away)
+    asked = wanted(
+        "qwen3-8b", "h200", 2, 64, **OFFLOADED, recompute="full", offload_activations=away
+    )
     assert not asked.fits
     first, second, *_ = what_would_fit(asked)
     assert first.startswith("this would fit: train.offload: none  (")
@@ -400,7 +529,9 @@ def test_where_the_host_lacks_memory_less_offloading_comes_first(away: Any) -> N
 def test_where_the_host_lacks_memory_for_activations_they_may_stay() -> None:
     given: dict[str, Any] = {"strategy": "fsdp", "recompute": "full", "micro_batch_blocks": 8}
     asked = wanted("qwen3-8b", "h200", 2, 24, **given, offload_activations=True)
-    assert what_would_fit(asked)[0].startswith("this would fit: train.offload_activations: false  (")
+    assert what_would_fit(asked)[0].startswith(
+        "this would fit: train.offload_activations: false  ("
+    )
     assert wanted("qwen3-8b", "h200", 2, 24, **given, offload_activations=False).fits
 
 
@@ -410,10 +541,17 @@ def test_no_change_is_joined_with_host_memory_that_suffices_by_itself(strategy: 
     held = ("offload",) if strategy == "auto" else ()
     asked = wanted("qwen3-8b", "h200", 2, 64, held, **{**OFFLOADED, "strategy": strategy})
     said = what_would_fit(asked)
-    [alone] = [int(found[1]) for one in said if (found := re.match(r"this would fit: cluster.memory_gb: (\d+),", one))]
+    [alone] = [
+        int(found[1])
+        for one in said
+        if (found := re.match(r"this would fit: cluster.memory_gb: (\d+),", one))
+    ]
     more = replace(asked.setting.machine, host_memory_bytes=alone * 10**9)
     assert asked.on(more).fits
-    joined = [int(gigabytes) for gigabytes in re.findall(r" and cluster.memory_gb: (\d+)", "\n".join(said))]
+    joined = [
+        int(gigabytes)
+        for gigabytes in re.findall(r" and cluster.memory_gb: (\d+)", "\n".join(said))
+    ]
     assert all(gigabytes < alone for gigabytes in joined)
     assert not any("offload_activations: true" in one for one in said)
 
@@ -423,4 +561,6 @@ def test_memory_of_what_the_plan_still_chooses_is_said_to_be_the_least() -> None
     first, *_ = what_would_fit(wanted("qwen3-8b", "h200", 2, 64, **OFFLOADED))
     assert re.match(r"this would fit: train.offload: none  \(at least [\d.]+ GiB a GPU\)", first)
     given = wanted("qwen3-8b", "h200", 2, 64, **OFFLOADED, recompute="full", reshard=True)
-    assert re.match(r"this would fit: train.offload: none  \([\d.]+ GiB a GPU\)", what_would_fit(given)[0])
+    assert re.match(
+        r"this would fit: train.offload: none  \([\d.]+ GiB a GPU\)", what_would_fit(given)[0]
+    )

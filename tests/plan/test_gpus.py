@@ -1,4 +1,4 @@
-"""GPUs by the names that drivers give, as torch.cuda.get_device_name shows them, and by those that users write."""
+"""GPUs by drivers' names, as torch.cuda.get_device_name shows them, and by users' names."""
 
 import pytest
 
@@ -86,14 +86,18 @@ def test_users_and_drivers_mean_the_same(name: str) -> None:
     assert found.name == NAMES[name]
 
 
-@pytest.mark.parametrize("name", ["h200 80gb", "a100 24gb", "4090 48gb", "h100 40gb", "v100 80gb", "H100 96GB"])
+@pytest.mark.parametrize(
+    "name", ["h200 80gb", "a100 24gb", "4090 48gb", "h100 40gb", "v100 80gb", "H100 96GB"]
+)
 def test_a_size_that_a_gpu_does_not_come_in_is_refused(name: str) -> None:
     assert find_gpu(name) is None
     assert peak_flops(name, "fp16") is not None, "its cores are known all the same"
 
 
 @pytest.mark.parametrize("name", gpu_names())
-def test_every_name_of_the_catalogue_finds_itself_with_figures_of_the_size_that_gpus_have(name: str) -> None:
+def test_every_name_of_the_catalogue_finds_itself_with_figures_of_the_size_that_gpus_have(
+    name: str,
+) -> None:
     """What a slip in a unit or a column would leave."""
     gpu = find_gpu(name)
     assert gpu is not None
@@ -117,7 +121,14 @@ def test_memory_is_what_torch_sees(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "measured"),
-    [("h200", 359e9), ("a100", 234.9e9), ("b200", 741e9), ("h800", 160e9), ("a10", 4.3e9), ("a100 pcie", 20e9)],
+    [
+        ("h200", 359e9),
+        ("a100", 234.9e9),
+        ("b200", 741e9),
+        ("h800", 160e9),
+        ("a10", 4.3e9),
+        ("a100 pcie", 20e9),
+    ],
 )
 def test_links_are_as_others_measured_them(name: str, measured: float) -> None:
     gpu = find_gpu(name)
@@ -141,5 +152,7 @@ def test_products_in_fp8_begin_with_ada_and_mfu_is_over_the_peak_of_bf16() -> No
     having = {"L4", "L40S", "RTX 4090", "H20", "H100 SXM", "H200", "B200", "RTX 5090"}
     found = {name: find_gpu(name) for name in without | having}
     assert {name for name, gpu in found.items() if gpu and gpu.computes_in("fp8")} == having
-    assert {name for name, gpu in found.items() if gpu and gpu.peak_flop_s("fp8") is None} == without
+    assert {
+        name for name, gpu in found.items() if gpu and gpu.peak_flop_s("fp8") is None
+    } == without
     assert peak_flops("h200", "fp8") == peak_flops("h200", "bf16")

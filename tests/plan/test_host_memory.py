@@ -1,4 +1,4 @@
-"""The host memory that a real training on CPUs takes, against what the plan predicts and what a job would ask for."""
+"""The host memory of a real training on CPUs, against the plan and what a job would ask for."""
 
 from pathlib import Path
 

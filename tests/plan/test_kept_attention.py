@@ -1,4 +1,4 @@
-"""`train.kept_attention_layers: auto` is all layers with attention, or as many as there is memory for."""
+"""`train.kept_attention_layers: auto` is all layers with attention, or as many as memory allows."""
 
 import random
 import re
@@ -19,10 +19,11 @@ from pipeline_lib.plan.choose import Wanted, choose, leanest, what_would_fit
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, MeasuredPart
 from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
+from pipeline_lib.plan.passes import layer_passes, shape_of
 from pipeline_lib.plan.predict import host_bytes_of_node
 from pipeline_lib.plan.search import Estimate, Setting
 from pipeline_lib.plan.show import render, render_what_if
-from pipeline_lib.plan.step_time import layer_passes, shape_of, step_time
+from pipeline_lib.plan.step_time import step_time
 from pipeline_lib.plan.words import describe
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.records.plan import PlanDocument
@@ -42,8 +43,13 @@ def setting_of(model: str, tokens: int, gpu: str, ranks: int, memory_gb: int | N
     return Setting(geometry_in(published(f"Qwen/{model}") or {}), machine, data, ranks, None)
 
 
-def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with_128_gb_of_host_memory() -> None:
-    """36 layers keep their inputs there, 4096 numbers a token, and as many as fit also 32 heads and a sum of each."""
+def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with_128_gb_of_host_memory() -> (
+    None
+):
+    """36 layers keep their inputs there, 4096 numbers a token, and some 32 heads with sums.
+
+    As many keep those of 32 heads, and a sum of each, as fit.
+    """
     found = answer(asked("Qwen3-8B", ONE_GPU, LONGEST, 1, method="lora"))
     assert found.refusal is None and found.choice is not None and found.wanted is not None
     way, machine = found.choice.chosen, found.wanted.setting.machine
@@ -57,22 +63,33 @@ def test_adapters_of_8b_train_a_block_of_262_144_tokens_on_one_gpu_of_80_gb_with
     assert host_bytes_of_node(way.memory, machine) == needed
     assert needed <= from_gigabytes(128) < needed + of_attention
     plan = PlanDocument.model_validate(found.content)
-    assert plan.chosen.kept_attention_layers == found.content["train"]["kept_attention_layers"] == kept
+    assert (
+        plan.chosen.kept_attention_layers == found.content["train"]["kept_attention_layers"] == kept
+    )
     said = f"attention kept in {kept} layers"
     assert said in describe(way)
     assert said in plan.prediction.words
     shown = " ".join(render(found.content, False).split())
-    assert f"{said}, activations on the host" in shown.partition(" WAY ")[2].partition(" ASSUMED ")[0]
+    assert (
+        f"{said}, activations on the host" in shown.partition(" WAY ")[2].partition(" ASSUMED ")[0]
+    )
 
 
 def test_the_long_context_pages_say_what_the_plan_says_of_one_document_of_that_length() -> None:
     few, many = (
         replace(setting, workload=replace(setting.workload, real_fraction=1.0)).predict(AWAY)
-        for setting in (setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb) for memory_gb in (128, 512))
+        for setting in (
+            setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb) for memory_gb in (128, 512)
+        )
     )
     machine = setting_of("Qwen3-8B", LONGEST, "h100", 1, 128).machine
-    figures = {str(few.train.kept_attention_layers), f"{few.memory.host_bytes / from_gigabytes(1):.1f}"}
-    figures |= {f"{host_bytes_of_node(way.memory, machine) / from_gigabytes(1):.0f}" for way in (few, many)}
+    figures = {
+        str(few.train.kept_attention_layers),
+        f"{few.memory.host_bytes / from_gigabytes(1):.1f}",
+    }
+    figures |= {
+        f"{host_bytes_of_node(way.memory, machine) / from_gigabytes(1):.0f}" for way in (few, many)
+    }
     figures |= {f"{way.step_s.value:.0f}" for way in (few, many)}
     for page in PAGES:
         assert figures <= set(re.findall(r"\d+(?:\.\d+)?", page.read_text(encoding="utf-8")))
@@ -81,7 +98,9 @@ def test_the_long_context_pages_say_what_the_plan_says_of_one_document_of_that_l
 def test_a_what_if_question_compares_numbers_of_layers() -> None:
     given = asked("Qwen3-8B", ONE_GPU, LONGEST, 1, **ADAPTERS)
     more = replace(given, train=given.train.model_copy(update={"kept_attention_layers": 0}))
-    shown = render_what_if(answer(given).content, answer(more).content, ["train.kept_attention_layers=0"])
+    shown = render_what_if(
+        answer(given).content, answer(more).content, ["train.kept_attention_layers=0"]
+    )
     assert "computed again, activations on the host" in shown
 
 
@@ -128,7 +147,8 @@ def test_it_is_the_largest_number_that_fits() -> None:
         for is_away in (False,) if strategy == "zero2" else (False, True):
             given = train.model_copy(update={"offload_activations": is_away})
             tried = [
-                setting.estimate(given.model_copy(update={"kept_attention_layers": kept})) for kept in range(layers + 1)
+                setting.estimate(given.model_copy(update={"kept_attention_layers": kept}))
+                for kept in range(layers + 1)
             ]
             fitting = [way for way in tried if way.fits]
             assert fitting == tried[: len(fitting)]
@@ -141,7 +161,10 @@ def test_it_is_the_largest_number_that_fits() -> None:
             assert kept == "auto"
         elif most:
             expected = min(most, key=lambda way: way.step_s).train
-            assert (kept, keeps_on_host(found.train)) == (expected.kept_attention_layers, keeps_on_host(expected))
+            assert (kept, keeps_on_host(found.train)) == (
+                expected.kept_attention_layers,
+                keeps_on_host(expected),
+            )
         else:
             assert kept == 0
     assert min(outcomes.values()) >= 10
@@ -149,7 +172,9 @@ def test_it_is_the_largest_number_that_fits() -> None:
 
 
 def test_a_number_that_is_given_is_kept() -> None:
-    given = setting_of("Qwen3-8B", LONGEST, "h100", 1, 512).estimate(Train(**ADAPTERS, kept_attention_layers=5))
+    given = setting_of("Qwen3-8B", LONGEST, "h100", 1, 512).estimate(
+        Train(**ADAPTERS, kept_attention_layers=5)
+    )
     assert given.fits
     assert given.train.kept_attention_layers == 5
 
@@ -158,7 +183,9 @@ def test_a_number_that_is_given_is_kept() -> None:
 def test_each_layer_with_attention_takes_its_time_once_more(model: str, layers: int) -> None:
     setting = setting_of(model, 65_536, "h100", 1, 512)
     again_s = [
-        step_time(setting.case(Train(**ADAPTERS, compile=True, kept_attention_layers=kept)), End.EXPECTED).recomputed_s
+        step_time(
+            setting.case(Train(**ADAPTERS, compile=True, kept_attention_layers=kept)), End.EXPECTED
+        ).recomputed_s
         for kept in range(layers + 1)
     ]
     attention_s = again_s[0] - again_s[-1]
@@ -166,13 +193,18 @@ def test_each_layer_with_attention_takes_its_time_once_more(model: str, layers: 
     rate = setting.machine.speeds_in(65_536.0).attention_flop_s
     assert attention_s == pytest.approx(layers * 2 * channels * 65_536**2 / rate)
     for kept, taken_s in enumerate(again_s):
-        assert taken_s - again_s[-1] == pytest.approx(attention_s * (layers - kept) / layers, abs=1e-9)
+        assert taken_s - again_s[-1] == pytest.approx(
+            attention_s * (layers - kept) / layers, abs=1e-9
+        )
 
 
 @pytest.mark.parametrize(("model", "layers"), [("Qwen3-8B", 36), ("Qwen3.5-9B", 8)])
 def test_more_layers_than_have_attention_are_refused(model: str, layers: int) -> None:
     geometry = geometry_in(published(f"Qwen/{model}") or {})
-    found = [list(geometry.problems(Train(kept_attention_layers=count), 4096)) for count in (layers, layers + 1)]
+    found = [
+        list(geometry.problems(Train(kept_attention_layers=count), 4096))
+        for count in (layers, layers + 1)
+    ]
     of_model = f"{layers + 1} are more than the model's {layers} layers with attention"
     assert found == [[], [f"train.kept_attention_layers: {of_model}"]]
 
@@ -184,7 +216,9 @@ def test_more_layers_than_have_attention_are_refused(model: str, layers: int) ->
         ({"unit_layers": 37}, {"Qwen3-8B": ["train.unit_layers"], "Qwen3-30B-A3B": []}),
     ],
 )
-def test_keys_that_do_nothing_for_a_model_are_refused(settings: dict[str, Any], refused: dict[str, list[str]]) -> None:
+def test_keys_that_do_nothing_for_a_model_are_refused(
+    settings: dict[str, Any], refused: dict[str, list[str]]
+) -> None:
     for model, keys in refused.items():
         geometry = geometry_in(published(f"Qwen/{model}") or {})
         found = geometry.problems(Train.model_validate(settings), 4096)
@@ -195,7 +229,9 @@ def test_a_run_is_possible_if_it_is_without_any_results_kept() -> None:
     """The least host memory that is named is what the inputs of the layers need."""
     for memory_gb, is_enough in ((86, False), (87, True)):
         setting = setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb)
-        wanted = Wanted(setting, Train.model_validate({"method": "lora", "strategy": "auto"}), (), True)
+        wanted = Wanted(
+            setting, Train.model_validate({"method": "lora", "strategy": "auto"}), (), True
+        )
         assert wanted.fits == is_enough
         assert leanest(wanted)[0][0].kept_attention_layers == 0
         named = replace(wanted, train=Train.model_validate(ADAPTERS | {"compile": True}))
@@ -205,10 +241,15 @@ def test_a_run_is_possible_if_it_is_without_any_results_kept() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
 def test_where_a_given_number_is_too_large_auto_is_offered(strategy: str) -> None:
     for memory_gb in (86, 128):
-        train = Train.model_validate({**ADAPTERS, "strategy": strategy, "kept_attention_layers": 30})
+        train = Train.model_validate(
+            {**ADAPTERS, "strategy": strategy, "kept_attention_layers": 30}
+        )
         wanted = Wanted(setting_of("Qwen3-8B", LONGEST, "h100", 1, memory_gb), train, (), True)
         assert not wanted.fits
-        offered = "this would fit: train.kept_attention_layers: auto  (more layers compute their attention again)"
+        offered = (
+            "this would fit: train.kept_attention_layers: auto  (more layers compute their "
+            "attention again)"
+        )
         assert (offered in what_would_fit(wanted)) == (memory_gb == 128)
 
 
@@ -227,25 +268,33 @@ def test_a_given_number_forces_no_full_checkpointing(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "is_idle"), [("auto", True), ("full", False)], ids=["auto is none", "full is given"]
+    ("recompute", "is_idle"),
+    [("auto", True), ("full", False)],
+    ids=["auto is none", "full is given"],
 )
 def test_a_number_that_does_nothing_is_named(recompute: str, is_idle: bool) -> None:
     cluster = {**ONE_GPU, "gpu": "h200", "memory_gb": 2000}
     train: dict[str, Any] = {"method": "lora", "strategy": "ddp", "recompute": recompute}
     found = answer(asked("Qwen3-8B", cluster, 32_768, 1, **train, kept_attention_layers=5)).content
-    warnings = [text for text in found["words"].get("warnings", []) if "kept_attention_layers" in text]
+    warnings = [
+        text for text in found["words"].get("warnings", []) if "kept_attention_layers" in text
+    ]
     assert (found["chosen"]["recompute"] != "full") == is_idle
     assert len(warnings) == is_idle
     if is_idle:
-        checkpointing = f"train.activation_checkpointing: auto is {found['chosen']['recompute']} here"
-        assert warnings[0].startswith(f"train.kept_attention_layers: 5 has no effect, because {checkpointing}")
+        checkpointing = (
+            f"train.activation_checkpointing: auto is {found['chosen']['recompute']} here"
+        )
+        assert warnings[0].startswith(
+            f"train.kept_attention_layers: 5 has no effect, because {checkpointing}"
+        )
         assert warnings[0] in " ".join(render(found, False).split())
     free = answer(asked("Qwen3-8B", cluster, 32_768, 1, **train)).content
     assert not any("kept_attention_layers" in text for text in free["words"].get("warnings", []))
 
 
 def test_a_short_run_is_compiled_if_only_that_fits() -> None:
-    """Without compilation, which a run of one step does not save, not even no results at all have room."""
+    """Without compilation, which a run of one step does not save, not even no results fit."""
     setting = replace(setting_of("Qwen3-4B", LONGEST, "h100", 2, 256), steps=1)
     train = Train.model_validate({"strategy": "fsdp", "recompute": "full", "context_ranks": 1})
     found = setting.estimate(train)
@@ -257,7 +306,9 @@ def test_a_short_run_is_compiled_if_only_that_fits() -> None:
 
 def test_what_lacks_memory_to_keep_all_is_a_near_miss() -> None:
     setting = setting_of("Qwen3-4B", 131_072, "h100", 1, 48)
-    found = choose(setting, Train.model_validate({"strategy": "ddp", "method": "lora"}), (), has_deepspeed=True)
+    found = choose(
+        setting, Train.model_validate({"strategy": "ddp", "method": "lora"}), (), has_deepspeed=True
+    )
     assert isinstance(found.chosen.train.kept_attention_layers, int)
     assert found.near is not None
     assert found.near.way.train.kept_attention_layers == 36
@@ -273,14 +324,22 @@ def test_a_model_without_attention_is_planned() -> None:
 
 @pytest.mark.parametrize("kept", [0, 18, 36])
 def test_layers_that_were_measured_kept_all_their_attention(kept: int) -> None:
-    """What was measured as the formula predicts leaves the prediction of layers that keep less as it is."""
+    """What was measured as predicted leaves the prediction of layers that keep less as it is."""
     setting = setting_of("Qwen3-8B", 65_536, "h100", 1, 512)
     eager = layer_passes(setting.case(Train(**ADAPTERS, compile=False)), End.EXPECTED)
     variant = MeasuredPart(
-        "layer", shape_of(setting.geometry), "ddp/lora/full", 65_536.0, 0.5, eager.forward, eager.backward
+        "layer",
+        shape_of(setting.geometry),
+        "ddp/lora/full",
+        65_536.0,
+        0.5,
+        eager.forward,
+        eager.backward,
     )
     calibrated = replace(setting, machine=replace(setting.machine, measured=(variant,)))
     for compiled in (False, True):
         train = Train(**ADAPTERS, compile=compiled, kept_attention_layers=kept)
-        found, computed = (layer_passes(one.case(train), End.EXPECTED).backward for one in (calibrated, setting))
+        found, computed = (
+            layer_passes(one.case(train), End.EXPECTED).backward for one in (calibrated, setting)
+        )
         assert found.per_token_s == pytest.approx(computed.per_token_s)

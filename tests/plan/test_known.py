@@ -1,4 +1,4 @@
-"""What is known of a model and its data before anything is computed, and what is not asked of a network."""
+"""What is known of a model and its data before any computation, and without the network."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,14 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import run_stage
-from pipeline_lib.core.store import Manifest, Spec, Store, VerifiedFiles, describe_files, write_manifest
+from pipeline_lib.core.store import (
+    Manifest,
+    Spec,
+    Store,
+    VerifiedFiles,
+    describe_files,
+    write_manifest,
+)
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockIndex, BlockReader
 from pipeline_lib.data.download import run as download
@@ -23,7 +30,13 @@ from pipeline_lib.data.tiny_model import build_tiny
 from pipeline_lib.data.tiny_tokenizer import write_tokenizer
 from pipeline_lib.data.tokenize import run as tokenize
 from pipeline_lib.plan.answer import question_of
-from pipeline_lib.plan.known import blocks_of, find_geometry, geometry_of, repetition_of, workload_of
+from pipeline_lib.plan.known import (
+    blocks_of,
+    find_geometry,
+    geometry_of,
+    repetition_of,
+    workload_of,
+)
 from pipeline_lib.plan.warnings import lengths_of_runs
 
 SMALL = """\
@@ -68,7 +81,10 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Store]:
 
 def seal(folder: Path) -> None:
     """Seal what `folder` of a download holds."""
-    write_manifest(folder, Manifest(stage="download", digest=folder.name, spec={}, files=describe_files(folder)))
+    write_manifest(
+        folder,
+        Manifest(stage="download", digest=folder.name, spec={}, files=describe_files(folder)),
+    )
 
 
 def hub_config(name: str, revision: str | None = None) -> Config:
@@ -102,37 +118,50 @@ def test_a_tiny_model_around_a_tokenizer_is_known_before_it_is_built(tmp_path: P
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     write_tokenizer(["one two three four five six seven"] * 20, 333, folder)
-    config = load_config(written(tmp_path, SMALL.replace("vocab_tokens: 512", f"tokenizer: {folder}")))
+    config = load_config(
+        written(tmp_path, SMALL.replace("vocab_tokens: 512", f"tokenizer: {folder}"))
+    )
     predicted, store = find_geometry(config, Store(tmp_path / "none")), Store(tmp_path / "store")
     experiment = sealed_stages(tmp_path / "config.yaml", store, "model")
     assert predicted == read_geometry(store.sealed(experiment.ref("model")))
 
 
-def test_what_was_downloaded_counts_more_than_what_is_expected(sealed: tuple[Config, Store], tmp_path: Path) -> None:
+def test_what_was_downloaded_counts_more_than_what_is_expected(
+    sealed: tuple[Config, Store], tmp_path: Path
+) -> None:
     config, store = sealed
     known = geometry_of(config, store)
     [folder] = [path.parent for path in (store.root / "download").glob("*/config.json")]
     assert known == read_geometry(folder)
-    write_json(folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 7})
+    write_json(
+        folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 7}
+    )
     try:
         with pytest.raises(IntegrityError, match=r"config\.json: content differs"):
             geometry_of(config, store)
         seal(folder)
         assert geometry_of(config, store).layers == 7
     finally:
-        write_json(folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 2})
+        write_json(
+            folder / "config.json", {**read_json(folder / "config.json"), "num_hidden_layers": 2}
+        )
         seal(folder)
     assert geometry_of(config, Store(tmp_path / "empty")).layers == 2
 
 
 def test_a_local_model_is_read_where_it_lies(tmp_path: Path) -> None:
     write_json(tmp_path / "base" / "config.json", {**SIZES, "num_hidden_layers": 3})
-    text = SMALL.replace("source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2", "source: local, path: PATH")
+    text = SMALL.replace(
+        "source: tiny, vocab_tokens: 512, hidden_size: 32, layers: 2", "source: local, path: PATH"
+    )
     config = load_config(written(tmp_path, text.replace("PATH", str(tmp_path / "base"))))
     assert geometry_of(config, Store(tmp_path / "store")).layers == 3
     elsewhere = load_config(written(tmp_path, text.replace("PATH", str(tmp_path / "nowhere"))))
     assert find_geometry(elsewhere, Store(tmp_path / "store")) is None
-    write_json(tmp_path / "base" / "config.json", {**SIZES, "num_hidden_layers": 3, "quantization": {"bits": 4}})
+    write_json(
+        tmp_path / "base" / "config.json",
+        {**SIZES, "num_hidden_layers": 3, "quantization": {"bits": 4}},
+    )
     with pytest.raises(DataError, match=r"base/config\.json: its weights are quantized"):
         find_geometry(config, Store(tmp_path / "store"))
     write_json(tmp_path / "base" / "config.json", {"model_type": "gemma2"})
@@ -144,15 +173,21 @@ def test_a_local_model_is_read_where_it_lies(tmp_path: Path) -> None:
 def test_a_published_model_is_known_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
 ) -> None:
-    monkeypatch.setattr("pipeline_lib.hub.snapshot.resolve", lambda *_: pytest.fail("a hub was asked"))
+    monkeypatch.setattr(
+        "pipeline_lib.hub.snapshot.resolve", lambda *_: pytest.fail("a hub was asked")
+    )
     store = Store(tmp_path / "store")
     assert geometry_of(hub_config("Qwen/Qwen3-8B", revision), store).parameters == 8_190_735_360
-    with pytest.raises(DataError, match="the sizes of owner/model are not known here: it was not downloaded to"):
+    with pytest.raises(
+        DataError, match="the sizes of owner/model are not known here: it was not downloaded to"
+    ):
         geometry_of(hub_config("owner/model", revision), store)
     assert workload_of(hub_config("Qwen/Qwen3-8B", revision), store).is_assumed
 
 
-def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered(tmp_path: Path) -> None:
+def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered(
+    tmp_path: Path,
+) -> None:
     """Whatever the data are: here they are files that are not there."""
     store = Store(tmp_path / "store", UserCache(tmp_path / "cache"))
     rows = [{"source": "file", "path": "nowhere.jsonl"}]
@@ -171,10 +206,18 @@ def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered
     assert geometry_of(config, store).layers == 5
 
 
-def test_what_samples_that_repeat_each_other_cost_is_known_before_there_are_blocks(tmp_path: Path) -> None:
-    row = {"instruction": "And you?", "output": "Well.", "history": [["How are you?", "Fine."], ["Fine?", "Yes."]]}
+def test_what_samples_that_repeat_each_other_cost_is_known_before_there_are_blocks(
+    tmp_path: Path,
+) -> None:
+    row = {
+        "instruction": "And you?",
+        "output": "Well.",
+        "history": [["How are you?", "Fine."], ["Fine?", "Yes."]],
+    }
     (tmp_path / "rows.json").write_text(json.dumps([row] * 3))
-    text = SMALL.replace("{source: pydoc, max_rows: 60}", f"{{source: file, path: {tmp_path}/rows.json}}")
+    text = SMALL.replace(
+        "{source: pydoc, max_rows: 60}", f"{{source: file, path: {tmp_path}/rows.json}}"
+    )
     path, store = written(tmp_path, text), Store(tmp_path / "store", UserCache(tmp_path / "cache"))
     config = load_config(path)
     assert repetition_of(config, store) == ""
@@ -191,13 +234,17 @@ def test_blocks_that_are_there_are_known(sealed: tuple[Config, Store], tmp_path:
     reader = BlockReader(folder / "train")
     lengths = [len(document) for document in documents(reader)]
     assert found.workload == workload_of(config, store)
-    assert found.workload.document_tokens == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+    assert found.workload.document_tokens == pytest.approx(
+        sum(n * n for n in lengths) / sum(lengths)
+    )
     assert found.workload.real_fraction == pytest.approx(sum(lengths) / (len(reader) * 128))
     assert found.workload.validation_blocks == BlockIndex.read(folder / "validation").blocks
     assert blocks_of(config, Store(tmp_path / "empty")) is None
 
 
-def test_samples_that_the_blocks_cannot_meet_are_refused_before_the_plan(sealed: tuple[Config, Store]) -> None:
+def test_samples_that_the_blocks_cannot_meet_are_refused_before_the_plan(
+    sealed: tuple[Config, Store],
+) -> None:
     config, store = sealed
     train = config.train.model_copy(update={"global_batch_samples": 1})
     with pytest.raises(ConfigError, match="^my.yaml: 1 problem\n.*cannot be met within 10%"):
@@ -213,7 +260,9 @@ def documents(reader: BlockReader) -> list[list[int]]:
     return found
 
 
-def test_files_that_were_never_hashed_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_were_never_hashed_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan of a model of 60 GB, on a machine that has not seen it, is no reason to read it."""
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
     data = f"{{source: file, path: {tmp_path / 'rows.jsonl'}}}"
@@ -225,7 +274,9 @@ def test_files_that_were_never_hashed_are_not_read(tmp_path: Path, monkeypatch: 
 def test_measurements_are_read_and_what_does_not_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     config = load_config(written(tmp_path, SMALL + f"cluster: {{measured: {path}}}\n"))
-    with pytest.raises(ConfigError, match=r"cluster.measured: .*does not read.* calibrate CONFIG` writes it"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.measured: .*does not read.* calibrate CONFIG` writes it"
+    ):
         measured_content(config)
     write_json(path, {"schema": 1})
     assert measured_content(config) == {"schema": 1}

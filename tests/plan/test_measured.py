@@ -74,7 +74,12 @@ def test_everything_is_read() -> None:
 def test_cpus_have_no_gpu_and_nothing_need_have_been_measured() -> None:
     content = {**CONTENT, "gpu": None, "gpu_memory_bytes": None, "rates": {}, "parts": []}
     measured = read_measured(content)
-    assert (measured.gpu, measured.gpu_memory_bytes, measured.rates, measured.parts) == (None, None, {}, ())
+    assert (measured.gpu, measured.gpu_memory_bytes, measured.rates, measured.parts) == (
+        None,
+        None,
+        {},
+        (),
+    )
 
 
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
@@ -88,9 +93,17 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("precision",), "fp4", "precision: 'fp4' is not one of bf16, fp8, fp16, fp32"),
     (("precision",), ["bf16"], r"precision: \['bf16'\] is not one of"),
     (("rates",), [], r"rates: \[\] is no mapping"),
-    (("rates", "matmul_flops"), {}, "rates.matmul_flops: no such rate; there are matmul_flop_s, attention_flop_s"),
+    (
+        ("rates", "matmul_flops"),
+        {},
+        "rates.matmul_flops: no such rate; there are matmul_flop_s, attention_flop_s",
+    ),
     (("rates", "launch_s"), 2e-5, "rates.launch_s: 2e-05 is no mapping"),
-    (("rates", "launch_s", "low"), 3e-5, "rates.launch_s: low 3e-05, value 2e-05 and high 2.1e-05 are not in this"),
+    (
+        ("rates", "launch_s", "low"),
+        3e-5,
+        "rates.launch_s: low 3e-05, value 2e-05 and high 2.1e-05 are not in this",
+    ),
     (("rates", "launch_s", "low"), 0, "rates.launch_s.low: 0 is not above 0"),
     (("rates", "launch_s", "high"), math.inf, "rates.launch_s.high: inf is no finite number"),
     (("rates", "launch_s", "value"), "2e-5", "rates.launch_s.value: '2e-5' is no finite number"),
@@ -102,13 +115,21 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("parts", 0, "variant"), "", r"parts\[0\].variant: '' is not the name"),
     (("parts", 0, "supervised_fraction"), 1.1, r"parts\[0\].supervised_fraction: 1.1 is above 1"),
     (("parts", 0, "forward"), KeyError, r"parts\[0\].forward: None is no mapping"),
-    (("parts", 0, "backward", "fixed_s"), -1e-6, r"parts\[0\].backward.fixed_s: -1e-06 is not at least 0"),
+    (
+        ("parts", 0, "backward", "fixed_s"),
+        -1e-6,
+        r"parts\[0\].backward.fixed_s: -1e-06 is not at least 0",
+    ),
     (
         ("parts", 0, "backward"),
         {"fixed_s": 0, "per_token_s": 0.0, "host_s": 0},
         r"parts\[0\].backward: fixed_s, per_token_s, host_s are all 0, and every pass of a layer takes",
     ),
-    (("parts", 0, "backward", "per_token_s"), False, r"parts\[0\].backward.per_token_s: False is no finite number"),
+    (
+        ("parts", 0, "backward", "per_token_s"),
+        False,
+        r"parts\[0\].backward.per_token_s: False is no finite number",
+    ),
 ]
 
 
@@ -129,5 +150,7 @@ def test_the_ends_may_take_no_time() -> None:
 
 def test_a_rate_without_a_band_is_legal() -> None:
     """Equal ends are in order."""
-    measured = read_measured(changed(("rates", "launch_s"), {"value": 1e-5, "low": 1e-5, "high": 1e-5}))
+    measured = read_measured(
+        changed(("rates", "launch_s"), {"value": 1e-5, "low": 1e-5, "high": 1e-5})
+    )
     assert measured.rates["launch_s"].value == 1e-5

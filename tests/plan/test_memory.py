@@ -1,4 +1,4 @@
-"""Predicted memory: the sums by hand, what each strategy divides, and the order of the strategies."""
+"""Predicted memory: the sums by hand, what each strategy divides, the order of strategies."""
 
 import math
 from typing import Any
@@ -19,14 +19,18 @@ NODE = Ranks(8, 8)
 EIGHTH = 1 / 8
 
 
-def of(geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2, **settings: Any) -> Memory:
+def of(
+    geometry: Geometry = QWEN3_8B, ranks: Ranks = NODE, accumulation: int = 2, **settings: Any
+) -> Memory:
     return predict(geometry, Train.model_validate(settings), ranks, 8192, accumulation)
 
 
 def test_triton_turns_logits_into_gradients_in_place() -> None:
     logits, head = LOGITS_AT_ONCE // 151936 * 151936, 151936 * 4096
     for precision, number in (("bf16", 2), ("fp32", 4)):
-        plain, by_triton = (of(ranks=Ranks(8, 8, has), precision=precision) for has in (False, True))
+        plain, by_triton = (
+            of(ranks=Ranks(8, 8, has), precision=precision) for has in (False, True)
+        )
         assert plain.moment == by_triton.moment == "at the loss"
         assert by_triton.loss_bytes == number * logits + 4 * head < plain.loss_bytes
         assert plain.activations_bytes == by_triton.activations_bytes
@@ -47,14 +51,20 @@ STATE = {
 def test_state_of_a_full_fine_tune(strategy: str) -> None:
     found = of(strategy=strategy, shard_ranks=4 if strategy == "hsdp" else None)
     held = (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes)
-    assert held == pytest.approx([bytes_each * QWEN3_8B.parameters for bytes_each in STATE[strategy]])
+    assert held == pytest.approx(
+        [bytes_each * QWEN3_8B.parameters for bytes_each in STATE[strategy]]
+    )
 
 
 @pytest.mark.parametrize(("strategy", "divided_by"), [("ddp", 1), ("fsdp", 8)])
-def test_state_of_adapters_is_the_frozen_base_and_16_bytes_an_adapter_parameter(strategy: str, divided_by: int) -> None:
+def test_state_of_adapters_is_the_frozen_base_and_16_bytes_an_adapter_parameter(
+    strategy: str, divided_by: int
+) -> None:
     adapters = QWEN3_8B.adapter_parameters(Train().lora)
     found = of(strategy=strategy, method="lora")
-    assert found.state_bytes == pytest.approx((2 * QWEN3_8B.parameters + 16 * adapters) / divided_by)
+    assert found.state_bytes == pytest.approx(
+        (2 * QWEN3_8B.parameters + 16 * adapters) / divided_by
+    )
 
 
 @pytest.mark.parametrize(("strategy", "divided_by"), [("ddp", 1), ("fsdp", 8)])
@@ -81,13 +91,17 @@ def test_frozen_parameters_keep_their_weight_alone() -> None:
 
 
 def test_8_bit_moments_take_a_quarter() -> None:
-    assert of(optimizer="adamw_8bit").optimizer_bytes == pytest.approx(2.03 * QWEN3_8B.parameters, rel=1e-3)
+    assert of(optimizer="adamw_8bit").optimizer_bytes == pytest.approx(
+        2.03 * QWEN3_8B.parameters, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_parts_make_up_the_total(strategy: str, recompute: str) -> None:
-    found = of(strategy=strategy, recompute=recompute, shard_ranks=4 if strategy == "hsdp" else None)
+    found = of(
+        strategy=strategy, recompute=recompute, shard_ranks=4 if strategy == "hsdp" else None
+    )
     described = found.as_json()
     assert sum(described[f"{part}_bytes"] for part in PARTS) == described["total_bytes"]
     assert described["total_bytes"] - described["reserve_bytes"] == described["allocated_bytes"]
@@ -95,7 +109,9 @@ def test_the_parts_make_up_the_total(strategy: str, recompute: str) -> None:
 
 
 def test_recomputing_keeps_less_and_less() -> None:
-    none, selective, full = (of(strategy="fsdp", recompute=name) for name in ("none", "selective", "full"))
+    none, selective, full = (
+        of(strategy="fsdp", recompute=name) for name in ("none", "selective", "full")
+    )
     assert none.activations_bytes > 1.8 * selective.activations_bytes > 3 * full.activations_bytes
 
 
@@ -133,21 +149,34 @@ def test_offloading_moves_state_to_the_host() -> None:
 
 
 def test_page_locked_copies_take_a_power_of_two() -> None:
-    """By fsdp weights and gradients twice, each tensor by itself; by zero2 masters, gradients and weights, flat."""
+    """By fsdp weights and gradients twice, tensor by tensor; by zero2 masters and both, flat.
+
+    Both are gradients and weights.
+    """
     parts = [4 * math.prod(shape) // 8 for shape in QWEN3_8B.shapes().values()]
     rounded = sum(1 << (part - 1).bit_length() for part in parts)
     moments = 8 * QWEN3_8B.parameters * EIGHTH
-    assert of(strategy="fsdp", offload="optimizer+params").host_bytes == pytest.approx(moments + 3 * rounded, rel=1e-6)
+    assert of(strategy="fsdp", offload="optimizer+params").host_bytes == pytest.approx(
+        moments + 3 * rounded, rel=1e-6
+    )
     assert sum(parts) < rounded < 2 * sum(parts)
-    flat = 2 * 2**32 + 2**31 + 2 ** math.ceil(math.log2(2 * 151936 * 4096))  # 4.1, 4.1 and 2.0 GB; the embedding
-    assert of(strategy="zero2", offload="optimizer").host_bytes == pytest.approx(moments + flat, rel=1e-6)
+    # 4.1, 4.1 and 2.0 GB; the embedding
+    flat = 2 * 2**32 + 2**31 + 2 ** math.ceil(math.log2(2 * 151936 * 4096))
+    assert of(strategy="zero2", offload="optimizer").host_bytes == pytest.approx(
+        moments + flat, rel=1e-6
+    )
 
 
 def test_full_checkpointing_keeps_the_attention_of_long_documents() -> None:
-    """The input of a layer, 4096 numbers, and from 16,384 tokens on as many of 32 heads, and a sum for each."""
+    """A layer's input, 4096 numbers, and from 16,384 tokens on many of 32 heads, with sums.
+
+    As many as fit, and a sum for each.
+    """
 
     def kept(block_tokens: int, **settings: Any) -> int:
-        train = Train.model_validate({"strategy": "fsdp", "method": "lora", "recompute": "full", **settings})
+        train = Train.model_validate(
+            {"strategy": "fsdp", "method": "lora", "recompute": "full", **settings}
+        )
         return moments._kept(QWEN3_8B, train, train.micro_batch_blocks * block_tokens, 36)
 
     assert kept(8192, micro_batch_blocks=4) == 36 * 4 * 8192 * 2 * 4096
@@ -160,7 +189,9 @@ def test_activations_on_the_host_leave_two_layers_on_the_device() -> None:
     """Of 36, with their inputs and attention of 16,384 tokens; nothing else changes."""
     way = {"strategy": "fsdp", "method": "lora", "recompute": "full"}
     here, away = (
-        predict(QWEN3_8B, Train.model_validate({**way, "offload_activations": value}), NODE, 16384, 2)
+        predict(
+            QWEN3_8B, Train.model_validate({**way, "offload_activations": value}), NODE, 16384, 2
+        )
         for value in (False, True)
     )
     kept = 36 * 16384 * (2 * 4096 + 2 * 4096 + 4 * 32)
@@ -171,9 +202,20 @@ def test_activations_on_the_host_leave_two_layers_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "gigabytes"), [(131_072, 45), (262_144, 70)])
-def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: int, gigabytes: int) -> None:
-    """LoRA of Qwen3-8B. The MLP's chunks have a constant size, so that memory grows with the rest of a layer."""
-    way = {"method": "lora", "strategy": "ddp", "recompute": "full", "compile": True, "offload_activations": True}
+def test_one_long_document_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, gigabytes: int
+) -> None:
+    """LoRA of Qwen3-8B.
+
+    The MLP's chunks have a constant size, so that memory grows with the rest of a layer.
+    """
+    way = {
+        "method": "lora",
+        "strategy": "ddp",
+        "recompute": "full",
+        "compile": True,
+        "offload_activations": True,
+    }
     train = Train.model_validate(way)
     needed = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
     assert needed.total_bytes < from_gigabytes(gigabytes)
@@ -182,17 +224,28 @@ def test_one_long_document_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tokens: i
     whole = predict(QWEN3_8B, train, Ranks(1, 1), tokens, 1)
     assert whole.total_bytes > from_gigabytes(gigabytes)
     of_mlp = tokens * QWEN3_8B.intermediate * 2 * 5  # gate, up and their product, and two gradients
-    assert 0.5 * of_mlp < whole.allocated_bytes - needed.allocated_bytes < of_mlp  # now attention needs most
+    # now attention needs most
+    assert 0.5 * of_mlp < whole.allocated_bytes - needed.allocated_bytes < of_mlp
 
 
 def test_chunks_are_equal_where_that_is_possible() -> None:
-    at_once = {tokens: tokens_at_once(tokens) for tokens in (131_072, 16_385, 40_960, 20_000, 16_411)}
-    assert at_once == {131_072: 16_384, 16_385: 8_193, 40_960: 10_240, 20_000: 10_000, 16_411: 8_206}
+    at_once = {
+        tokens: tokens_at_once(tokens) for tokens in (131_072, 16_385, 40_960, 20_000, 16_411)
+    }
+    assert at_once == {
+        131_072: 16_384,
+        16_385: 8_193,
+        40_960: 10_240,
+        20_000: 10_000,
+        16_411: 8_206,
+    }
 
 
 def test_chunks_are_for_full_checkpointing_of_dense_layers() -> None:
     def chunks(tokens: int = 16_385, has_experts: bool = False, **way: Any) -> bool:
-        return feeds_in_chunks(Train.model_validate({"recompute": "full", **way}), has_experts, tokens)
+        return feeds_in_chunks(
+            Train.model_validate({"recompute": "full", **way}), has_experts, tokens
+        )
 
     assert chunks() and chunks(strategy="fsdp", method="lora")
     assert not chunks(16_384) and not chunks(has_experts=True) and not chunks(recompute="selective")
@@ -205,7 +258,10 @@ def test_without_accumulation_fsdp_has_no_gradients_while_it_keeps_activations()
 
 
 def test_what_is_larger_stays_larger() -> None:
-    totals = {name: found.total_bytes for name, found in predict_all(QWEN3_8B, Train(), NODE, 8192, 2).items()}
+    totals = {
+        name: found.total_bytes
+        for name, found in predict_all(QWEN3_8B, Train(), NODE, 8192, 2).items()
+    }
     assert "hsdp" not in totals  # there is one node
     assert totals["ddp"] > totals["zero1"] > totals["zero2"] > totals["zero3"]
     assert totals["zero2"] > totals["fsdp"]
@@ -213,7 +269,7 @@ def test_what_is_larger_stays_larger() -> None:
 
 
 def test_zero3_gathers_all_experts_of_a_layer_whatever_its_limits() -> None:
-    """4.5 GiB of each layer of 235B in bf16, in a buffer and copied out of it; and a gradient of 3 GiB."""
+    """4.5 GiB of each layer of 235B in bf16, in a buffer and a copy; and a gradient of 3 GiB."""
     large = geometry_in(published("Qwen/Qwen3-235B-A22B") or {})
     of_layer = 3 * 128 * 4096 * 1536
     found = of(large, Ranks(64, 8, True), strategy="zero3", recompute="full")
@@ -230,10 +286,17 @@ def test_precision_halves_what_is_kept_but_not_the_masters() -> None:
     assert 1.5 < fp32.activations_bytes / bf16.activations_bytes < 2
 
 
-@pytest.mark.parametrize(("blocks", "reshard", "measured_gib"), [(1, True, 58), (2, True, 99.6), (2, False, 112)])
+@pytest.mark.parametrize(
+    ("blocks", "reshard", "measured_gib"), [(1, True, 58), (2, True, 99.6), (2, False, 112)]
+)
 def test_the_sketch_that_was_measured(blocks: int, reshard: bool, measured_gib: float) -> None:
     """8B under FSDP2, compiled, 8 H200, blocks of 8192 tokens, as measured; eager needs more."""
-    way: dict[str, Any] = {"strategy": "fsdp", "reshard": reshard, "micro_batch_blocks": blocks, "accumulation": 1}
+    way: dict[str, Any] = {
+        "strategy": "fsdp",
+        "reshard": reshard,
+        "micro_batch_blocks": blocks,
+        "accumulation": 1,
+    }
     compiled, eager = (of(compile=value, **way).allocated_bytes / 2**30 for value in (True, False))
     assert compiled == pytest.approx(measured_gib, rel=0.1)
     assert eager > 1.2 * compiled

@@ -1,4 +1,4 @@
-"""The predicted peak of whole steps, against a count of every tensor that is alive in real ones on a CPU."""
+"""The predicted peak of whole steps, against a count of all live tensors in real ones on a CPU."""
 
 import gc
 import weakref
@@ -37,7 +37,7 @@ TOLERANCE = 0.04
 
 
 def peak_bytes(train: Train, config: Any) -> int:
-    """Of two steps of two micro-batches each, in one process, whose gradients are kept as DDP keeps them."""
+    """Of two steps of two micro-batches each, in one process, with gradients kept as by DDP."""
     config._attn_implementation = "memory_test"
     model: Any = Qwen3ForCausalLM(config).train()
     loss.return_losses(model)
@@ -51,7 +51,13 @@ def peak_bytes(train: Train, config: Any) -> int:
         for _ in range(2):
             for _ in range(2):
                 with torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bf16"):
-                    total = model(ids, position_ids=places[None], targets=ids, predicted=places, use_cache=False)[0]
+                    total = model(
+                        ids,
+                        position_ids=places[None],
+                        targets=ids,
+                        predicted=places,
+                        use_cache=False,
+                    )[0]
                 total.backward()
                 tracker.reset_mod_stats()
             optimizer.step()
@@ -69,7 +75,9 @@ def peak_bytes(train: Train, config: Any) -> int:
         ({"precision": "bf16", "recompute": "full"}, True),
     ],
 )
-def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tied: bool) -> None:
+def test_the_peak_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tied: bool
+) -> None:
     monkeypatch.setattr(recompute, "_KEPT", recompute._KEPT | {"memory_test::_varlen_attn"})
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
     monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
@@ -81,8 +89,9 @@ def test_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch, settings: dict[str,
     assert predicted.allocated_bytes == pytest.approx(peak_bytes(train, config), rel=TOLERANCE)
 
 
-# Peaks of benchmarks/RESULTS.md, in GiB, by layers, ranks, whether they are compiled, method and what has adapters:
-# 30B-A3B's widths under fsdp with layers kept gathered, a block of 16,384 tokens, on H200 and (lora) on an H100.
+# Peaks of benchmarks/RESULTS.md, in GiB, by layers, ranks, whether they are compiled, method and
+# what has adapters: 30B-A3B's widths under fsdp with layers kept gathered, a block of 16,384
+# tokens, on H200 and (lora) on an H100.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = (*ATTENTION, "experts.gate_up_proj", "experts.down_proj")
 MEASURED = [
@@ -97,25 +106,48 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("layers", "ranks", "compiled", "method", "targets", "measured_gib"), MEASURED)
+@pytest.mark.parametrize(
+    ("layers", "ranks", "compiled", "method", "targets", "measured_gib"), MEASURED
+)
 def test_peaks_of_experts_that_were_measured_are_within_the_error(
-    layers: int, ranks: int, compiled: bool, method: str, targets: tuple[str, ...], measured_gib: float
+    layers: int,
+    ranks: int,
+    compiled: bool,
+    method: str,
+    targets: tuple[str, ...],
+    measured_gib: float,
 ) -> None:
     widths = {**(published("Qwen/Qwen3-30B-A3B") or {}), "num_hidden_layers": layers}
-    settings = {"strategy": "fsdp", "reshard": False, "recompute": "none", "compile": compiled, "method": method}
-    train = Train.model_validate({**settings, "lora": {"rank": 16, "alpha": 32, "targets": targets}})
-    found = predict(geometry_in(widths), train, Ranks(ranks, ranks, has_triton=True), 16_384, accumulation=1)
+    settings = {
+        "strategy": "fsdp",
+        "reshard": False,
+        "recompute": "none",
+        "compile": compiled,
+        "method": method,
+    }
+    train = Train.model_validate(
+        {**settings, "lora": {"rank": 16, "alpha": 32, "targets": targets}}
+    )
+    found = predict(
+        geometry_in(widths), train, Ranks(ranks, ranks, has_triton=True), 16_384, accumulation=1
+    )
     assert measured_gib * 2**30 == pytest.approx(found.allocated_bytes, rel=found.error)
     assert found.error == 0.05
 
 
-# Peaks of layers without experts, by fsdp or with long documents, of the same file: size, layers (0: all), ranks,
-# tokens of a micro-batch, micro-batches of a step. The eager ones were without the loss's kernel.
+# Peaks of layers without experts, by fsdp or with long documents, of the same file: size, layers
+# (0: all), ranks, tokens of a micro-batch, micro-batches of a step. The eager ones were without the
+# loss's kernel.
 EAGER = {"strategy": "fsdp", "recompute": "none", "reshard": True, "compile": False}
 GATHERED = {"strategy": "fsdp", "recompute": "none", "reshard": False, "compile": True}
 LONG_DOCUMENT = {"strategy": "ddp", "method": "lora", "recompute": "full", "compile": True}
 FSDP_OFFLOADED = GATHERED | {"offload": "optimizer+params"}
-ZERO2_OFFLOADED = {"strategy": "zero2", "offload": "optimizer", "recompute": "none", "compile": True}
+ZERO2_OFFLOADED = {
+    "strategy": "zero2",
+    "offload": "optimizer",
+    "recompute": "none",
+    "compile": True,
+}
 DENSE: list[tuple[str, int, int, int, int, dict[str, Any], float]] = [
     ("0.6B", 0, 1, 8192, 2, EAGER, 27.74),
     ("0.6B", 0, 2, 8192, 2, EAGER, 23.33),
@@ -142,9 +174,17 @@ DENSE: list[tuple[str, int, int, int, int, dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("size", "layers", "ranks", "tokens", "accumulation", "settings", "measured_gib"), DENSE)
+@pytest.mark.parametrize(
+    ("size", "layers", "ranks", "tokens", "accumulation", "settings", "measured_gib"), DENSE
+)
 def test_peaks_that_were_measured_are_within_five_percent(
-    size: str, layers: int, ranks: int, tokens: int, accumulation: int, settings: dict[str, Any], measured_gib: float
+    size: str,
+    layers: int,
+    ranks: int,
+    tokens: int,
+    accumulation: int,
+    settings: dict[str, Any],
+    measured_gib: float,
 ) -> None:
     widths = published(f"Qwen/Qwen3-{size}") or {}
     geometry = geometry_in(widths | ({"num_hidden_layers": layers} if layers else {}))
@@ -154,7 +194,9 @@ def test_peaks_that_were_measured_are_within_five_percent(
     assert found.allocated_bytes == pytest.approx(measured_gib * 2**30, rel=0.05)
 
 
-@pytest.mark.parametrize(("settings", "measured_gb"), [(FSDP_OFFLOADED, 42.5), (ZERO2_OFFLOADED, 39.5)])
+@pytest.mark.parametrize(
+    ("settings", "measured_gb"), [(FSDP_OFFLOADED, 42.5), (ZERO2_OFFLOADED, 39.5)]
+)
 def test_host_memory_of_offloading_that_was_measured_is_what_is_offloaded_and_the_rank(
     settings: dict[str, Any], measured_gb: float
 ) -> None:
@@ -166,12 +208,18 @@ def test_host_memory_of_offloading_that_was_measured_is_what_is_offloaded_and_th
 
 # With chunks, the tracker's hooks on modules would keep the graphs of chunks alive.
 
-LONG: dict[str, Any] = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 320, "head_dim": 16}
+LONG: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 320,
+    "head_dim": 16,
+}
 LONG_TOKENS = 2048
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operators return, while they are alive, but for those that exist already."""
+    """Counts bytes of storages that operators return, while alive, except existing ones."""
 
     def __init__(self, there: list[Tensor]) -> None:
         """Count nothing of `there`."""
@@ -179,11 +227,16 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in there}
         self.most: int = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run it, and count."""
         result = operator(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in self.sizes
+            ):
                 self.sizes[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self.sizes.pop, storage._cdata)
         self.most = max(self.most, sum(self.sizes.values()))
@@ -196,13 +249,17 @@ def working_bytes(model: nn.Module, precision: str) -> int:
 
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            total = model(ids, position_ids=places[None], targets=ids, predicted=places, use_cache=False)[0]
+            total = model(
+                ids, position_ids=places[None], targets=ids, predicted=places, use_cache=False
+            )[0]
         total.backward()
 
     run()
     gc.collect()
     parameters = list(model.parameters())
-    with Alive([*parameters, *(one.grad for one in parameters if one.grad is not None), ids, places]) as alive:
+    with Alive(
+        [*parameters, *(one.grad for one in parameters if one.grad is not None), ids, places]
+    ) as alive:
         run()
     return int(alive.most)
 
@@ -210,12 +267,16 @@ def working_bytes(model: nn.Module, precision: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_peak_of_a_micro_batch_in_chunks(monkeypatch: pytest.MonkeyPatch, method: str, precision: str) -> None:
-    """Against one chunk; what flash kernels need for the gradients of attention, this attention does not."""
+def test_the_peak_of_a_micro_batch_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, method: str, precision: str
+) -> None:
+    """Against one chunk; this attention needs nothing of what flash kernels' gradients need."""
     monkeypatch.setattr(loss, "LOGITS_AT_ONCE", LOGITS)
     monkeypatch.setattr(moments, "LOGITS_AT_ONCE", LOGITS)
     AttentionInterface.register("memory_test", attention)
-    train = Train.model_validate({"method": method, "precision": precision, "recompute": "full", "lora": {"rank": 2}})
+    train = Train.model_validate(
+        {"method": method, "precision": precision, "recompute": "full", "lora": {"rank": 2}}
+    )
     config: Any = Qwen3Config(**LONG, tie_word_embeddings=False)
     config._attn_implementation = "memory_test"
     model: Any = Qwen3ForCausalLM(config).train()

@@ -41,7 +41,8 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# Published sizes: config.json of the Qwen3 checkpoints, and the parameters that their model cards give.
+# Published sizes: config.json of the Qwen3 checkpoints, and the parameters that their model cards
+# give.
 PUBLISHED = {
     "Qwen3-0.6B": ((151936, 1024, 3072, 28, 16, 8, 128, True), 0.596e9),
     "Qwen3-8B": ((151936, 4096, 12288, 36, 32, 8, 128, False), 8.191e9),
@@ -72,7 +73,9 @@ def test_adapter_parameters_are_those_that_peft_makes(targets: Any) -> None:
 
     config = Qwen3Config(**SMALL)
     names = targets if isinstance(targets, str) else list(targets)
-    model = get_peft_model(Qwen3ForCausalLM(config), LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        Qwen3ForCausalLM(config), LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM")
+    )
     made = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     lora = Lora(rank=4, targets=targets)
     assert geometry_in(config.to_dict()).adapter_parameters(lora) == made
@@ -128,7 +131,9 @@ def steps_counted(groups: list[Group], batch_blocks: int, epochs: int) -> list[i
 
 @given(
     groups=st.lists(
-        st.builds(Group, st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 2.5]), st.integers(1, 900)), min_size=1, max_size=3
+        st.builds(Group, st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 2.5]), st.integers(1, 900)),
+        min_size=1,
+        max_size=3,
     ),
     ranks=st.integers(1, 16),
     micro=st.integers(1, 4),
@@ -144,7 +149,9 @@ def test_steps_use_every_block_as_often_as_weighted(
     counted = steps_counted(groups, batch_blocks, epochs)
     assert (plan.blocks, plan.accumulation) == (sum(group.blocks for group in groups), accumulation)
     assert (plan.steps, plan.steps_per_epoch) == (sum(counted), counted[0])
-    assert plan.epoch_blocks == sum(math.floor(Decimal(str(group.weight)) * group.blocks) for group in groups)
+    assert plan.epoch_blocks == sum(
+        math.floor(Decimal(str(group.weight)) * group.blocks) for group in groups
+    )
     if plan.epoch_blocks:
         steps, last = plan.steps_per_epoch or 0, plan.last_step_blocks or 0
         assert (steps - 1) * batch_blocks + last == plan.epoch_blocks
@@ -175,19 +182,30 @@ def test_what_is_known_without_blocks_is_what_the_blocks_say_later() -> None:
     assert known == {key: planned[key] for key in known}
     assert set(before) - set(known) == {
         *("blocks", "epoch_blocks", "validation_blocks", "padding_fraction"),
-        *("steps", "steps_per_epoch", "last_step_blocks", "samples_per_step", "supervised_tokens_per_step"),
+        *(
+            "steps",
+            "steps_per_epoch",
+            "last_step_blocks",
+            "samples_per_step",
+            "supervised_tokens_per_step",
+        ),
     }
 
 
 def test_the_workload_is_that_of_the_documents() -> None:
-    """Two blocks of 64: one document of 60 with 30 supervised tokens; documents of 10 and 20 with 12."""
+    """Two blocks of 64: a document of 60 with 30 supervised tokens; two of 10 and 20 with 12."""
     index = index_of(Group(2.0, 2), tokens=90, supervised_tokens=42, documents=3)
     found = workload_from(index, np.array([60**2, 10**2 + 20**2]), 1.5, validation_blocks=7)
     lengths = [60, 10, 20]
     assert found.document_tokens == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
     assert (found.real_fraction, found.supervised_fraction) == (90 / 128, 42 / 128)
     assert found.samples_per_block == 1.5
-    assert (found.block_tokens, found.blocks, found.epoch_blocks, found.validation_blocks) == (64, 2, 4, 7)
+    assert (found.block_tokens, found.blocks, found.epoch_blocks, found.validation_blocks) == (
+        64,
+        2,
+        4,
+        7,
+    )
     assert not found.is_assumed
 
 
@@ -201,16 +219,24 @@ def plan_job(
     train: dict[str, Any] | None = None,
     tokenized: dict[str, Any] | None = None,
 ) -> Job:
-    """A job of the stage for a model of 96 tokens and 128 positions and blocks with those indexes."""
+    """A stage job for a model of 96 tokens and 128 positions and blocks with those indexes."""
     config = Qwen3Config(**{**SMALL, "max_position_embeddings": 128, **(model or {})})
     write_json(folder / "model" / "config.json", config.to_dict())
     for name, index in (("train", training), ("validation", validation)):
         write_json(folder / "shard" / name / "index.json", asdict(index))
-        np.save(folder / "shard" / name / "costs.npy", np.full(index.blocks, 2 * 32**2, dtype=np.int64))
+        np.save(
+            folder / "shard" / name / "costs.npy", np.full(index.blocks, 2 * 32**2, dtype=np.int64)
+        )
     manifest = Manifest(stage="any", digest="0", spec={}, files={})
     inputs = {name: Sealed(folder / name, manifest) for name in ("model", "shard")}
-    inputs["tokenize"] = Sealed(folder / "tokenize", manifest.model_copy(update={"counts": tokenized or {}}))
-    sections = {"train": {"global_batch_tokens": 640, **(train or {})}, "cluster": cluster or {}, "tracking": {}}
+    inputs["tokenize"] = Sealed(
+        folder / "tokenize", manifest.model_copy(update={"counts": tokenized or {}})
+    )
+    sections = {
+        "train": {"global_batch_tokens": 640, **(train or {})},
+        "cluster": cluster or {},
+        "tracking": {},
+    }
     out = folder / "plan"
     out.mkdir()
     refs = {name: Ref(name, "0") for name in ("model", "tokenize", "shard")}
@@ -237,7 +263,9 @@ def detailed(job: Job) -> str:
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
     job = plan_job(tmp_path, index_of(Group(2.5, 100)))
     assert stage.run(job)["steps"] == 25
-    assert re.search(r"STEPS 25 optimizer steps in 1 epoch, 640 tokens \(\d+ samples\) each WAY", shown(job))
+    assert re.search(
+        r"STEPS 25 optimizer steps in 1 epoch, 640 tokens \(\d+ samples\) each WAY", shown(job)
+    )
     assert "the first epoch uses 250, by the weights of the sources" in detailed(job)
     assert "25 in the first epoch, whose last step has 10 blocks" in detailed(job)
     assert read_json(job.out / "plan.json")["batch"]["epoch_blocks"] == 250
@@ -250,7 +278,12 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
         folder = tmp_path / str(len(plans))
         stage.run(job := plan_job(folder, train=settings))
         plans.append(read_json(job.out / "plan.json"))
-        settled: dict[str, Any] = {"recompute": "none", "reshard": True, "compile": False, "save_async": True}
+        settled: dict[str, Any] = {
+            "recompute": "none",
+            "reshard": True,
+            "compile": False,
+            "save_async": True,
+        }
         settled |= {"offload_activations": False, "context_ranks": 1}
         assert plans[-1]["train"] == settings | settled
     one = plans[0]["disk"]["checkpoint_bytes"]
@@ -264,15 +297,31 @@ def test_the_stage_keeps_the_settings_and_asks_for_room_for_the_best(tmp_path: P
         (100, 100, 2, "every 100 steps, while", "2 kept and one being written"),
         (100, 100, 1, "every 100 steps, while", "1 kept and one being written"),
         (50, 100, 2, "every 50 steps, while", "2 kept and one being written"),
-        (50, 100, 1, "every 50 steps, while", "1 kept, one that the guards may need and one being written"),
-        (1000, 100, 2, "every 1,000 steps and, for the guards, every 100 steps, while", "2 kept and one being written"),
+        (
+            50,
+            100,
+            1,
+            "every 50 steps, while",
+            "1 kept, one that the guards may need and one being written",
+        ),
+        (
+            1000,
+            100,
+            2,
+            "every 1,000 steps and, for the guards, every 100 steps, while",
+            "2 kept and one being written",
+        ),
     ],
 )
 def test_the_plan_says_how_often_a_run_is_saved_and_what_is_kept(
     tmp_path: Path, save_every: int, guards_every: int, keep_last: int, said: str, kept: str
 ) -> None:
     guards = {"rollback_every_steps": guards_every}
-    train: dict[str, Any] = {"save_every_steps": save_every, "guards": guards, "keep_last": keep_last}
+    train: dict[str, Any] = {
+        "save_every_steps": save_every,
+        "guards": guards,
+        "keep_last": keep_last,
+    }
     stage.run(job := plan_job(tmp_path, train={"global_batch_tokens": 640, **train}))
     disk = read_json(job.out / "plan.json")["disk"]
     assert disk["needed_bytes"] == (keep_last + kept.count("one")) * disk["checkpoint_bytes"]
@@ -293,9 +342,17 @@ def test_saves_that_the_disk_does_not_take_as_often_are_warned_of(
         free = 10**13
 
     monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
-    train = {"save_every_steps": save_every, "epochs": 1000, "guards": {"rollback_every_steps": 5000}}
+    train = {
+        "save_every_steps": save_every,
+        "epochs": 1000,
+        "guards": {"rollback_every_steps": 5000},
+    }
     cluster = {"gpus_per_node": 8, "gpu": "h200", "memory_gb": 2000}
-    stage.run(job := plan_job(tmp_path, train={"global_batch_tokens": 640, **train}, cluster=cluster, model=WIDE))
+    stage.run(
+        job := plan_job(
+            tmp_path, train={"global_batch_tokens": 640, **train}, cluster=cluster, model=WIDE
+        )
+    )
     assert ("train.save_every_steps: " in shown(job)) == is_warned
 
 
@@ -307,7 +364,11 @@ def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None
     found = plan["prediction"]
     assert sum(found["parts"].values()) == pytest.approx(found["step_s"]["value"])
     assert found["run_s"]["value"] >= plan["batch"]["steps"] * found["step_s"]["value"]
-    assert set(plan["memory"]) == {plan["chosen"]["strategy"], *plan["others"]} >= {"ddp", "fsdp", "zero3"}
+    assert (
+        set(plan["memory"])
+        == {plan["chosen"]["strategy"], *plan["others"]}
+        >= {"ddp", "fsdp", "zero3"}
+    )
     assert found["segments"]
     assert all("segments" not in other for other in plan["others"].values())
     assert set(plan["words"]) == {"chosen", "verdicts", "others", "advice", "warnings"}
@@ -341,7 +402,9 @@ def test_auto_is_settled_in_the_plan_and_keeps_what_is_held(tmp_path: Path) -> N
 
 
 def test_the_batch_is_that_of_the_micro_batch_that_auto_takes(tmp_path: Path) -> None:
-    plan = planned(tmp_path, cluster={"gpus_per_node": 1, "gpu": "h200"}, train={"strategy": "auto"})
+    plan = planned(
+        tmp_path, cluster={"gpus_per_node": 1, "gpu": "h200"}, train={"strategy": "auto"}
+    )
     assert plan["chosen"]["micro_batch_blocks"] == plan["batch"]["micro_batch_blocks"] > 1
     assert plan["batch"]["micro_batch_blocks"] * plan["batch"]["accumulation"] == 10
 
@@ -358,15 +421,32 @@ def test_without_the_name_of_the_gpu_memory_is_planned_and_time_is_not(tmp_path:
 def test_what_was_measured_is_taken_instead_of_the_catalogue(tmp_path: Path) -> None:
     measured: dict[str, Any] = {
         "schema": 1,
-        **{"gpu": "NVIDIA H200", "gpu_memory_bytes": 140 * 2**30, "ranks": 2, "nodes": 1, "precision": "bf16"},
-        **{"rates": {"in_node_bytes_s": {"value": 3e11, "low": 2.9e11, "high": 3.1e11}}, "parts": []},
+        **{
+            "gpu": "NVIDIA H200",
+            "gpu_memory_bytes": 140 * 2**30,
+            "ranks": 2,
+            "nodes": 1,
+            "precision": "bf16",
+        },
+        **{
+            "rates": {"in_node_bytes_s": {"value": 3e11, "low": 2.9e11, "high": 3.1e11}},
+            "parts": [],
+        },
     }
     plan = planned(tmp_path, cluster={"gpus_per_node": 2}, settings={"measured": measured})
-    assert plan["machine"]["rates"]["in_node_bytes_s"] == {**measured["rates"]["in_node_bytes_s"], "source": "measured"}
+    assert plan["machine"]["rates"]["in_node_bytes_s"] == {
+        **measured["rates"]["in_node_bytes_s"],
+        "source": "measured",
+    }
     assert plan["machine"]["gpu_memory_bytes"] == 140 * 2**30
 
 
-WIDE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+WIDE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "vocab_size": 151936,
+}
 
 
 @pytest.mark.parametrize(
@@ -375,7 +455,10 @@ WIDE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36
         (
             "auto",
             r"none of \d+ ways to train fits 2 x A10 with 22.0 GiB: even ",
-            ["train.method: lora  (trains adapters instead)", "cluster.memory_gb: 128, if the nodes have as much"],
+            [
+                "train.method: lora  (trains adapters instead)",
+                "cluster.memory_gb: 128, if the nodes have as much",
+            ],
         ),
         (
             "ddp",
@@ -395,7 +478,9 @@ def test_what_does_not_fit_is_refused_with_what_would(
     )
     with pytest.raises(ConfigError, match=said) as raised:
         stage.run(job)
-    assert all(f"this would fit: {remedy}" in str(raised.value) for remedy in remedies), str(raised.value)
+    assert all(f"this would fit: {remedy}" in str(raised.value) for remedy in remedies), str(
+        raised.value
+    )
     assert "the smallest cluster that would do: " in str(raised.value)
     assert not list(job.out.iterdir())
 
@@ -418,11 +503,18 @@ def test_checkpoints_for_which_there_is_no_room_are_refused(tmp_path: Path) -> N
     with pytest.raises(DiskFull, match="the checkpoints kept and the one being written need"):
         planned(
             tmp_path,
-            model={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 64, "vocab_size": 2 * 10**9},
+            model={
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_hidden_layers": 64,
+                "vocab_size": 2 * 10**9,
+            },
         )
 
 
-def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = plan_job(tmp_path)
     stage.run(job)
     plan = read_json(job.out / "plan.json")
@@ -433,7 +525,9 @@ def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, mo
         free = trained + merged - 1000
 
     monkeypatch.setattr("pipeline_lib.plan.preflight.disk_usage", lambda path: Usage)
-    with pytest.raises(DiskFull, match=r"the run writes .* \(checkpoints 1.7 MB, trained weights .*, merged model "):
+    with pytest.raises(
+        DiskFull, match=r"the run writes .* \(checkpoints 1.7 MB, trained weights .*, merged model "
+    ):
         stage.run(job)
     run = job.store.run_dir(run_digest(training_of(job.spec)))
     write_text(run / "checkpoints" / "step-1" / "model.safetensors", "x" * 1000)
@@ -441,13 +535,19 @@ def test_a_run_that_goes_on_needs_no_room_for_what_lies_there(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])
-def test_a_token_outside_the_vocabulary_is_refused_before_training(tmp_path: Path, side: str) -> None:
+def test_a_token_outside_the_vocabulary_is_refused_before_training(
+    tmp_path: Path, side: str
+) -> None:
     indexes = {"training": HUNDRED, "validation": HELD_OUT}
     indexes[side] = replace(indexes[side], largest_token=96)
-    with pytest.raises(DataError, match="the blocks hold token 96, but the model's vocabulary ends at 95"):
+    with pytest.raises(
+        DataError, match="the blocks hold token 96, but the model's vocabulary ends at 95"
+    ):
         stage.run(plan_job(tmp_path, indexes["training"], indexes["validation"]))
 
 
 def test_blocks_longer_than_the_model_reaches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="shard.block_tokens: 129 tokens are more than the model's 128 positions"):
+    with pytest.raises(
+        DataError, match="shard.block_tokens: 129 tokens are more than the model's 128 positions"
+    ):
         stage.run(plan_job(tmp_path, index_of(Group(1.0, 100), block_tokens=129)))

@@ -16,9 +16,10 @@ from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks
 from pipeline_lib.plan.memory import STRATEGIES, predict
+from pipeline_lib.plan.passes import COMPILE_S, ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.step_time import COMPILE_S, ends_passes, layer_passes, overlapped, shape_of
+from pipeline_lib.plan.step_time import overlapped
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
 from pipeline_lib.plan.words import describe, why_chosen
 from pipeline_lib.plan.workload import Case, Workload
@@ -37,9 +38,13 @@ geometries = st.sampled_from([QWEN3_06B, QWEN3_8B])
 fleets = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 8]))
 
 
-def of(geometry: Geometry, way: dict[str, Any], fleet: Machine, blocks_of_a_rank: int = 8) -> Prediction:
+def of(
+    geometry: Geometry, way: dict[str, Any], fleet: Machine, blocks_of_a_rank: int = 8
+) -> Prediction:
     train = Train.model_validate(way)
-    return predict_step(Case(geometry, train, fleet, workload(), blocks_of_a_rank * fleet.ranks, None))
+    return predict_step(
+        Case(geometry, train, fleet, workload(), blocks_of_a_rank * fleet.ranks, None)
+    )
 
 
 def usable(way: dict[str, Any], nodes: int, per_node: int) -> bool:
@@ -47,7 +52,11 @@ def usable(way: dict[str, Any], nodes: int, per_node: int) -> bool:
 
 
 @given(
-    geometry=geometries, way=ways, counts=fleets, rate=st.sampled_from(list(machine().rates)), factor=st.floats(1, 50)
+    geometry=geometries,
+    way=ways,
+    counts=fleets,
+    rate=st.sampled_from(list(machine().rates)),
+    factor=st.floats(1, 50),
 )
 def test_nothing_that_gets_faster_makes_a_step_slower(
     geometry: Geometry, way: dict[str, Any], counts: tuple[int, int], rate: str, factor: float
@@ -62,7 +71,9 @@ def test_nothing_that_gets_faster_makes_a_step_slower(
 
 
 @given(geometry=geometries, way=ways, counts=fleets)
-def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
+def test_a_prediction_adds_up(
+    geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]
+) -> None:
     found = of(geometry, way, machine(*counts) if usable(way, *counts) else machine(2, 2))
     assert sum(found.parts.values()) == pytest.approx(found.step_s.value)
     assert all(seconds >= 0 for seconds in found.parts.values())
@@ -71,14 +82,18 @@ def test_a_prediction_adds_up(geometry: Geometry, way: dict[str, Any], counts: t
     for figure in vars(found).values():
         if isinstance(figure, Figure):
             assert 0 <= figure.low <= figure.value <= figure.high
-    assert sum(one.exposed_s for one in found.exchanges) == pytest.approx(found.parts["exchange"], abs=1e-9)
+    assert sum(one.exposed_s for one in found.exchanges) == pytest.approx(
+        found.parts["exchange"], abs=1e-9
+    )
     assert found.mfu is not None
     assert found.mfu.value < 1
     assert found.mfu.high <= 1 or found.train.precision == "fp8"
 
 
 @given(geometry=geometries, way=ways, counts=fleets)
-def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]) -> None:
+def test_only_what_crosses_nodes_is_network(
+    geometry: Geometry, way: dict[str, Any], counts: tuple[int, int]
+) -> None:
     nodes, per_node = counts if usable(way, *counts) else (2, 2)
     found = of(geometry, way, machine(nodes, per_node))
     assert (found.network_bytes.value > 0) == (nodes > 1)
@@ -90,22 +105,30 @@ def test_only_what_crosses_nodes_is_network(geometry: Geometry, way: dict[str, A
     geometry=geometries,
     few=st.sampled_from([1, 2, 4]),
 )
-def test_more_gpus_never_raise_what_is_sharded(way: dict[str, Any], geometry: Geometry, few: int) -> None:
+def test_more_gpus_never_raise_what_is_sharded(
+    way: dict[str, Any], geometry: Geometry, few: int
+) -> None:
     train = Train.model_validate(way)
-    less, more = (predict(geometry, train, Ranks(count, count), 4096, 2) for count in (few, 2 * few))
+    less, more = (
+        predict(geometry, train, Ranks(count, count), 4096, 2) for count in (few, 2 * few)
+    )
     assert more.state_bytes <= less.state_bytes
     assert more.allocated_bytes <= less.allocated_bytes
 
 
 @given(way=ways, geometry=geometries)
-def test_larger_micro_batches_need_more_memory_and_launch_less(way: dict[str, Any], geometry: Geometry) -> None:
+def test_larger_micro_batches_need_more_memory_and_launch_less(
+    way: dict[str, Any], geometry: Geometry
+) -> None:
     fleet = machine(2, 4)
     small, large = (of(geometry, {**way, "micro_batch_blocks": size}, fleet) for size in (1, 8))
     assert large.memory.allocated_bytes > small.memory.allocated_bytes
     assert large.step_s.value <= small.step_s.value * (1 + 1e-9)
 
 
-def volumes(strategy: str, accumulation: int = 3, ranks: Ranks = TWO_NODES, **way: Any) -> dict[str, float]:
+def volumes(
+    strategy: str, accumulation: int = 3, ranks: Ranks = TWO_NODES, **way: Any
+) -> dict[str, float]:
     """Bytes of a step by name, for each parameter."""
     train = Train.model_validate({"strategy": strategy, **way})
     found = exchanges_of(QWEN3_8B, train, ranks, accumulation, 4096)
@@ -113,8 +136,10 @@ def volumes(strategy: str, accumulation: int = 3, ranks: Ranks = TWO_NODES, **wa
 
 
 def test_what_each_strategy_exchanges() -> None:
-    """Bytes for each parameter in a step of three micro-batches: weights in bf16, gradients in fp32."""
-    ends = (2 * 151936 * 4096 + 4096) / QWEN3_8B.parameters  # embedding, head and last norm stay gathered
+    """Bytes a parameter in a step of three micro-batches: bf16 weights, fp32 gradients."""
+    ends = (
+        2 * 151936 * 4096 + 4096
+    ) / QWEN3_8B.parameters  # embedding, head and last norm stay gathered
     fsdp = {"weights": 6.0, "weights again": 6.0 * (1 - ends), "gradients": 12.0}
     assert volumes("ddp") == {"gradients": 4.0}
     assert volumes("fsdp") == pytest.approx(fsdp)
@@ -139,12 +164,13 @@ def test_lora_exchanges_adapters_and_gathers_the_base() -> None:
 
 
 def test_an_all_reduce_over_a_network_by_hand() -> None:
-    """8.19e9 gradients in fp32, 2 nodes: each sends 2 x 1/2 of 32.8 GB; at 10 Gbit/s that is 26.2 s."""
+    """8.19e9 fp32 gradients, 2 nodes: each sends 2 x 1/2 of 32.8 GB; 26.2 s at 10 Gbit/s."""
     fleet = machine(2, 8, between_gbit_s=10)
     found = of(QWEN3_8B, {"strategy": "ddp"}, fleet, blocks_of_a_rank=1)
     assert found.network_bytes.value == pytest.approx(4 * QWEN3_8B.parameters)
     assert found.exchanges[0].seconds == pytest.approx(4 * QWEN3_8B.parameters / 1.25e9, rel=0.01)
-    assert found.network_bytes.high == pytest.approx(2 * 15 / 16 * 4 * QWEN3_8B.parameters)  # one ring through all
+    # one ring through all
+    assert found.network_bytes.high == pytest.approx(2 * 15 / 16 * 4 * QWEN3_8B.parameters)
     assert found.bound == "exchange"
 
 
@@ -162,7 +188,9 @@ def test_what_overlaps_takes_as_long_as_the_longest() -> None:
 
 def test_what_was_measured_takes_the_place_of_the_formula() -> None:
     shape = (151936, 1024, 3072, 16, 8, 128, 0, 0, 0)
-    layer = MeasuredPart("layer", shape, "ddp/full/none", 500.0, 0.5, Pass(0.0, 1e-6, 0.0), Pass(0.0, 2e-6, 0.0))
+    layer = MeasuredPart(
+        "layer", shape, "ddp/full/none", 500.0, 0.5, Pass(0.0, 1e-6, 0.0), Pass(0.0, 2e-6, 0.0)
+    )
     ends = replace(layer, part="ends", forward=Pass(0.0, 3e-6, 0.0), backward=Pass(0.0, 0.0, 0.0))
     fleet = replace(machine(1, 1, launch_s=1e-12), measured=(layer, ends))
     train = Train(strategy="ddp")
@@ -171,8 +199,11 @@ def test_what_was_measured_takes_the_place_of_the_formula() -> None:
     assert found.backward_s.value == pytest.approx(4096 * 28 * 2e-6)
     longer = predict_step(Case(QWEN3_06B, train, fleet, workload(4096, 4000), 1, None))
     assert longer.forward_s.value > found.forward_s.value  # attention in longer documents
-    other = predict_step(Case(QWEN3_06B, Train(strategy="fsdp"), fleet, workload(4096, 500), 1, None))
-    assert other.forward_s.value != pytest.approx(found.forward_s.value, rel=0.05)  # nothing was measured of fsdp
+    other = predict_step(
+        Case(QWEN3_06B, Train(strategy="fsdp"), fleet, workload(4096, 500), 1, None)
+    )
+    # nothing was measured of fsdp
+    assert other.forward_s.value != pytest.approx(found.forward_s.value, rel=0.05)
 
 
 def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
@@ -190,17 +221,25 @@ def test_a_run_is_its_steps_and_what_it_saves_and_validates() -> None:
     assert last_s < 10 * plain.step_s.value
     assert plain.run_s.value == pytest.approx(100 * plain.step_s.value + saves_s + last_s)
     assert plain.gpu_hours.value == pytest.approx(8 * plain.run_s.value / 3600)
-    assert validated.run_s.value == pytest.approx(plain.run_s.value + 100 * plain.forward_s.value, rel=1e-6)
+    assert validated.run_s.value == pytest.approx(
+        plain.run_s.value + 100 * plain.forward_s.value, rel=1e-6
+    )
 
 
 def test_offloading_waits_for_copies() -> None:
     fleet = machine(1, 2)
-    offloaded = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params"}, fleet, blocks_of_a_rank=1)
+    offloaded = of(
+        QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params"}, fleet, blocks_of_a_rank=1
+    )
     kept = of(QWEN3_8B, {"strategy": "fsdp"}, fleet, blocks_of_a_rank=1)
     assert offloaded.step_s.value > kept.step_s.value
     assert offloaded.memory.total_bytes < kept.memory.total_bytes
     assert offloaded.parts["offload"] + offloaded.parts["update"] > 1.0
-    small = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params"}, machine(1, 2, host_memory_gb=64))
+    small = of(
+        QWEN3_8B,
+        {"strategy": "fsdp", "offload": "optimizer+params"},
+        machine(1, 2, host_memory_gb=64),
+    )
     assert not small.fits
 
 
@@ -221,13 +260,15 @@ def test_copies_of_activations_cost_what_does_not_hide_behind_computing() -> Non
     way = {"method": "lora", "recompute": "full", "compile": True}
     slow, fast = (machine(1, 1).with_rate("copy_bytes_s", rate) for rate in (2e9, 50e9))
     for bus, least, most in ((fast, 1.0, 1.03), (slow, 1.5, 100.0)):
-        here, away = (of(QWEN3_8B, {**way, "offload_activations": value}, bus, 1) for value in (False, True))
+        here, away = (
+            of(QWEN3_8B, {**way, "offload_activations": value}, bus, 1) for value in (False, True)
+        )
         assert least <= away.step_s.value / here.step_s.value < most
         assert (away.bound == "offload") == (bus is slow)
 
 
 def test_activations_go_to_the_host_only_if_the_run_does_not_fit_without() -> None:
-    """36 layers of Qwen3-8B keep 145 GiB of 262,144 tokens, for which an H200 has no room; half of it are inputs."""
+    """36 layers of Qwen3-8B keep 145 GiB of 262,144 tokens, half inputs: too much for an H200."""
     train = Train(strategy="ddp", method="lora", compile=True)
     chosen = []
     for tokens, memory_gb in ((8192, 1000), (262_144, 1000), (262_144, 64), (524_288, 64)):
@@ -236,13 +277,21 @@ def test_activations_go_to_the_host_only_if_the_run_does_not_fit_without() -> No
         chosen.append(choose(setting, train, (), True).chosen)
     assert [way.train.offload_activations for way in chosen] == [False, True, False, False]
     assert [way.fits for way in chosen] == [True, True, True, False]
-    assert [way.train.kept_attention_layers == "auto" for way in chosen] == [True, True, False, False]
+    assert [way.train.kept_attention_layers == "auto" for way in chosen] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert "activations on the host" in describe(chosen[1])
 
 
 def test_the_band_follows_from_the_rates() -> None:
     fleet = machine(1, 8)
-    sure = replace(fleet, rates={name: replace(r, low=r.value, high=r.value) for name, r in fleet.rates.items()})
+    sure = replace(
+        fleet,
+        rates={name: replace(r, low=r.value, high=r.value) for name, r in fleet.rates.items()},
+    )
     wide, narrow = (of(QWEN3_8B, {"strategy": "fsdp"}, one).step_s for one in (fleet, sure))
     assert wide.value == narrow.value
     assert wide.high / wide.low > narrow.high / narrow.low > 1
@@ -255,12 +304,18 @@ def calibrated(fleet: Machine, factor: float, *variants: str) -> Machine:
     shape, parts = shape_of(QWEN3_8B), []
     for variant in variants:
         strategy, method, recompute, *compiled = variant.split("/")
-        way = {"strategy": strategy, "method": method, "recompute": recompute, "compile": bool(compiled)}
+        way = {
+            "strategy": strategy,
+            "method": method,
+            "recompute": recompute,
+            "compile": bool(compiled),
+        }
         train = Train.model_validate(way)
         for part, passes in (("layer", layer_passes), ("ends", ends_passes)):
             found = passes(Case(QWEN3_8B, train, fleet, workload(), 1), End.EXPECTED)
             slower = [
-                Pass(*(factor * value for value in vars(one).values())) for one in (found.forward, found.backward)
+                Pass(*(factor * value for value in vars(one).values()))
+                for one in (found.forward, found.backward)
             ]
             parts.append(MeasuredPart(part, shape, variant, 500.0, 0.5, *slower))
     return replace(fleet, measured=tuple(parts))
@@ -284,16 +339,25 @@ def test_compiled_layers_are_measured_by_themselves() -> None:
         calibrated(plain, 1.5, *variants)
         for variants in (("fsdp/full/none",), ("fsdp/full/none", "fsdp/full/none/compiled"))
     )
-    times = [of(QWEN3_8B, {"strategy": "fsdp", "compile": True}, fleet).step_s.value for fleet in (plain, eager, both)]
-    assert times[0] < times[1] == pytest.approx(times[2], rel=0.05)  # what is not measured is as its like
-    measured = layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), 1), End.EXPECTED)
+    times = [
+        of(QWEN3_8B, {"strategy": "fsdp", "compile": True}, fleet).step_s.value
+        for fleet in (plain, eager, both)
+    ]
+    # what is not measured is as its like
+    assert times[0] < times[1] == pytest.approx(times[2], rel=0.05)
+    measured = layer_passes(
+        Case(QWEN3_8B, Train(strategy="fsdp", compile=True), both, workload(), 1), End.EXPECTED
+    )
     assert measured.is_measured
 
 
 def test_layers_that_stay_gathered_are_copied_out_once() -> None:
     fleet = calibrated(machine(1, 8), 1.0, "fsdp/full/none")
     kept, let_go = (
-        layer_passes(Case(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), 1), End.EXPECTED)
+        layer_passes(
+            Case(QWEN3_8B, Train(strategy="fsdp", reshard=reshard), fleet, workload(), 1),
+            End.EXPECTED,
+        )
         for reshard in (False, True)
     )
     assert kept.is_measured
@@ -315,7 +379,11 @@ def test_a_run_waits_for_disks_that_are_slower_than_its_steps() -> None:
     slow = machine(1, 8).with_rate("disk_bytes_s", 1e8)
     train = Train.model_validate({"strategy": "fsdp", "save_every_steps": 10})
     ahead, at_once = (
-        predict_step(Case(QWEN3_06B, train.model_copy(update={"save_async": value}), slow, workload(), 64, 100))
+        predict_step(
+            Case(
+                QWEN3_06B, train.model_copy(update={"save_async": value}), slow, workload(), 64, 100
+            )
+        )
         for value in (True, False)
     )
     assert ahead.run_s is not None
@@ -329,15 +397,27 @@ def test_a_run_waits_for_disks_that_are_slower_than_its_steps() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "precision", "compiles"),
-    [("V100 32GB SXM", "fp16", False), ("T4", "fp16", False), ("A10", "fp16", True), ("A10", "bf16", True)],
+    [
+        ("V100 32GB SXM", "fp16", False),
+        ("T4", "fp16", False),
+        ("A10", "fp16", True),
+        ("A10", "bf16", True),
+    ],
 )
-def test_layers_whose_documents_attend_one_by_one_are_not_compiled(gpu: str, precision: str, compiles: bool) -> None:
-    """GPUs before Ampere have no kernel for packed documents: layers would be compiled anew for other lengths."""
+def test_layers_whose_documents_attend_one_by_one_are_not_compiled(
+    gpu: str, precision: str, compiles: bool
+) -> None:
+    """GPUs before Ampere lack a packed kernel: layers would be compiled anew by length.
+
+    The kernel is the one for packed documents.
+    """
     fleet = replace(machine(1, 1), name=gpu)
     assert chosen_of({"strategy": "ddp", "precision": precision}, fleet).train.compile is compiles
 
 
-def chosen_of(train: dict[str, Any], fleet: Machine, steps: int | None = None, blocks: int = 64) -> Prediction:
+def chosen_of(
+    train: dict[str, Any], fleet: Machine, steps: int | None = None, blocks: int = 64
+) -> Prediction:
     """What is chosen under a strategy that is named."""
     setting = Setting(QWEN3_8B, fleet, workload(), blocks, steps)
     return choose(setting, Train.model_validate(train), (), True).chosen
@@ -354,7 +434,9 @@ def test_what_is_auto_is_the_fastest_that_fits_under_a_strategy_that_is_named() 
     least = chosen_of({"strategy": "fsdp"}, tiny)
     assert not least.fits
     assert (least.train.recompute, least.train.reshard) == ("full", True)
-    held = chosen_of({"strategy": "fsdp", "recompute": "none", "reshard": True, "compile": False}, tight)
+    held = chosen_of(
+        {"strategy": "fsdp", "recompute": "none", "reshard": True, "compile": False}, tight
+    )
     assert (held.train.recompute, held.train.reshard, held.train.compile) == ("none", True, False)
     assert chosen_of({"strategy": "ddp"}, roomy).train.reshard is True
 
@@ -382,7 +464,8 @@ def test_layers_are_compiled_where_the_run_wins_the_time_back(
 
 def test_a_run_is_as_long_as_it_takes_with_its_compilation() -> None:
     eager, compiled = (
-        chosen_of({"strategy": "fsdp", "compile": value}, machine(1, 8), steps=100) for value in (False, True)
+        chosen_of({"strategy": "fsdp", "compile": value}, machine(1, 8), steps=100)
+        for value in (False, True)
     )
     assert eager.run_s is not None
     assert compiled.run_s is not None
@@ -401,9 +484,12 @@ def test_on_cpus_nothing_is_compiled_or_kept_by_choice() -> None:
 
 
 def test_replicas_that_straddle_nodes_cross_the_network() -> None:
-    """On 3 nodes of 8: 12 ranks span two nodes, and the middle one serves two replicas; so do 6 of the 24."""
+    """On 3 nodes of 8: 12 ranks span two nodes, the middle one with two replicas; so do 6 of 24."""
     ranks = Ranks(24, 8)
-    spans = {size: reach_of("shard", Train(strategy="hsdp", shard_ranks=size), ranks) for size in (2, 4, 6, 8, 12)}
+    spans = {
+        size: reach_of("shard", Train(strategy="hsdp", shard_ranks=size), ranks)
+        for size in (2, 4, 6, 8, 12)
+    }
     assert {size: reach.nodes for size, reach in spans.items()} == {2: 1, 4: 1, 6: 2, 8: 1, 12: 2}
     assert spans[12].groups_per_node == 2
     assert reach_of("replicas", Train(strategy="hsdp", shard_ranks=8), ranks) == Reach(3, 3, 8)
@@ -411,7 +497,10 @@ def test_replicas_that_straddle_nodes_cross_the_network() -> None:
 
 def test_frozen_weights_get_no_gradients() -> None:
     layers, embedding = ("model.layers.*",), ("model.embed_tokens.*",)
-    steps = [of(QWEN3_8B, {"strategy": "fsdp", "freeze": names}, machine(1, 8)) for names in ((), embedding, layers)]
+    steps = [
+        of(QWEN3_8B, {"strategy": "fsdp", "freeze": names}, machine(1, 8))
+        for names in ((), embedding, layers)
+    ]
     assert steps[2].backward_s.value < 0.8 * steps[0].backward_s.value
     assert steps[1].backward_s.value <= steps[0].backward_s.value
     assert steps[2].update_s.value < 0.3 * steps[0].update_s.value
@@ -428,12 +517,16 @@ def test_adapters_of_higher_rank_exchange_more_by_powersgd_and_never_more_than_p
 
 def test_what_is_said_to_fit_fits_at_the_end_of_the_band() -> None:
     for gib_of_gpu in range(20, 140, 5):
-        found = of(QWEN3_8B, {"strategy": "hsdp", "shard_ranks": 4}, machine(1, 8, memory_gib=gib_of_gpu))
+        found = of(
+            QWEN3_8B, {"strategy": "hsdp", "shard_ranks": 4}, machine(1, 8, memory_gib=gib_of_gpu)
+        )
         assert found.fits == (found.needed_memory_bytes.high <= gib_of_gpu * 2**30)
 
 
 def test_an_optimizer_in_host_memory_counts_as_offloading() -> None:
-    found = of(QWEN3_8B, {"strategy": "zero2", "offload": "optimizer"}, machine(1, 8), blocks_of_a_rank=1)
+    found = of(
+        QWEN3_8B, {"strategy": "zero2", "offload": "optimizer"}, machine(1, 8), blocks_of_a_rank=1
+    )
     assert found.bound == "offload"
     assert found.parts["offload"] > 28 * QWEN3_8B.parameters / 50e9
 
@@ -451,7 +544,9 @@ def test_ranks_without_gpus_share_the_host_memory() -> None:
 def test_offloading_without_gpus_frees_no_memory() -> None:
     """16 bytes a parameter stay on the host, whether or not they are said to be offloaded."""
     cpus = replace(machine(1, 2, host_memory_gb=120), is_gpu=False, gpu_memory_bytes=None)
-    moved = of(QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params", "recompute": "full"}, cpus)
+    moved = of(
+        QWEN3_8B, {"strategy": "fsdp", "offload": "optimizer+params", "recompute": "full"}, cpus
+    )
     need = host_need_of_node(moved.memory, cpus)
     assert need.state_bytes > 16 * QWEN3_8B.parameters
     assert need.copied_bytes == 0
@@ -462,8 +557,10 @@ def test_offloading_without_gpus_frees_no_memory() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 @pytest.mark.parametrize("save_async", [True, False])
-def test_a_save_copies_a_checkpoint_to_the_hosts_of_all_nodes(strategy: str, save_async: bool) -> None:
-    """Ranks share the writing, whatever they hold, and copy all of it or 1 GiB and one tensor at a time.
+def test_a_save_copies_a_checkpoint_to_the_hosts_of_all_nodes(
+    strategy: str, save_async: bool
+) -> None:
+    """Ranks share the writing, whatever they hold, and copy all or 1 GiB and a tensor at a time.
 
     6 GB a rank and 2.5 GB are beside that.
     """
@@ -474,16 +571,24 @@ def test_a_save_copies_a_checkpoint_to_the_hosts_of_all_nodes(strategy: str, sav
         at_once = 12 * QWEN3_8B.parameters / nodes if save_async else 8 * 2**30 + 4 * 151_936 * 4096
         assert need.copied_bytes == pytest.approx(1.2 * at_once)
         assert need.own_bytes == 50_500_000_000
-        assert not lacks_host_memory(found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes))
-        assert lacks_host_memory(found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes - 1))
+        assert not lacks_host_memory(
+            found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes)
+        )
+        assert lacks_host_memory(
+            found.memory, replace(machine(nodes, 8), host_memory_bytes=need.total_bytes - 1)
+        )
 
 
 def test_offloading_competes_within_the_host_memory_that_is_assumed() -> None:
-    """Offloading makes room for larger micro-batches, which may be faster: here they are, where there is memory."""
+    """Offloading makes room for larger micro-batches: here, with memory for them, faster ones."""
     known = machine(1, 2, memory_gib=96)
     auto, eager = Train(strategy="auto", compile=False), ("compile",)
     chosen = []
-    for name, own in (("test GPU", known.host_memory_bytes), ("test GPU", None), ("RTX 4090", None)):
+    for name, own in (
+        ("test GPU", known.host_memory_bytes),
+        ("test GPU", None),
+        ("RTX 4090", None),
+    ):
         fleet = replace(known, name=name, host_memory_bytes=own)
         setting = Setting(QWEN3_8B, fleet, workload(), 512, None)
         choice = choose(setting, auto, eager, True)
@@ -505,7 +610,10 @@ def test_the_host_memory_of_a_node_is_assumed_by_its_gpus_where_it_is_not_given(
     given = machine(1, 8, host_memory_gb=5)
     assert [given.is_host_assumed, given.host_limit_bytes] == [False, 5 * 10**9]
     desktop = replace(machine(1, 12), name="RTX 4090", host_memory_bytes=None)
-    away, here = (of(QWEN3_8B, {"strategy": "fsdp", "offload": value}, desktop) for value in ("optimizer", "none"))
+    away, here = (
+        of(QWEN3_8B, {"strategy": "fsdp", "offload": value}, desktop)
+        for value in ("optimizer", "none")
+    )
     assert host_need_of_node(here.memory, desktop).total_bytes > 64 * 10**9
     assert [lacks_host_memory(way.memory, desktop) for way in (away, here)] == [True, False]
 
@@ -516,9 +624,14 @@ def test_the_host_memory_of_a_node_is_assumed_by_its_gpus_where_it_is_not_given(
     ids=["8B's widths", "4B"],
 )
 def test_fp8_gains_what_it_gained_on_a_gpu(
-    size: str, layers: int, block_tokens: int, document_tokens: float, supervised: float, gain: float
+    size: str,
+    layers: int,
+    block_tokens: int,
+    document_tokens: float,
+    supervised: float,
+    gain: float,
 ) -> None:
-    """Of benchmarks/RESULTS.md, on one H200; wide linears gain more, since rounding goes by their edges."""
+    """Of benchmarks/RESULTS.md, on one H200; wide linears gain more: rounding goes by edges."""
     geometry = with_layers(geometry_in(published(f"Qwen/Qwen3-{size}") or {}), layers)
     machine = machine_of(Cluster.model_validate({"gpus_per_node": 1, "gpu": "h200"}), "bf16", None)
     assert machine is not None
@@ -526,7 +639,8 @@ def test_fp8_gains_what_it_gained_on_a_gpu(
     setting = Setting(geometry, machine, workload, 16384 // block_tokens, None)
     keys = {"strategy": "fsdp", "compile": True, "recompute": "none", "reshard": True}
     bf16, fp8 = (
-        setting.predict(Train.model_validate({**keys, "precision": precision})) for precision in ("bf16", "fp8")
+        setting.predict(Train.model_validate({**keys, "precision": precision}))
+        for precision in ("bf16", "fp8")
     )
     assert bf16.step_s.value / fp8.step_s.value == pytest.approx(gain, rel=0.03)
     assert fp8.memory.total_bytes == bf16.memory.total_bytes
@@ -539,7 +653,13 @@ def test_experts_are_not_rounded_to_fp8() -> None:
     for geometry in (with_experts, QWEN3_8B):
         bf16, fp8 = (
             layer_passes(
-                Case(geometry, Train.model_validate({"precision": precision}), machine(), workload(), 1),
+                Case(
+                    geometry,
+                    Train.model_validate({"precision": precision}),
+                    machine(),
+                    workload(),
+                    1,
+                ),
                 End.EXPECTED,
             )
             for precision in ("bf16", "fp8")
@@ -577,7 +697,7 @@ def test_every_doubling_of_the_nodes_costs_a_wait_for_the_slowest() -> None:
 
 
 def test_the_band_holds_all_lengths_that_assumed_documents_may_have() -> None:
-    """From chats of 200 tokens to whole blocks; as soon as a length is told, the band is that of the rates."""
+    """From chats of 200 tokens to whole blocks; once a length is told, the band is the rates'."""
     assumed = replace(workload(32768, 8192.0), is_assumed=True, document_band=(200.0, 32768.0))
     train = Train(strategy="fsdp", recompute="full", compile=True)
 

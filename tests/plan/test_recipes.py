@@ -1,4 +1,7 @@
-"""The recipes: each passes `check` and `plan`, and its header and docs/recipes.md have the figures of the plan."""
+"""The recipes: each passes `check` and `plan`; its header and docs/recipes.md have the figures.
+
+The figures are those of the plan.
+"""
 
 import json
 import shutil
@@ -15,13 +18,24 @@ from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import FileData, HubModel
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.plan import preflight
-from pipeline_lib.plan.recipes import BEGIN, END, PAGE, RECIPES, Recipe, find_recipes, read_recipe, recipe_files
+from pipeline_lib.plan.recipes import (
+    BEGIN,
+    END,
+    PAGE,
+    RECIPES,
+    Recipe,
+    find_recipes,
+    read_recipe,
+    recipe_files,
+)
 from tests.fake_hub import FakeHub
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.name for path in (ROOT / RECIPES).glob("*.yaml"))
 ROWS = {
-    "auto": {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]},
+    "auto": {
+        "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    },
     "text": {"text": "Two and two are four."},
 }
 REQUIRED = {  # file name: nodes, GPUs of a node, words of the GPU's name, model, method
@@ -74,7 +88,11 @@ def copies(tmp_path: Path) -> Path:
 
 
 def outdated(root: Path) -> list[str]:
-    return [path.name for path, text in recipe_files(root).items() if path.read_text(encoding="utf-8") != text]
+    return [
+        path.name
+        for path, text in recipe_files(root).items()
+        if path.read_text(encoding="utf-8") != text
+    ]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, command: str, config: Path) -> int:
@@ -90,7 +108,11 @@ def test_the_figures_are_the_present_ones() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_check_and_plan_accept_it(
-    name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = tmp_path / name
     shutil.copy(ROOT / RECIPES / name, config)
@@ -106,7 +128,8 @@ def test_check_and_plan_accept_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPELINE_STORE", str(tmp_path / "store"))
     monkeypatch.setattr(preflight, "disk_usage", lambda _: Usage())
-    # Where fla-core is installed, transformers calls it on CPUs too, and fails: so it is not in the extra `dev`.
+    # Where fla-core is installed, transformers calls it on CPUs too, and fails: so it is not in the
+    # extra `dev`.
     monkeypatch.setattr(preflight, "find_spec", lambda name: name == "fla" or find_spec(name))
     if first.train.uses_deepspeed and find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed")
@@ -119,7 +142,9 @@ def test_check_and_plan_accept_it(
 
 
 @pytest.mark.parametrize("name", REQUIRED)
-def test_it_is_of_the_machine_and_the_model_in_its_name(recipes: dict[str, Recipe], name: str) -> None:
+def test_it_is_of_the_machine_and_the_model_in_its_name(
+    recipes: dict[str, Recipe], name: str
+) -> None:
     recipe, (nodes, per_node, gpu, model, method) = recipes[name], REQUIRED[name]
     machine = recipe.machine
     assert (machine.nodes, machine.ranks_per_node, recipe.model_name) == (nodes, per_node, model)
@@ -145,7 +170,9 @@ def test_one_node_is_faster_where_the_header_says_so(recipes: dict[str, Recipe])
     assert slow.alone.step_s == fast.way.step_s
 
 
-def test_every_recipe_names_itself_says_what_to_change_and_is_listed(recipes: dict[str, Recipe]) -> None:
+def test_every_recipe_names_itself_says_what_to_change_and_is_listed(
+    recipes: dict[str, Recipe],
+) -> None:
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     for name, recipe in recipes.items():
         by_hand = recipe.path.read_text(encoding="utf-8").partition(BEGIN)[0]
@@ -162,13 +189,17 @@ def test_a_figure_that_was_edited_by_hand_is_found(copies: Path) -> None:
     path.write_text(text.replace(line, line.replace("GiB (", "GiB (1")), encoding="utf-8")
     assert outdated(copies) == [path.name]
     page = copies / PAGE
-    page.write_text(page.read_text(encoding="utf-8").replace("| full |", "| lora |", 1), encoding="utf-8")
+    page.write_text(
+        page.read_text(encoding="utf-8").replace("| full |", "| lora |", 1), encoding="utf-8"
+    )
     assert outdated(copies) == [path.name, page.name]
 
 
 def test_a_key_that_changes_the_plan_changes_the_figures(copies: Path) -> None:
     path = copies / RECIPES / "full-8b-8xh100.yaml"
-    path.write_text(path.read_text(encoding="utf-8").replace("gpu: h100", "gpu: h200"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("gpu: h100", "gpu: h200"), encoding="utf-8"
+    )
     assert outdated(copies) == [path.name, PAGE.name]
 
 
@@ -182,6 +213,9 @@ def test_a_recipe_without_its_markers_is_refused(copies: Path, marker: str) -> N
 
 def test_a_recipe_that_does_not_fit_is_refused(copies: Path) -> None:
     path = copies / RECIPES / "full-8b-8xh100.yaml"
-    path.write_text(path.read_text(encoding="utf-8").replace("gpu: h100", "gpu: a10, memory_gb: 100"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("gpu: h100", "gpu: a10, memory_gb: 100"),
+        encoding="utf-8",
+    )
     with pytest.raises(ConfigError, match="fit"):
         read_recipe(path)

@@ -1,4 +1,4 @@
-"""What is offered when memory is full: it fits, it is legal, it is cheap, and nothing is offered in vain."""
+"""What is offered when memory is full: it fits, is legal and cheap, and is never in vain."""
 
 from typing import Any
 
@@ -18,9 +18,14 @@ BLOCKS = 256  # of a step: several micro-batches for every rank
 NODE = Ranks(8, 8)
 
 
-def offered(ratio: float = 1.0, ranks: Ranks = NODE, device_bytes: int = H200, **settings: Any) -> list[dict[str, Any]]:
+def offered(
+    ratio: float = 1.0, ranks: Ranks = NODE, device_bytes: int = H200, **settings: Any
+) -> list[dict[str, Any]]:
     found = remedies(
-        Load(QWEN3_8B, Train.model_validate(settings), ranks, 8192, BLOCKS), device_bytes, ratio, has_deepspeed=True
+        Load(QWEN3_8B, Train.model_validate(settings), ranks, 8192, BLOCKS),
+        device_bytes,
+        ratio,
+        has_deepspeed=True,
     )
     return [remedy.changes for remedy in found]
 
@@ -49,7 +54,9 @@ def test_one_gpu_is_offered_no_sharding() -> None:
 
 def test_one_long_document_is_offered_the_host_for_its_activations_or_attention_twice() -> None:
     train = Train(method="lora", recompute="full")
-    away, again = remedies(Load(QWEN3_8B, train, Ranks(1, 1), 131_072, BLOCKS), 86 * 2**30, 1.0, has_deepspeed=True)
+    away, again = remedies(
+        Load(QWEN3_8B, train, Ranks(1, 1), 131_072, BLOCKS), 86 * 2**30, 1.0, has_deepspeed=True
+    )
     assert str(away).startswith("train.offload_activations: true  (")
     assert str(again).startswith("train.kept_attention_layers: 0  (")
     assert not any("kept_attention_layers" in changes for changes in offered(recompute="full"))
@@ -58,15 +65,23 @@ def test_one_long_document_is_offered_the_host_for_its_activations_or_attention_
 def test_a_number_of_layers_that_keep_their_attention_hides_no_remedy() -> None:
     """It has an effect with full checkpointing alone, which the plan may choose."""
     given: dict[str, Any] = {"strategy": "fsdp", "micro_batch_blocks": 4}
-    assert offered(**given, kept_attention_layers=18)[0] == offered(**given)[0] == {"micro_batch_blocks": 1}
+    assert (
+        offered(**given, kept_attention_layers=18)[0]
+        == offered(**given)[0]
+        == {"micro_batch_blocks": 1}
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("micro", [1, 6])
 @pytest.mark.parametrize("device_gib", [24, 80, 139])
-def test_all_that_is_offered_fits_with_a_margin_and_is_legal(strategy: Any, micro: int, device_gib: int) -> None:
+def test_all_that_is_offered_fits_with_a_margin_and_is_legal(
+    strategy: Any, micro: int, device_gib: int
+) -> None:
     train, ratio = Train(strategy=strategy, micro_batch_blocks=micro), 1.1
-    found = remedies(Load(QWEN3_8B, train, NODE, 8192, BLOCKS), device_gib * 2**30, ratio, has_deepspeed=True)
+    found = remedies(
+        Load(QWEN3_8B, train, NODE, 8192, BLOCKS), device_gib * 2**30, ratio, has_deepspeed=True
+    )
     assert len(found) <= AT_MOST
     assert [remedy.cost for remedy in found] == sorted(remedy.cost for remedy in found)
     for remedy in found:
@@ -108,14 +123,17 @@ def test_if_nothing_fits_the_least_is_known() -> None:
 
 def test_where_nothing_can_be_changed_nothing_is_found() -> None:
     smallest = Train(strategy="ddp", recompute="full", optimizer="adamw_8bit", method="lora")
-    assert least(Load(QWEN3_06B, smallest, Ranks(1, 1), 256, BLOCKS), 1.0, has_deepspeed=True) is None
+    assert (
+        least(Load(QWEN3_06B, smallest, Ranks(1, 1), 256, BLOCKS), 1.0, has_deepspeed=True) is None
+    )
 
 
 def test_without_deepspeed_its_strategies_leave_room_for_others() -> None:
     """Not those that are left of the cheapest with it, which may be none."""
     two, train = Ranks(2, 2), Train(strategy="ddp", recompute="full", precision="fp16")
     here = [
-        remedies(Load(QWEN3_8B, train, two, 4096, BLOCKS), 68 * 2**30, 1.0, has_deepspeed=has) for has in (True, False)
+        remedies(Load(QWEN3_8B, train, two, 4096, BLOCKS), 68 * 2**30, 1.0, has_deepspeed=has)
+        for has in (True, False)
     ]
     assert all(remedy.changes["strategy"].startswith("zero") for remedy in here[0])
     assert here[1][0].changes == {"strategy": "fsdp", "offload": "optimizer+params"}
@@ -127,9 +145,17 @@ def test_without_deepspeed_its_strategies_leave_room_for_others() -> None:
 
 def test_moments_in_32_bits_are_offered_where_it_takes_offloading_to_fit() -> None:
     alone, device_bytes = Ranks(1, 1), 79 * 2**30
-    found = offered(ranks=alone, device_bytes=device_bytes, strategy="fsdp", optimizer="adamw_8bit", recompute="full")
+    found = offered(
+        ranks=alone,
+        device_bytes=device_bytes,
+        strategy="fsdp",
+        optimizer="adamw_8bit",
+        recompute="full",
+    )
     assert {"optimizer": "adamw", "offload": "optimizer+params"} in found
     train = Train(strategy="fsdp", optimizer="adamw_8bit", recompute="full")
-    first, *_ = remedies(Load(QWEN3_8B, train, alone, 8192, BLOCKS), device_bytes, 1.0, has_deepspeed=True)
+    first, *_ = remedies(
+        Load(QWEN3_8B, train, alone, 8192, BLOCKS), device_bytes, 1.0, has_deepspeed=True
+    )
     assert "train.optimizer: adamw  (" in str(first)
     assert "another optimizer, so another run" in str(first)

@@ -1,7 +1,8 @@
-"""The predicted peak of FSDP2's steps, against torch's tracker: one rank of eight runs, on tensors without data.
+"""FSDP2's predicted peak, against torch's tracker: one rank of eight runs, on tensors without data.
 
-The tracker sees what FSDP2 itself allocates, gathers and reduces. It does not see what kernels use beside tensors, and
-its hooks run FSDP2's for each layer of a group, so that units of several layers are not checked here.
+The tracker sees what FSDP2 itself allocates, gathers and reduces. It does not see what kernels use
+beside tensors, and its hooks run FSDP2's for each layer of a group, so that units of several layers
+are not checked here.
 """
 
 from collections.abc import Iterator
@@ -43,10 +44,17 @@ UNTIED: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 TIED = UNTIED | {"tie_word_embeddings": True}
-OF_EXPERTS = {"moe_intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+OF_EXPERTS = {
+    "moe_intermediate_size": 384,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
 EXPERTS = UNTIED | OF_EXPERTS | {"model_type": "qwen3_moe"}
 LOGITS = 2**20
-MANY, FEW = 1024, 64  # tokens: with many, activations are most of the memory; with few, weights and gradients
+# tokens: with many, activations are most of the memory; with few, weights and gradients
+MANY = 1024
+FEW = 64
 TOLERANCE = 0.03
 
 
@@ -84,7 +92,13 @@ def peak_bytes(model: Any, train: Train, tokens: int, accumulation: int) -> int:
             for number in range(accumulation):
                 with strategy.accumulating(number == accumulation - 1):
                     with strategy.autocast():
-                        total = wrapped(ids, position_ids=places[None], targets=ids, predicted=places, use_cache=False)
+                        total = wrapped(
+                            ids,
+                            position_ids=places[None],
+                            targets=ids,
+                            predicted=places,
+                            use_cache=False,
+                        )
                     strategy.backward(total[0])
                 del total
                 tracker.reset_mod_stats()
@@ -141,5 +155,9 @@ def test_the_peak_of_a_sharded_step(
     mesh = state_mesh(WORLD, train)  # made of tensors with data
     monkeypatch.setattr(fsdp, "state_mesh", lambda *_: mesh)
     model = model_of(AutoConfig.for_model(**config), train)
-    predicted = predict(geometry_in(config), train, Ranks(WORLD.size, WORLD.local_size), tokens, accumulation)
-    assert predicted.allocated_bytes == pytest.approx(peak_bytes(model, train, tokens, accumulation), rel=TOLERANCE)
+    predicted = predict(
+        geometry_in(config), train, Ranks(WORLD.size, WORLD.local_size), tokens, accumulation
+    )
+    assert predicted.allocated_bytes == pytest.approx(
+        peak_bytes(model, train, tokens, accumulation), rel=TOLERANCE
+    )

@@ -1,4 +1,4 @@
-"""Batches in samples, and the number of optimizer steps: exact with blocks, estimated from files before."""
+"""Batches in samples, and the number of steps: exact with blocks, estimated from files before."""
 
 import json
 import re
@@ -21,7 +21,14 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
 from pipeline_lib.data.order import Group
 from pipeline_lib.data.shard import write_blocks
-from pipeline_lib.plan.steps import Steps, batch_without_data, estimated_steps, idle_ranks, plan_batches, step_warnings
+from pipeline_lib.plan.steps import (
+    Steps,
+    batch_without_data,
+    estimated_steps,
+    idle_ranks,
+    plan_batches,
+    step_warnings,
+)
 from pipeline_lib.plan.warnings import lengths_of_runs
 from pipeline_lib.plan.workload import Workload, workload_from
 from tests.stages import run_stages_here
@@ -47,15 +54,26 @@ def planned(reader: BlockReader, ranks: int = 1, **train: Any) -> Any:
 def test_samples_of_a_block_are_a_mean_over_what_an_epoch_uses(tmp_path: Path) -> None:
     assert blocks_of(tmp_path / "one", (1.0, 7, 4)).samples_per_block() == 4
     reader = blocks_of(tmp_path / "two", (0.5, 8, 10), (2.0, 3, 2))
-    assert reader.samples_per_block() == pytest.approx((0.5 * 8 * 10 + 2.0 * 3 * 2) / (0.5 * 8 + 2.0 * 3))
+    assert reader.samples_per_block() == pytest.approx(
+        (0.5 * 8 * 10 + 2.0 * 3 * 2) / (0.5 * 8 + 2.0 * 3)
+    )
 
 
-@pytest.mark.parametrize(("samples", "ranks", "blocks"), [(16, 1, 4), (64, 8, 16), (17, 1, 4), (60, 8, 15), (23, 1, 6)])
-def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: int, ranks: int, blocks: int) -> None:
-    batch = planned(blocks_of(tmp_path / "blocks", (1.0, 50, 4)), ranks, global_batch_samples=samples)
+@pytest.mark.parametrize(
+    ("samples", "ranks", "blocks"), [(16, 1, 4), (64, 8, 16), (17, 1, 4), (60, 8, 15), (23, 1, 6)]
+)
+def test_a_step_takes_the_blocks_that_hold_its_samples(
+    tmp_path: Path, samples: int, ranks: int, blocks: int
+) -> None:
+    batch = planned(
+        blocks_of(tmp_path / "blocks", (1.0, 50, 4)), ranks, global_batch_samples=samples
+    )
     assert batch.global_batch_blocks == blocks
     assert batch.accumulation == -(-blocks // ranks)
-    assert (batch.samples_per_step, batch.supervised_tokens_per_step) == (4 * blocks, blocks * 4 * 7)
+    assert (batch.samples_per_step, batch.supervised_tokens_per_step) == (
+        4 * blocks,
+        blocks * 4 * 7,
+    )
     assert (batch.tokens_per_step, batch.steps) == (blocks * BLOCK, -(-50 // blocks))
 
 
@@ -65,7 +83,8 @@ def test_a_step_takes_the_blocks_that_hold_its_samples(tmp_path: Path, samples: 
         (
             {"global_batch_samples": 2},
             1,
-            "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and tokenize.max_tokens. to 30",
+            "2 cannot be met within 10%: .* 4.0 samples .*; set 4, or .*block_tokens .and "
+            "tokenize.max_tokens. to 30",
         ),
     ],
 )
@@ -79,14 +98,27 @@ def test_samples_that_blocks_cannot_meet_are_refused_with_what_would_do(
 @pytest.mark.parametrize(
     ("settings", "ranks", "warning"),
     [
-        ({"global_batch_samples": 48}, 8, "12 blocks .* 8 ranks are idle for 25%.* set 32 or 64, or 6 ranks"),
+        (
+            {"global_batch_samples": 48},
+            8,
+            "12 blocks .* 8 ranks are idle for 25%.* set 32 or 64, or 6 ranks",
+        ),
         (
             {"global_batch_samples": 12, "context_ranks": 1},
             8,
-            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and tokenize.max_tokens. 22",
+            "3 blocks .*idle for 62%.* set 32, or 3 ranks, or shard.block_tokens .and "
+            "tokenize.max_tokens. 22",
         ),
-        ({"global_batch_samples": 20, "micro_batch_blocks": 4}, 1, "1 rank x 4 blocks are idle for 38%"),
-        ({"global_batch_samples": 96, "micro_batch_blocks": 2}, 8, "8 ranks x 2 blocks are idle for 25%"),
+        (
+            {"global_batch_samples": 20, "micro_batch_blocks": 4},
+            1,
+            "1 rank x 4 blocks are idle for 38%",
+        ),
+        (
+            {"global_batch_samples": 96, "micro_batch_blocks": 2},
+            8,
+            "8 ranks x 2 blocks are idle for 25%",
+        ),
         # 8 ranks take 16 blocks at a time, and 8 of them if two share each.
         ({"global_batch_samples": 32, "micro_batch_blocks": 2}, 8, None),
     ],
@@ -131,7 +163,10 @@ def store_in(folder: Path) -> Store:
 
 
 def rows_file(path: Path, rows: int) -> Path:
-    row = {"instruction": "What is a list in Python, and what is it good for? " * 2, "output": "A sequence. " * 8}
+    row = {
+        "instruction": "What is a list in Python, and what is it good for? " * 2,
+        "output": "A sequence. " * 8,
+    }
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(rows)))
     return path
 
@@ -139,17 +174,23 @@ def rows_file(path: Path, rows: int) -> Path:
 def config_of(folder: Path, data: Path, train: str) -> Path:
     path = folder / "my.yaml"
     path.write_text(
-        f"experiment: my\nmodel: {{source: tiny}}\ndata: {{train: [{{source: file, path: {data}}}]}}\n"
-        f"tokenize: {{max_tokens: 256}}\nshard: {{block_tokens: 256}}\ncluster: {{cpu_ranks: 1}}\ntrain: {train}\n"
+        f"experiment: my\nmodel: {{source: tiny}}\ndata: {{train: [{{source: file, path: "
+        f"{data}}}]}}\n"
+        f"tokenize: {{max_tokens: 256}}\nshard: {{block_tokens: 256}}\ncluster: {{cpu_ranks: "
+        f"1}}\ntrain: {train}\n"
     )
     return path
 
 
 @pytest.mark.parametrize("rows", [900, 5000])  # all of which are read, and more than are read
 def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
-    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", rows), "{global_batch_samples: 8, epochs: 2}")
+    path = config_of(
+        tmp_path, rows_file(tmp_path / "rows.jsonl", rows), "{global_batch_samples: 8, epochs: 2}"
+    )
     config = load_config(path)
-    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
+    steps = estimated_steps(
+        config, batch_without_data(config.train, 1, Workload.assumed(config)), None
+    )
     assert steps is not None
     kept = rows * (1 - config.data.validation_fraction)
     assert steps.epoch is not None
@@ -160,9 +201,13 @@ def test_rows_are_counted_or_extrapolated(tmp_path: Path, rows: int) -> None:
 
 def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
+    asked = [
+        {"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."}
+        for n in range(600)
+    ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}"), store_in(tmp_path)
+    path = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 2}")
+    store = store_in(tmp_path)
     config = load_config(path)
     [told], _ = lengths_of_runs([config], store, "my.yaml")
     run_stages_here(path, store, last="shard")
@@ -171,15 +216,23 @@ def test_the_range_of_a_small_vocabulary_holds_what_packing_makes(tmp_path: Path
     assert low <= int(exact.split()[0]) <= high, (told, exact)
 
 
-def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_makes(tmp_path: Path) -> None:
+def test_the_range_of_chinese_text_in_the_demo_vocabulary_holds_what_packing_makes(
+    tmp_path: Path,
+) -> None:
     """None of its characters are in that vocabulary: each is three tokens."""
     rows = tmp_path / "rows.jsonl"
     asked = [
-        {"prompt": f"第{n}号订单现在到哪里了？", "completion": "您的订单已经离开仓库，预计明天送达。"}
+        {
+            "prompt": f"第{n}号订单现在到哪里了？",
+            "completion": "您的订单已经离开仓库，预计明天送达。",
+        }
         for n in range(200)
     ]
-    rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), encoding="utf-8")
-    path, store = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}"), store_in(tmp_path)
+    rows.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), encoding="utf-8"
+    )
+    path = config_of(tmp_path, rows, "{global_batch_tokens: 1024, epochs: 1}")
+    store = store_in(tmp_path)
     [told], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
     run_stages_here(path, store, last="shard")
     [exact], _ = lengths_of_runs([load_config(path)], store, "my.yaml")
@@ -193,7 +246,9 @@ def test_a_row_counts_for_no_more_than_the_tokenize_stage_keeps_of_it(
 ) -> None:
     rows = rows_file(tmp_path / "rows.jsonl", 400)
     path = config_of(tmp_path, rows, "{global_batch_tokens: 256}")
-    path.write_text(path.read_text().replace("max_tokens: 256", f"max_tokens: 256, over_long: {over_long}"))
+    path.write_text(
+        path.read_text().replace("max_tokens: 256", f"max_tokens: 256, over_long: {over_long}")
+    )
     config = load_config(path)
     batch = batch_without_data(config.train, 1, Workload.assumed(config))
     without = estimated_steps(config, batch, None)
@@ -205,31 +260,49 @@ def test_a_row_counts_for_no_more_than_the_tokenize_stage_keeps_of_it(
 
 
 def test_the_rows_of_a_saved_data_set_are_counted_in_its_split(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_list(list(map(json.loads, rows_file(tmp_path / "rows.jsonl", 5000).open())))
+    rows = datasets.Dataset.from_list(
+        list(map(json.loads, rows_file(tmp_path / "rows.jsonl", 5000).open()))
+    )
     datasets.DatasetDict(dev=rows.select([0]), test=rows).save_to_disk(tmp_path / "saved")
     path = config_of(tmp_path, Path("saved, split: test"), "{global_batch_samples: 8}")
     path.write_text(path.read_text().replace("path: saved", f"path: {tmp_path}/saved"))
     config = load_config(path)
-    steps = estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
+    steps = estimated_steps(
+        config, batch_without_data(config.train, 1, Workload.assumed(config)), None
+    )
     assert steps is not None and steps.epoch is not None
-    assert steps.epoch[1] == pytest.approx(5000 * (1 - config.data.validation_fraction) / 8, rel=0.02)
+    assert steps.epoch[1] == pytest.approx(
+        5000 * (1 - config.data.validation_fraction) / 8, rel=0.02
+    )
     path.write_text(path.read_text().replace("split: test", "split: train"))
     config = load_config(path)
-    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None) is None
+    assert (
+        estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
+        is None
+    )
 
 
 def test_data_that_is_not_here_is_not_guessed(tmp_path: Path) -> None:
     path = config_of(tmp_path, tmp_path / "rows.jsonl", "{}")
-    path.write_text(path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc"))
+    path.write_text(
+        path.read_text().replace(f"source: file, path: {tmp_path}/rows.jsonl", "source: pydoc")
+    )
     config = load_config(path)
-    assert estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None) is None
+    assert (
+        estimated_steps(config, batch_without_data(config.train, 1, Workload.assumed(config)), None)
+        is None
+    )
     assert lengths_of_runs([config], Store(tmp_path / "store"), "my.yaml") == ([], [])
 
 
 def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]:
     settings = Train(**{"global_batch_tokens": 64 * BLOCK, **train})
-    batch = batch_without_data(settings, ranks, Workload(BLOCK, 1.0, 0.5, 15.0, None, None, samples_per_block=4.0))
-    return list(step_warnings(settings, batch, Steps(None, (steps - band, steps, steps + band)), ranks))
+    batch = batch_without_data(
+        settings, ranks, Workload(BLOCK, 1.0, 0.5, 15.0, None, None, samples_per_block=4.0)
+    )
+    return list(
+        step_warnings(settings, batch, Steps(None, (steps - band, steps, steps + band)), ranks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,30 +312,55 @@ def warned(steps: int, band: int = 0, ranks: int = 1, **train: Any) -> list[str]
         (warned(49, band=1), []),
         (
             warned(10),
-            ["train.global_batch_tokens: 10 opt.* in all, fewer than 50; train.global_batch_tokens 720 or .* 5 would"],
+            [
+                "train.global_batch_tokens: 10 opt.* in all, fewer than 50; "
+                "train.global_batch_tokens 720 or .* 5 would"
+            ],
         ),
-        (warned(10, ranks=8), ["fewer than 50; train.global_batch_tokens 480 or train.epochs 5 would"]),
+        (
+            warned(10, ranks=8),
+            ["fewer than 50; train.global_batch_tokens 480 or train.epochs 5 would"],
+        ),
         (warned(10, ranks=16), ["fewer than 50; train.epochs 5 would make 50$"]),
         (
             warned(10, global_batch_samples=256),
-            ["train.global_batch_samples: .* train.global_batch_samples 48 or train.epochs 5 would make 50"],
+            [
+                "train.global_batch_samples: .* train.global_batch_samples 48 or train.epochs 5 "
+                "would make 50"
+            ],
         ),
         (warned(20, epochs=0.5), ["; train.global_batch_tokens 1,500 or train.epochs 2 would"]),
-        (warned(40, max_steps=40), ["train.max_steps: 40 optimizer steps in all, fewer than 50; set .* to 50 or more"]),
-        (warned(100, save_every_steps=101), ["train.save_every_steps: 101 is beyond the end .*, 100 .*; try 25"]),
-        (warned(100, validate_every_steps=500), ["train.validate_every_steps: 500 is beyond the end .*; try 25"]),
+        (
+            warned(40, max_steps=40),
+            ["train.max_steps: 40 optimizer steps in all, fewer than 50; set .* to 50 or more"],
+        ),
+        (
+            warned(100, save_every_steps=101),
+            ["train.save_every_steps: 101 is beyond the end .*, 100 .*; try 25"],
+        ),
+        (
+            warned(100, validate_every_steps=500),
+            ["train.validate_every_steps: 500 is beyond the end .*; try 25"],
+        ),
         (warned(100, until_step=101), ["train.until_step: 101 is beyond the end .*; try 25"]),
         (
             warned(100, sample_every_steps=200, profile_every_steps=200),
             ["train.sample_every_steps: 200 is", "train.profile_every_steps: 200 is"],
         ),
         (warned(60), []),  # the default of save_every_steps, 100, is nobody's wish
-        (warned(100, band=20, warmup_steps=100), ["warmup_steps: 100 of about 100 optimizer steps .80 to 120.; 10 is"]),
+        (
+            warned(100, band=20, warmup_steps=100),
+            ["warmup_steps: 100 of about 100 optimizer steps .80 to 120.; 10 is"],
+        ),
     ],
 )
-def test_short_runs_are_warned_of_with_the_value_that_would_do(found: list[str], expected: list[str]) -> None:
+def test_short_runs_are_warned_of_with_the_value_that_would_do(
+    found: list[str], expected: list[str]
+) -> None:
     assert len(found) == len(expected)
-    assert all(re.search(pattern, text) for pattern, text in zip(expected, found, strict=True)), found
+    assert all(re.search(pattern, text) for pattern, text in zip(expected, found, strict=True)), (
+        found
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,12 +376,18 @@ def test_short_runs_are_warned_of_with_the_value_that_would_do(found: list[str],
         ),
     ],
 )
-def test_a_smaller_batch_than_the_blocks_allow_takes_shorter_blocks(settings: dict[str, Any], remedy: str) -> None:
-    """Where the block alone is shorter, a step takes more of them, and there are as many steps as before."""
+def test_a_smaller_batch_than_the_blocks_allow_takes_shorter_blocks(
+    settings: dict[str, Any], remedy: str
+) -> None:
+    """Where the block alone is shorter, a step takes more of them, and the step count stays."""
     train = Train(**settings)
-    batch = batch_without_data(train, 2, Workload(1024, 1.0, 0.5, 128.0, None, None, samples_per_block=8.0))
+    batch = batch_without_data(
+        train, 2, Workload(1024, 1.0, 0.5, 128.0, None, None, samples_per_block=8.0)
+    )
     [found] = step_warnings(train, batch, Steps(None, (10, 20, 30)), 2)
-    assert found.endswith("; " + remedy.format(shorter="shard.block_tokens (and tokenize.max_tokens)"))
+    assert found.endswith(
+        "; " + remedy.format(shorter="shard.block_tokens (and tokenize.max_tokens)")
+    )
 
 
 def rows_of(config: Path, **train: Any) -> Config:
@@ -294,9 +398,13 @@ def rows_of(config: Path, **train: Any) -> Config:
 def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_path: Path) -> None:
     """As the plan of the packed blocks refuses them; the values named do then."""
     rows = tmp_path / "rows.jsonl"
-    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."} for n in range(600)]
+    asked = [
+        {"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our warehouse."}
+        for n in range(600)
+    ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    path, store = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}"), store_in(tmp_path)
+    path = config_of(tmp_path, rows, "{global_batch_samples: 16, epochs: 40}")
+    store = store_in(tmp_path)
     path.write_text(path.read_text().replace("block_tokens: 256", "block_tokens: 2048"))
     [warning] = lengths_of_runs([load_config(path)], store, "my.yaml")[1]
     found = re.fullmatch(
@@ -322,23 +430,43 @@ def test_samples_that_short_rows_will_not_meet_are_warned_of_before_packing(tmp_
     assert lengths_of_runs([load_config(path)], store, "my.yaml")[0]
 
 
-def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(tmp_path: Path) -> None:
-    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 14, context_ranks: 1}")
+def test_ranks_that_short_rows_would_leave_idle_are_warned_of_before_packing(
+    tmp_path: Path,
+) -> None:
+    path = config_of(
+        tmp_path,
+        rows_file(tmp_path / "rows.jsonl", 400),
+        "{global_batch_samples: 14, context_ranks: 1}",
+    )
     path.write_text(path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4"))
     [_, warning] = lengths_of_runs([load_config(path)], store_in(tmp_path), "my.yaml")[1]
     assert re.search(r"4 ranks are idle for \d+% of the time; set \d+", warning)
 
 
 def test_sixteen_short_samples_on_four_ranks_train_as_articles_have_them(tmp_path: Path) -> None:
-    """A length of 1,024 for samples of some 50 tokens: shorter blocks are offered before packing, and do after it."""
+    """A length of 1,024 for samples of 50 tokens: shorter blocks are offered before packing.
+
+    After packing they do.
+    """
     rows = tmp_path / "rows.jsonl"
-    asked = [{"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our house."} for n in range(600)]
+    asked = [
+        {"prompt": f"Where is order {n}?", "completion": f"Order {n} has left our house."}
+        for n in range(600)
+    ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
     path = config_of(tmp_path, rows, "{strategy: zero2, global_batch_samples: 16, epochs: 4}")
     store = store_in(tmp_path)
-    text = path.read_text().replace("cpu_ranks: 1", "cpu_ranks: 4").replace("tokens: 256", "tokens: 1024")
+    text = (
+        path.read_text()
+        .replace("cpu_ranks: 1", "cpu_ranks: 4")
+        .replace("tokens: 256", "tokens: 1024")
+    )
     path.write_text(text)
-    [warning] = [text for text in lengths_of_runs([load_config(path)], store, "my.yaml")[1] if "refused" in text]
+    [warning] = [
+        text
+        for text in lengths_of_runs([load_config(path)], store, "my.yaml")[1]
+        if "refused" in text
+    ]
     offered = re.search(r"shard.block_tokens .and tokenize.max_tokens. to (\d+) or less$", warning)
     assert offered is not None, warning
     path.write_text(text.replace("tokens: 1024", f"tokens: {offered[1]}"))
@@ -358,11 +486,18 @@ def said_by(command: str, path: Path) -> str:
 
 
 def test_check_and_the_plan_say_how_many_steps_there_will_be(tmp_path: Path) -> None:
-    path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 40}")
+    path = config_of(
+        tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 40}"
+    )
     for command in ("check", "plan"):
         shown = said_by(command, path)
-        assert re.search(r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown)
-        assert "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; train." in shown
+        assert re.search(
+            r"about 10 optimizer steps \(6 to 13(\), estimated from| by) the first rows", shown
+        )
+        assert (
+            "train.global_batch_samples: about 10 optimizer steps (6 to 13) in all, fewer than 50; "
+            "train." in shown
+        )
         assert "is likely to be refused" not in shown
 
 
@@ -370,4 +505,6 @@ def test_check_and_the_plan_warn_of_samples_that_blocks_will_not_meet(tmp_path: 
     path = config_of(tmp_path, rows_file(tmp_path / "rows.jsonl", 400), "{global_batch_samples: 2}")
     for command in ("check", "plan"):
         shown = said_by(command, path)
-        assert shown.count("warning: train.global_batch_samples: 2 is likely to be refused") == 1, shown
+        assert shown.count("warning: train.global_batch_samples: 2 is likely to be refused") == 1, (
+            shown
+        )

@@ -1,4 +1,4 @@
-"""Opens a page in a headless Chromium as a reader would, and tells what it looks like from inside."""
+"""Opens a page in a headless Chromium as a reader would, and tells how it looks from inside."""
 
 import json
 import os
@@ -34,15 +34,18 @@ function isColoured(canvas) {
 }
 const shown = [...document.querySelectorAll("div[id^=figure-]")].filter((place) => place.offsetParent !== null);
 """
-FIGURES = "Object.fromEntries(shown.map((place) => [place.id, within(place).filter(isColoured).length]))"
+FIGURES = (
+    "Object.fromEntries(shown.map((place) => [place.id, within(place).filter(isColoured).length]))"
+)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Coloured canvases by figure that is shown, whether an attack ran, and how wide the page wants to be.
+    """Coloured canvases by shown figure, whether an attack ran, and the page's wanted width.
 
-    `width` is in CSS pixels, `console` what the browser complained of, `paper` the background; `drawn_s` are the
-    seconds from asking for the page until every figure was there, or the patience was at its end.
+    `width` is in CSS pixels, `console` what the browser complained of, `paper` the background;
+    `drawn_s` are the seconds from asking for the page until every figure was there, or the patience
+    was at its end.
     """
 
     figures: dict[str, int]
@@ -84,14 +87,22 @@ class Tab:
     def ask(self, expression: str) -> Any:
         """What `expression` is in the page, after the functions of INSIDE."""
         asked = f"(() => {{ {INSIDE} return {expression}; }})()"
-        found = self.send("Runtime.evaluate", expression=asked, returnByValue=True, awaitPromise=True)
+        found = self.send(
+            "Runtime.evaluate", expression=asked, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in found:
             raise AssertionError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
     def open(self, page: Path, width: int, dark: bool = False) -> None:
-        """Load the file `page` in a window `width` CSS pixels wide; `dark` is what the reader's system asks for."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        """Load the file `page` in a window `width` CSS pixels wide; `dark` is the reader's wish."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         self.like("dark" if dark else "light")
         self.send("Page.navigate", url=page.as_uri())
         self.until("document.readyState === 'complete'")
@@ -111,7 +122,7 @@ class Tab:
         return False
 
     def at_rest(self, expression: str) -> Any:
-        """What `expression` is once it has been the same for a second: a page that is painted late moves its parts."""
+        """What `expression` is once unchanged for a second: a late paint moves a page's parts."""
         found, since = self.ask(expression), time.monotonic()
         while time.monotonic() < since + 1.0:
             time.sleep(0.1)
@@ -122,12 +133,25 @@ class Tab:
     def wheel(self, x: float, y: float, delta: int, ctrl: bool = False) -> None:
         """Turn the wheel over a point of the window."""
         modifiers = 2 if ctrl else 0
-        self.send("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=delta, modifiers=modifiers)
+        self.send(
+            "Input.dispatchMouseEvent",
+            type="mouseWheel",
+            x=x,
+            y=y,
+            deltaX=0,
+            deltaY=delta,
+            modifiers=modifiers,
+        )
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Press the left button at `start`, move to `end` and let go."""
         middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
-        moves = [("mouseMoved", start), ("mousePressed", start), ("mouseMoved", middle), ("mouseMoved", end)]
+        moves = [
+            ("mouseMoved", start),
+            ("mousePressed", start),
+            ("mouseMoved", middle),
+            ("mouseMoved", end),
+        ]
         for kind, (x, y) in [*moves, ("mouseReleased", end)]:
             button = "none" if kind == "mouseMoved" else "left"
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
@@ -151,21 +175,34 @@ class Tab:
             self._hear(" ".join(str(argument.get("value", argument)) for argument in told["args"]))
 
     def _hear(self, said: str) -> None:
-        """Keep what is neither Bokeh's greeting nor about looking at its canvases, which only this module does."""
+        """Keep all but Bokeh's greeting and what is about seeing canvases, which is done here."""
         if "setting log level" not in said and "willReadFrequently" not in said:
             self.console.append(said)
 
 
 @contextmanager
 def open_browser(scratch: Path) -> Iterator[Tab]:
-    """A browser with one empty page and its profile in `scratch`; skips the test where there is none."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    """A browser with one empty page and its profile in `scratch`; skips the test without one."""
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if program is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
     (to_read, write), (read, to_write) = os.pipe(), os.pipe()
     options = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-        *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
+        *(
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+        ),
+        *(
+            "--disable-component-update",
+            "--disable-sync",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+        ),
         *(f"--user-data-dir={scratch / 'profile'}", "about:blank"),
     ]
     # Chromium reads its calls from descriptor 3 and answers on 4.
@@ -183,7 +220,7 @@ def open_browser(scratch: Path) -> Iterator[Tab]:
 
 
 def look_at(page: Path, scratch: Path, width: int, dark: bool = False) -> Seen:
-    """Open the file `page` in a window `width` CSS pixels wide; skips the test where there is no browser."""
+    """Open the file `page` in a window `width` CSS pixels wide; skips without a browser."""
     with open_browser(scratch) as tab:
         begin = time.monotonic()
         tab.open(page, width, dark)

@@ -1,4 +1,4 @@
-"""Plans as the plan stage writes them, made up: of the demo on CPUs, and of a larger run on GPUs."""
+"""Plans as the plan stage writes them, made up: the demo's on CPUs, a larger run's on GPUs."""
 
 from typing import Any
 
@@ -15,11 +15,23 @@ def plan(steps: int) -> dict[str, Any]:
     state = {"weights_bytes": 4_198_400, "gradients_bytes": 4_198_400, "optimizer_bytes": 8_396_800}
     memory = {
         "ddp": {**state, "allocated_bytes": 20_480_000},
-        "fsdp": {**{key: value // 2 for key, value in state.items()}, "allocated_bytes": 12_083_200},
+        "fsdp": {
+            **{key: value // 2 for key, value in state.items()},
+            "allocated_bytes": 12_083_200,
+        },
     }
     chosen = prediction("ddp", 0.4, 20_480_000, 20_480_000, update_s=0.01)
-    chosen |= {"run_s": band(118 * 0.4 + 1), "tokens_per_s_per_rank": band(9937), "gpu_hours": None, "mfu": None}
-    chosen |= {"checkpoint_bytes": 12_595_200, "checkpoint_s": band(0.03, 0.5), "network_bytes": band(0)}
+    chosen |= {
+        "run_s": band(118 * 0.4 + 1),
+        "tokens_per_s_per_rank": band(9937),
+        "gpu_hours": None,
+        "mfu": None,
+    }
+    chosen |= {
+        "checkpoint_bytes": 12_595_200,
+        "checkpoint_s": band(0.03, 0.5),
+        "network_bytes": band(0),
+    }
     return {
         "schema": 3,
         "experiment": "demo",
@@ -41,10 +53,12 @@ def plan(steps: int) -> dict[str, Any]:
         "prediction": chosen,
         "others": {"fsdp": without_segments(prediction("fsdp", 0.46, 12_083_200, 12_083_200))},
         "words": {
-            "chosen": "ddp, micro-batch 8 x accumulation 2: 12 of 12 ways to train fit, and this is the simplest one "
+            "chosen": "ddp, micro-batch 8 x accumulation 2: 12 of 12 ways to train fit, and this "
+            "is the simplest one "
             "within 2% of the fastest. A step takes 400 ms, bound by computing (97% of the time).",
             "others": ["fsdp, micro-batch 8 x accumulation 2: 460 ms a step, 15% longer"],
-            "advice": ["3% of the tokens are padding: longer blocks (shard.block_tokens) need less of it"],
+            "advice": ["3% of the tokens are padding: longer blocks (shard.block_tokens) need less "
+            "of it"],
         },
     }  # fmt: skip
 
@@ -64,7 +78,9 @@ def gpu_plan(steps: int) -> dict[str, Any]:
     names = ("weights", "gradients", "optimizer", "gathered", "exchanged", "activations", "loss")
     memory = {}
     for strategy, sizes in held.items():
-        parts = {f"{name}_bytes": round(size * GIB) for name, size in zip(names, sizes, strict=True)}
+        parts = {
+            f"{name}_bytes": round(size * GIB) for name, size in zip(names, sizes, strict=True)
+        }
         allocated = sum(parts.values())
         reserve = round(2 * GIB + 0.02 * allocated)
         memory[strategy] = {
@@ -92,54 +108,91 @@ def gpu_plan(steps: int) -> dict[str, Any]:
         "prediction": chosen,
         "others": {name: without_segments(one) for name, one in made.items()},
         "words": {
-            "chosen": "fsdp, micro-batch 2 x accumulation 2, selective activation checkpointing: 96 of 120 ways to "
-            "train fit, and this is the simplest one within 2% of the fastest. A step takes 3.41 s, bound by computing "
+            "chosen": "fsdp, micro-batch 2 x accumulation 2, selective activation checkpointing: "
+            "96 of 120 ways to "
+            "train fit, and this is the simplest one within 2% of the fastest. A step takes 3.41 "
+            "s, bound by computing "
             "(82% of the time).",
             "others": [
                 "zero1, micro-batch 2 x accumulation 2: 3.60 s a step, 6% longer",
-                "zero3, micro-batch 2 x accumulation 2: 8.90 s a step, 161% longer; all-gather of weights "
-                "2 x 16.38 GB, reduce-scatter of gradients 2 x 32.76 GB between nodes; 6.10 s of waiting, "
+                "zero3, micro-batch 2 x accumulation 2: 8.90 s a step, 161% longer; all-gather of "
+                "weights "
+                "2 x 16.38 GB, reduce-scatter of gradients 2 x 32.76 GB between nodes; 6.10 s of "
+                "waiting, "
                 "2.80 s of computing",
-                "ddp, micro-batch 2 x accumulation 2: does not fit: 159.2 GiB a GPU (optimizer 61.0 GiB, weights "
+                "ddp, micro-batch 2 x accumulation 2: does not fit: 159.2 GiB a GPU (optimizer "
+                "61.0 GiB, weights "
                 "30.5 GiB, gradients 30.5 GiB) of 80.0 GiB",
             ],
-            "advice": ["400 Gbit/s between nodes instead of 200 Gbit/s would hide the communication: 2.91 s a step"],
+            "advice": [
+                "400 Gbit/s between nodes instead of 200 Gbit/s would hide the communication: 2.91 "
+                "s a step"
+            ],
         },
     }
 
 
 def gpu_run(files: dict[str, dict[str, Any]]) -> None:
-    """Turn what a run of the demo left into what a run by `gpu_plan` leaves: its peak memory leaves the band."""
+    """Turn a demo run's results into those of a run by `gpu_plan`: peak memory leaves the band."""
     train = files["train"]
     steps = len(train["metrics.jsonl"])
     train["plan.json"] = gpu_plan(steps)
     train["summary.json"] |= {"world_size": 8, "strategy": "fsdp", "precision": "bf16"}
     for row in train["metrics.jsonl"]:
         row["step_s"] *= 3.6 / 0.41
-        row |= {"forward_s": 0.31 * row["step_s"], "backward_s": 0.63 * row["step_s"], "update_s": 0.05 * row["step_s"]}
+        row |= {
+            "forward_s": 0.31 * row["step_s"],
+            "backward_s": 0.63 * row["step_s"],
+            "update_s": 0.05 * row["step_s"],
+        }
         row |= {"tokens_per_s": 8 * 8950.0, "mfu": 0.41, "elapsed_s": row["elapsed_s"] * 3.6 / 0.41}
-        row |= {"peak_memory_bytes": 80 * GIB, "device_memory_bytes": 82 * GIB, "node_sent_bytes": 51_000_000_000}
+        row |= {
+            "peak_memory_bytes": 80 * GIB,
+            "device_memory_bytes": 82 * GIB,
+            "node_sent_bytes": 51_000_000_000,
+        }
     for event in train["events.jsonl"]:
         if event["event"] == "run.start":
             event |= {"world_size": 8, "strategy": "fsdp"}
 
 
-def prediction(strategy: str, step_s: float, peak: int, needed: int, update_s: float | None = None) -> dict[str, Any]:
+def prediction(
+    strategy: str, step_s: float, peak: int, needed: int, update_s: float | None = None
+) -> dict[str, Any]:
     """Prediction.as_json() of a step of that length, with exchanges that are mostly hidden."""
     parts = {"forward": 0.26, "recompute": 0.1, "backward": 0.5, "exchange": 0.1, "update": 0.04}
-    phases = {"forward": 0.3 * step_s, "backward": 0.65 * step_s, "update": update_s or 0.05 * step_s}
+    phases = {
+        "forward": 0.3 * step_s,
+        "backward": 0.65 * step_s,
+        "update": update_s or 0.05 * step_s,
+    }
     kinds = {"forward": "all-gather of weights", "backward": "reduce-scatter of gradients"}
     segments, at_s = [], 0.0
     for name, duration_s in phases.items():
-        segments.append({"lane": "compute", "name": name, "start_s": at_s, "duration_s": 0.9 * duration_s})
-        segments.append({"lane": "host", "name": name, "start_s": at_s, "duration_s": 0.4 * duration_s})
+        segments.append(
+            {"lane": "compute", "name": name, "start_s": at_s, "duration_s": 0.9 * duration_s}
+        )
+        segments.append(
+            {"lane": "host", "name": name, "start_s": at_s, "duration_s": 0.4 * duration_s}
+        )
         if name in kinds:
-            exchanged = {"lane": "exchange", "name": kinds[name], "start_s": at_s, "duration_s": 0.8 * duration_s}
+            exchanged = {
+                "lane": "exchange",
+                "name": kinds[name],
+                "start_s": at_s,
+                "duration_s": 0.8 * duration_s,
+            }
             segments.append(exchanged)
         at_s += duration_s
     exchanges = [
         {
-            **{"name": kind, "phase": phase, "payload_bytes": 16.38e9, "times": 2, "link": "between nodes"},
+            **{
+                "name": kind,
+                "phase": phase,
+                "payload_bytes": 16.38e9,
+                "times": 2,
+                "link": "between nodes",
+            },
             **{"seconds": 0.8 * phases[phase], "exposed_s": 0.05 * step_s},
         }
         for phase, kind in kinds.items()
@@ -153,7 +206,8 @@ def prediction(strategy: str, step_s: float, peak: int, needed: int, update_s: f
             "reshard": strategy != "fsdp", "compile": strategy == "fsdp",
         },
         "words": [
-            f"{strategy} over 4 ranks" if strategy == "hsdp" else strategy, "micro-batch 2 x accumulation 2",
+            f"{strategy} over 4 ranks" if strategy == "hsdp" else strategy, "micro-batch 2 x "
+            "accumulation 2",
             *(options if strategy == "fsdp" else []),
         ],
         "accumulation": 2,
@@ -181,7 +235,9 @@ def without_segments(one: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in one.items() if key != "segments"}
 
 
-def machine(name: str, nodes: int, ranks_per_node: int, gpu_memory_bytes: int | None) -> dict[str, Any]:
+def machine(
+    name: str, nodes: int, ranks_per_node: int, gpu_memory_bytes: int | None
+) -> dict[str, Any]:
     """Machine.as_json()."""
     rates = {
         "matmul_flop_s": (6.6e14, "catalogue: 67% of the peak"),
@@ -190,9 +246,20 @@ def machine(name: str, nodes: int, ranks_per_node: int, gpu_memory_bytes: int | 
         "between_bytes_s": (25e9, "cluster.internode_gbit_s"),
     }
     return {
-        **{"name": name, "nodes": nodes, "ranks_per_node": ranks_per_node, "gpu_memory_bytes": gpu_memory_bytes},
-        **{"peak_flop_s": None, "host_memory_bytes": 64 * GIB, "measured_parts": 2 if gpu_memory_bytes else 0},
-        "rates": {key: {**band(value, 0.1), "source": source} for key, (value, source) in rates.items()},
+        **{
+            "name": name,
+            "nodes": nodes,
+            "ranks_per_node": ranks_per_node,
+            "gpu_memory_bytes": gpu_memory_bytes,
+        },
+        **{
+            "peak_flop_s": None,
+            "host_memory_bytes": 64 * GIB,
+            "measured_parts": 2 if gpu_memory_bytes else 0,
+        },
+        "rates": {
+            key: {**band(value, 0.1), "source": source} for key, (value, source) in rates.items()
+        },
     }
 
 
@@ -200,7 +267,12 @@ def workload(block_tokens: int, document_tokens: float) -> dict[str, Any]:
     """asdict(Workload)."""
     return {
         **{"block_tokens": block_tokens, "real_fraction": 0.97, "supervised_fraction": 0.63},
-        **{"document_tokens": document_tokens, "blocks": 1884, "epoch_blocks": 1884, "validation_blocks": 101},
+        **{
+            "document_tokens": document_tokens,
+            "blocks": 1884,
+            "epoch_blocks": 1884,
+            "validation_blocks": 101,
+        },
         "is_assumed": False,
     }
 
@@ -214,7 +286,8 @@ def hostile_plan(found: dict[str, Any], attack: str) -> dict[str, Any]:
         "changes": {"strategy": attack, "recompute": attack, "offload": attack},
         "words": [attack, attack],
         "parts": {attack: 0.1, **one["parts"]},
-        "segments": [each | {"name": attack} for each in one["segments"]] + [{"lane": attack, "name": attack}],
+        "segments": [each | {"name": attack} for each in one["segments"]]
+        + [{"lane": attack, "name": attack}],
         "exchanges": [each | of_names for each in one["exchanges"]],
     }
     rate = {"value": 1.0, "low": 1.0, "high": 1.0, "source": attack}

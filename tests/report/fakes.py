@@ -1,4 +1,4 @@
-"""Sealed inputs of the report as the stages write them, made up but sealed for real by the harness."""
+"""Sealed inputs of the report as stages write them, made up but really sealed by the harness."""
 
 import json
 import math
@@ -50,14 +50,22 @@ def experiment_named(name: str = "demo", **train: Any) -> Experiment:
         "tokenize": {"max_tokens": 256},
         "shard": {"block_tokens": 256},
         "cluster": {"cpu_ranks": 2},
-        "train": {"global_batch_tokens": 8192, "epochs": 2, "lr": 3e-3, "precision": "fp32", **train},
+        "train": {
+            "global_batch_tokens": 8192,
+            "epochs": 2,
+            "lr": 3e-3,
+            "precision": "fp32",
+            **train,
+        },
     }
-    return compile_config(Config.model_validate_json(json.dumps(config)), Content(model={}, data=({}, {})))
+    return compile_config(
+        Config.model_validate_json(json.dumps(config)), Content(model={}, data=({}, {}))
+    )
 
 
 @dataclass
 class World:
-    """An experiment, a store, and the files each stage is to have made; edit `files` before sealing."""
+    """An experiment, a store, and the files of each stage; edit `files` before sealing."""
 
     store: Store
     experiment: Experiment = field(default_factory=experiment_named)
@@ -144,7 +152,11 @@ def realistic_files() -> Files:
             "summary.json": training(),
         },
         "merge": {"parity.json": parity()},
-        "evaluate": {"metrics.json": evaluation(), "generations.jsonl": generations(), "scores.jsonl": scores()},
+        "evaluate": {
+            "metrics.json": evaluation(),
+            "generations.jsonl": generations(),
+            "scores.jsonl": scores(),
+        },
     }
 
 
@@ -182,10 +194,16 @@ def ledger() -> dict[str, Any]:
 
 def preview() -> list[dict[str, Any]]:
     """Samples with supervised and unsupervised pieces."""
-    asked = ("What does str.partition do?", "How do I open a file for reading?", "What is heapq.heappush for?")
+    asked = (
+        "What does str.partition do?",
+        "How do I open a file for reading?",
+        "What is heapq.heappush for?",
+    )
     answer = (
-        "Partition the string into three parts using the given separator.\n\nThis will search for the separator in the "
-        "string. If the separator is found, returns a 3-tuple containing the part before the separator, the separator "
+        "Partition the string into three parts using the given separator.\n\nThis will search for "
+        "the separator in the "
+        "string. If the separator is found, returns a 3-tuple containing the part before the "
+        "separator, the separator "
         "itself, and the part after it.<|im_end|>"
     )
     return [
@@ -193,7 +211,10 @@ def preview() -> list[dict[str, Any]]:
             "source": "pydoc",
             "tokens": 71,
             "pieces": [
-                {"text": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "supervised": False},
+                {
+                    "text": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+                    "supervised": False,
+                },
                 {"text": answer, "supervised": True},
                 {"text": "\n", "supervised": False},
             ],
@@ -219,7 +240,11 @@ def metrics(steps: int, restart_after: int = RESTART_AFTER) -> list[dict[str, An
         loss = 2.3 + 5.3 * math.exp(-step / (0.22 * steps)) + 0.06 * float(noise.normal())
         warm = min(1.0, step / (0.03 * steps))
         of_attempt = step if attempt == 1 else step - restart_after
-        step_s = SETTLING_S[of_attempt - 1] if of_attempt <= len(SETTLING_S) else 0.41 + 0.002 * (step % 5 - 2)
+        step_s = (
+            SETTLING_S[of_attempt - 1]
+            if of_attempt <= len(SETTLING_S)
+            else 0.41 + 0.002 * (step % 5 - 2)
+        )
         lines.append({
             "step": step, "epoch": (step - 1) * 2 // steps, "loss": loss,
             "lr": 3e-3 * warm * 0.5 * (1 + math.cos(math.pi * step / steps)),
@@ -248,7 +273,8 @@ def events() -> list[dict[str, Any]]:
         (64.6, "run.end", {"attempt": 2, "step": 118}),
     ]  # fmt: skip
     return [
-        {"at": 1.8e9 + after, "monotonic_s": after, "event": name, "rank": 0, **fields} for after, name, fields in named
+        {"at": 1.8e9 + after, "monotonic_s": after, "event": name, "rank": 0, **fields}
+        for after, name, fields in named
     ]
 
 
@@ -283,7 +309,8 @@ def evaluation() -> dict[str, Any]:
         },
         "verdict": {
             "improved": True, "beats_unigram": True, "uses_prompt": True,
-            "text": "The tuned model predicts held-out answers better than the base (2.404 against 7.631 nats per "
+            "text": "The tuned model predicts held-out answers better than the base (2.404 against "
+            "7.631 nats per "
             "token), better than word frequencies, and it uses the prompt.",
         },
     }  # fmt: skip
@@ -296,7 +323,14 @@ def scores(gain: float = 5.2, documents: int = 287) -> list[dict[str, Any]]:
     for number in range(documents):
         tokens, base = int(noise.integers(20, 90)), float(noise.normal(7.6, 0.2))
         tuned = base - gain - float(noise.normal(0, 0.5))
-        rows.append({"document": f"{number:016x}", "tokens": tokens, "base": base * tokens, "tuned": tuned * tokens})
+        rows.append(
+            {
+                "document": f"{number:016x}",
+                "tokens": tokens,
+                "base": base * tokens,
+                "tuned": tuned * tokens,
+            }
+        )
     return rows
 
 
@@ -307,9 +341,15 @@ def generations() -> list[dict[str, Any]]:
             "prompt": "What does json.dumps do?",
             "reference": "Serialize obj to a JSON formatted str.",
             "base": "ret hyper yield\u00e9 \u4e2d quota==-=== lambda lambda",
-            "tuned": "Serialize obj to a JSON formatted string. If skipkeys is true then the keys are skipped.",
+            "tuned": "Serialize obj to a JSON formatted string. If skipkeys is true then the keys "
+            "are skipped.",
         },
-        {"prompt": "Who are you?\nAnswer in one line.", "reference": None, "base": "", "tuned": "A small model."},
+        {
+            "prompt": "Who are you?\nAnswer in one line.",
+            "reference": None,
+            "base": "",
+            "tuned": "A small model.",
+        },
     ]
 
 
@@ -318,11 +358,20 @@ def hostile_files() -> Files:
     files = realistic_files()
     train, tokenize, evaluate = files["train"], files["tokenize"], files["evaluate"]
     for source in tokenize["ledger.json"]["sources"]:
-        source |= {"name": ATTACK, "format": ATTACK, "dropped": {ATTACK: 5}, "quarantined": {ATTACK: 6}}
-    tokenize["preview.json"] = [{"pieces": [{"text": ATTACK, "supervised": flag} for flag in (True, False)]}]
+        source |= {
+            "name": ATTACK,
+            "format": ATTACK,
+            "dropped": {ATTACK: 5},
+            "quarantined": {ATTACK: 6},
+        }
+    tokenize["preview.json"] = [
+        {"pieces": [{"text": ATTACK, "supervised": flag} for flag in (True, False)]}
+    ]
     train["events.jsonl"] = [{"at": 1.0, "event": ATTACK, ATTACK: ATTACK}]
     train["summary.json"] |= {"method": ATTACK, "precision": ATTACK, "strategy": ATTACK}
     train["plan.json"] = hostile_plan(train["plan.json"], ATTACK)
-    evaluate["generations.jsonl"] = [{"prompt": ATTACK, "reference": ATTACK, "base": ATTACK, "tuned": ATTACK}]
+    evaluate["generations.jsonl"] = [
+        {"prompt": ATTACK, "reference": ATTACK, "base": ATTACK, "tuned": ATTACK}
+    ]
     evaluate["metrics.json"]["verdict"]["text"] = ATTACK
     return files

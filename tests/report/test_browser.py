@@ -1,4 +1,4 @@
-"""The report in a real browser: every figure is drawn, nothing is complained about, no attack runs."""
+"""The report in a real browser: every figure is drawn, nothing complains, no attack runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +11,20 @@ from tests.report.fake_plans import gpu_run
 from tests.report.fakes import World, hostile_files, metrics
 
 FIGURES = {
-    *("figure-memory", "figure-ledger", "figure-lengths", "figure-loss", "figure-lr", "figure-throughput"),
+    *(
+        "figure-memory",
+        "figure-ledger",
+        "figure-lengths",
+        "figure-loss",
+        "figure-lr",
+        "figure-throughput",
+    ),
     *("figure-gradient", "figure-peak", "figure-scores", "figure-phases", "figure-timeline"),
 }
-LOG_FIGURES = FIGURES - {"figure-loss", "figure-gradient"} | {"figure-loss-log", "figure-gradient-log"}
+LOG_FIGURES = FIGURES - {"figure-loss", "figure-gradient"} | {
+    "figure-loss-log",
+    "figure-gradient-log",
+}
 LONG_STEPS = 10_000
 DRAWN_WITHIN_S = 30  # it takes about 2 s on an idle machine
 MAX_BYTES = 3_000_000
@@ -55,21 +65,30 @@ def test_every_figure_is_drawn_in_light_dark_and_log_and_the_page_fits_its_windo
     assert_drawn(dark, width, LOG_FIGURES)
     assert (light.paper, dark.paper) == (WHITE, BLACK)
     assert (
-        tab.ask("[...document.querySelectorAll('.narrow')].filter((one) => one.scrollWidth > one.clientWidth).length")
+        tab.ask(
+            "[...document.querySelectorAll('.narrow')].filter((one) => one.scrollWidth > "
+            "one.clientWidth).length"
+        )
         == 0
     )
 
 
-def test_the_wheel_scrolls_and_a_drag_or_ctrl_with_the_wheel_zooms_all_curves(finished: World, tab: Tab) -> None:
+def test_the_wheel_scrolls_and_a_drag_or_ctrl_with_the_wheel_zooms_all_curves(
+    finished: World, tab: Tab
+) -> None:
     curves = "Bokeh.documents.at(-1).roots().map((one) => one.x_range).filter((one) => one.bounds)"
     scale = f"{curves}[0].end - {curves}[0].start"
     tab.open(report_of(finished), 1280)
     seen(tab, monotonic())
     assert tab.ask(f"new Set({curves}).size") == 1
     whole = tab.ask(scale)
-    tab.ask("document.getElementById('figure-loss').scrollIntoView({ block: 'center', behavior: 'instant' })")
+    tab.ask(
+        "document.getElementById('figure-loss').scrollIntoView({ block: 'center', behavior: "
+        "'instant' })"
+    )
     left, top = tab.at_rest(
-        "(({ left, top }) => [left, top])(document.getElementById('figure-loss').getBoundingClientRect())"
+        "(({ left, top }) => [left, "
+        "top])(document.getElementById('figure-loss').getBoundingClientRect())"
     )
     tab.drag((left + 300, top + 80), (left + 600, top + 200))
     assert tab.until(f"{scale} < {0.5 * whole}")
@@ -112,7 +131,9 @@ def test_no_attack_runs(world: World, tmp_path: Path) -> None:
     assert_drawn(page, 1280)
 
 
-def test_a_page_without_data_draws_nothing_and_complains_of_nothing(world: World, tmp_path: Path) -> None:
+def test_a_page_without_data_draws_nothing_and_complains_of_nothing(
+    world: World, tmp_path: Path
+) -> None:
     world.files = {}
     page = look_at(report_of(world), tmp_path, 1280)
     assert page.figures == {}

@@ -22,10 +22,17 @@ def test_a_short_run_is_exact() -> None:
     curves = curves_of(steps_with([3.0, 2.0, 1.5]))
     assert curves.steps_per_point == 1
     assert curves.step.tolist() == [1, 2, 3]
-    assert curves.loss.tolist() == curves.low["loss"].tolist() == curves.high["loss"].tolist() == [3.0, 2.0, 1.5]
+    assert (
+        curves.loss.tolist()
+        == curves.low["loss"].tolist()
+        == curves.high["loss"].tolist()
+        == [3.0, 2.0, 1.5]
+    )
 
 
-@pytest.mark.parametrize(("steps", "limit"), [(2001, 2000), (4000, 2000), (4001, 2000), (50_000, 2000), (10, 3)])
+@pytest.mark.parametrize(
+    ("steps", "limit"), [(2001, 2000), (4000, 2000), (4001, 2000), (50_000, 2000), (10, 3)]
+)
 def test_a_long_run_keeps_its_mean_its_extremes_and_its_last_step(steps: int, limit: int) -> None:
     losses = np.random.default_rng(steps).uniform(1, 5, size=steps)
     curves = curves_of(steps_with(losses.tolist()), max_points=limit)
@@ -62,6 +69,12 @@ def test_the_average_starts_at_the_first_value_and_halves_its_memory() -> None:
 def test_csv_round_trips_and_leaves_unknown_values_empty() -> None:
     rows = list(csv.DictReader(io.StringIO(curves_csv(curves_of(steps_with([2.25, None]))))))
     unknown = {"tokens_per_s": "", "grad_norm": ""}
-    assert rows[0] == {"step": "1", "loss": "2.25", "lr": "0.001", "peak_memory_mb": "1000", **unknown}
+    assert rows[0] == {
+        "step": "1",
+        "loss": "2.25",
+        "lr": "0.001",
+        "peak_memory_mb": "1000",
+        **unknown,
+    }
     assert rows[1]["loss"] == ""
     assert float(rows[1]["lr"]) == 5e-4

@@ -1,4 +1,4 @@
-"""dvc.yaml as dvc sees it: one stage without outs, the record compared, and for each run its own numbers."""
+"""dvc.yaml as dvc sees it: one stage without outs, compared records, numbers for each run."""
 
 import copy
 import csv
@@ -33,7 +33,10 @@ BIN = Path(sys.executable).parent
 DEADLINE_S = 480.0
 DVC_FILES = (".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "dvc.yaml")
 MODEL = {"config.json": "{}", "tokenizer.json": "{}", "README.md": "a model"}
-TUNED = "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: [{source: pydoc}]}\n"
+TUNED = (
+    "experiment: more\nmodel: {source: local, path: results/current/model}\ndata: {train: "
+    "[{source: pydoc}]}\n"
+)
 LRS = {"first": 0.003, "second": 5e-4}
 IN_TURN = {f"turn{number}": 1e-3 + number * 5e-5 for number in range(2)}
 ASIDE = {f"aside{number}": 2e-3 + number * 1e-4 for number in range(2)}
@@ -58,9 +61,10 @@ def test_one_stage_without_outs_and_nothing_but_the_record_is_compared() -> None
 
 
 class Clone:
-    """A git repository with this project's dvc files and config, where snakemake finds all that is asked for done.
+    """A git repository with these dvc files and config, where snakemake finds all work done.
 
-    What it finds lies in the store of the repository: a run that looks for it elsewhere has nothing to publish.
+    What it finds lies in the store of the repository: a run that looks for it elsewhere has nothing
+    to publish.
     """
 
     def __init__(self, root: Path) -> None:
@@ -72,7 +76,10 @@ class Clone:
             "PYTHONPATH": str(ROOT),
             "GIT_CONFIG_GLOBAL": "/dev/null",
         }
-        for name in ("PIPELINE_STORE", "VIRTUAL_ENV"):  # an environment that nobody activated is found too
+        for name in (
+            "PIPELINE_STORE",
+            "VIRTUAL_ENV",
+        ):  # an environment that nobody activated is found too
             self.environment.pop(name, None)
         for name in (*DVC_FILES, "config/config.yaml"):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,12 +89,16 @@ class Clone:
             command.parent.mkdir(parents=True, exist_ok=True)
             command.write_text(f"#!/bin/sh\n{script}\n")
             command.chmod(0o755)
-        for arguments in (["init", "-q"], ["config", "user.name", "test"], ["config", "user.email", "test@localhost"]):
+        for arguments in (
+            ["init", "-q"],
+            ["config", "user.name", "test"],
+            ["config", "user.email", "test@localhost"],
+        ):
             self.run("git", *arguments)
         self.commit()
 
     def finish(self, lr: float) -> Path:
-        """Make the default config with that learning rate a finished experiment; its config file."""
+        """Finish an experiment of the default config with that learning rate; its config file."""
         path = self.root / "config" / f"{lr:g}.yaml"
         text = (ROOT / "config" / "config.yaml").read_text()
         assert "lr: 3.0e-3" in text
@@ -100,7 +111,12 @@ class Clone:
     def run(self, *command: str, check: bool = True) -> str:
         """Run `command` there; its output."""
         done = subprocess.run(
-            command, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S
+            command,
+            cwd=self.root,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
         if check and done.returncode:
             raise AssertionError(f"{command} gave {done.returncode}:\n{done.stdout}\n{done.stderr}")
@@ -126,7 +142,10 @@ class Clone:
 
     def recorded(self) -> list[str]:
         """The names of the experiments that are saved: refs/exps/BASE/LINE/NAME."""
-        parts = [ref.split("/") for ref in self.run("git", "for-each-ref", "--format=%(refname)", "refs/exps").split()]
+        parts = [
+            ref.split("/")
+            for ref in self.run("git", "for-each-ref", "--format=%(refname)", "refs/exps").split()
+        ]
         return [part[4] for part in parts if len(part) == 5]
 
 
@@ -137,20 +156,28 @@ def seal(experiment: Experiment, store: Store, part: str, files: dict[str, str])
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / name).write_text(text)
-    write_manifest(folder, Manifest(stage=ref.stage, digest=ref.digest, spec={}, files=describe_files(folder)))
+    write_manifest(
+        folder, Manifest(stage=ref.stage, digest=ref.digest, spec={}, files=describe_files(folder))
+    )
 
 
 def report_of(lr: float) -> dict[str, str]:
     """All that is published: a report whose loss tells the learning rate."""
     rows = "".join(f"{step},{3 - step * lr},{lr},1000,1,612\n" for step in (1, 2, 3))
-    summary = {"eval": {"tuned": {"loss": 2 + lr, "perplexity": 9}, "base": {"loss": 7.0}}, "train": {"train_s": 60}}
+    summary = {
+        "eval": {"tuned": {"loss": 2 + lr, "perplexity": 9}, "base": {"loss": 7.0}},
+        "train": {"train_s": 60},
+    }
     curves = "step,loss,lr,tokens_per_s,grad_norm,peak_memory_mb\n" + rows
     return {"summary.json": json.dumps(summary), "curves.csv": curves}
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    """A clone where the default config ran and was committed, and then ran with another learning rate."""
+    """A clone where the default config ran and was committed, and reran with another rate.
+
+    It is the learning rate.
+    """
     clone = Clone(tmp_path_factory.mktemp("clone"))
     for lr in (*LRS.values(), *IN_TURN.values(), *ASIDE.values(), *QUEUED):
         clone.finish(lr)
@@ -162,7 +189,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 def test_an_overridden_number_reaches_the_strict_loader_as_a_number(clone: Clone) -> None:
     assert read_yaml(clone.root / "config/config.yaml")["train"]["lr"] == 5e-4
-    assert json.loads((clone.root / "results/current/metrics.json").read_text())["eval"]["tuned"]["loss"] == 2.0005
+    assert (
+        json.loads((clone.root / "results/current/metrics.json").read_text())["eval"]["tuned"][
+            "loss"
+        ]
+        == 2.0005
+    )
 
 
 def test_exp_show_tells_the_runs_apart_by_the_keys_of_the_config(clone: Clone) -> None:
@@ -170,7 +202,10 @@ def test_exp_show_tells_the_runs_apart_by_the_keys_of_the_config(clone: Clone) -
     found = {name: (row["train.lr"], row["eval.tuned.loss"]) for name, row in rows.items()}
     assert found["second"] == found["workspace"] == ("0.0005", "2.0005")
     assert ("0.003", "2.003") in found.values()
-    assert {(row["train.lr"], row["ran.lr"]) for row in rows.values()} == {("0.003", "0.003"), ("0.0005", "0.0005")}
+    assert {(row["train.lr"], row["ran.lr"]) for row in rows.values()} == {
+        ("0.003", "0.003"),
+        ("0.0005", "0.0005"),
+    }
     header = clone.dvc("exp", "show", "--md", "--only-changed").splitlines()[0]
     columns = [title.strip() for title in header.strip("|").split("|")]
     assert "train.lr" in columns
@@ -181,7 +216,9 @@ def test_metrics_params_and_plots_are_compared(clone: Clone) -> None:
     assert "-0.0025" in clone.dvc("metrics", "diff")
     lr = {"old": 0.003, "new": 0.0005, "diff": -0.0025}
     assert json.loads(clone.dvc("params", "diff", "--json"))["config/config.yaml"]["train.lr"] == lr
-    whole = json.loads(clone.dvc("params", "diff", "--json", "--targets", "results/current/config.yaml"))
+    whole = json.loads(
+        clone.dvc("params", "diff", "--json", "--targets", "results/current/config.yaml")
+    )
     assert whole["results/current/config.yaml"] == {"train.lr": lr}
     plots = json.loads(clone.dvc("plots", "diff", "HEAD", "workspace", "--json"))
     assert not plots.get("errors")
@@ -198,12 +235,23 @@ def test_metrics_params_and_plots_are_compared(clone: Clone) -> None:
         ("results/current/config.yaml", ("--temp",)),
     ],
 )
-def test_what_no_run_reads_is_refused_with_what_to_type(clone: Clone, file: str, where: tuple[str, ...]) -> None:
+def test_what_no_run_reads_is_refused_with_what_to_type(
+    clone: Clone, file: str, where: tuple[str, ...]
+) -> None:
     """Of a config that git tracks, of one that it does not, and of a result."""
     (clone.root / "mine.yaml").write_text((clone.root / "config/0.003.yaml").read_text())
-    before, recorded = {path: path.read_text() for path in clone.root.glob("*/*.yaml")}, clone.recorded()
+    before = {path: path.read_text() for path in clone.root.glob("*/*.yaml")}
+    recorded = clone.recorded()
     said = clone.run(
-        str(BIN / "dvc"), "exp", "run", *where, "--name", "wrong", "-S", f"{file}:train.lr=9e-4", check=False
+        str(BIN / "dvc"),
+        "exp",
+        "run",
+        *where,
+        "--name",
+        "wrong",
+        "-S",
+        f"{file}:train.lr=9e-4",
+        check=False,
     )
     assert f"{file} is changed, which this run does not read" in said
     assert "type -S 'config/config.yaml:train.lr=9e-4'" in said
@@ -214,8 +262,19 @@ def test_what_no_run_reads_is_refused_with_what_to_type(clone: Clone, file: str,
 
 
 def test_the_words_of_a_command_line_name_what_is_set() -> None:
-    words = ["dvc", "exp", "run", "-S", "train.lr=1", "-Sa.yaml:x=1", "--set-param=b.yaml:+y.z=a:b", "--set-param"]
-    found = list(overrides_in([*words, "c.yaml:~k", "-fS", "d.yaml:k=1", "-qSe.yaml:k=2", "-nS", "-mS=a:b"]))
+    words = [
+        "dvc",
+        "exp",
+        "run",
+        "-S",
+        "train.lr=1",
+        "-Sa.yaml:x=1",
+        "--set-param=b.yaml:+y.z=a:b",
+        "--set-param",
+    ]
+    found = list(
+        overrides_in([*words, "c.yaml:~k", "-fS", "d.yaml:k=1", "-qSe.yaml:k=2", "-nS", "-mS=a:b"])
+    )
     assert found == [
         *(("", "train.lr=1"), ("a.yaml", "x=1"), ("b.yaml", "+y.z=a:b"), ("c.yaml", "~k")),
         *(("d.yaml", "k=1"), ("e.yaml", "k=2")),
@@ -231,12 +290,14 @@ def test_a_copy_of_the_working_tree_lies_where_dvc_puts_it() -> None:
 def test_what_a_queued_run_does_not_read_is_refused_or_named_in_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other edits may be those that were not committed, if the config that it reads is changed too."""
+    """Its other edits may be uncommitted ones, if the config that it reads is changed too."""
     copy_of_dvc = tmp_path / ".dvc" / "tmp" / "exps" / "tmp1"
     names = ("config/config.yaml", "mine.yaml", "results/current/config.yaml", "no-config.yaml")
     for name in names:
         (copy_of_dvc / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy_of_dvc / name).write_text("a: 1\n" if name == "no-config.yaml" else "experiment: one\n")
+        (copy_of_dvc / name).write_text(
+            "a: 1\n" if name == "no-config.yaml" else "experiment: one\n"
+        )
     monkeypatch.chdir(copy_of_dvc)
     git = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
     for arguments in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
@@ -258,10 +319,14 @@ def test_what_a_queued_run_does_not_read_is_refused_or_named_in_a_warning(
 
 def test_a_file_is_no_name_of_a_record(clone: Clone) -> None:
     for name in ("config/0.003.yaml", "later.yaml", "dvc.lock"):
-        assert "is a file, and no name; type `record NAME" in clone.library("record", name, check=False)
+        assert "is a file, and no name; type `record NAME" in clone.library(
+            "record", name, check=False
+        )
 
 
-def test_the_recorded_parameters_are_those_of_the_config_that_ran_and_come_back_with_it(clone: Clone) -> None:
+def test_the_recorded_parameters_are_those_of_the_config_that_ran_and_come_back_with_it(
+    clone: Clone,
+) -> None:
     before = clone.root.joinpath("config/config.yaml").read_text()
     lr = IN_TURN["turn0"]
     clone.library("record", "other", f"config/{lr:g}.yaml")
@@ -271,7 +336,9 @@ def test_the_recorded_parameters_are_those_of_the_config_that_ran_and_come_back_
     shown = clone.run("git", "show", f"{refs[0]}:config/config.yaml")
     applied = clone.root / "applied.yaml"
     applied.write_text(shown)
-    one, other = (open_experiment(path, clone.store) for path in (applied, clone.root / f"config/{lr:g}.yaml"))
+    one, other = (
+        open_experiment(path, clone.store) for path in (applied, clone.root / f"config/{lr:g}.yaml")
+    )
     assert one.specs == other.specs
     applied.unlink()
 
@@ -292,7 +359,9 @@ def test_a_record_of_the_numbers_of_another_is_refused_and_dropped(
     clone: Clone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(clone.root)
-    mine, other = (open_experiment(clone.root / f"config/{lr:g}.yaml", clone.store) for lr in LRS.values())
+    mine, other = (
+        open_experiment(clone.root / f"config/{lr:g}.yaml", clone.store) for lr in LRS.values()
+    )
 
     def overtaken(experiment: Experiment, store: Store) -> dict[Path, str]:
         published = publish(experiment, store)
@@ -309,7 +378,9 @@ def test_publish_waits_for_whoever_records(clone: Clone) -> None:
     before = loss(clone)
     command = [sys.executable, "-m", "pipeline_lib", "publish", "config/0.003.yaml"]
     with locked(clone.root / "results/.recording", print):
-        waiting = subprocess.Popen(command, cwd=clone.root, env=clone.environment, stdout=subprocess.PIPE, text=True)
+        waiting = subprocess.Popen(
+            command, cwd=clone.root, env=clone.environment, stdout=subprocess.PIPE, text=True
+        )
         assert waiting.stdout is not None
         assert "waiting for process" in waiting.stdout.readline()
         assert loss(clone) == before
@@ -319,18 +390,29 @@ def test_publish_waits_for_whoever_records(clone: Clone) -> None:
 
 def test_of_a_sweep_the_best_is_published(clone: Clone) -> None:
     path = clone.root / "config" / "sweep.yaml"
-    path.write_text((ROOT / "config" / "config.yaml").read_text() + "sweep: {train.lr: [3.0e-3, 5.0e-4]}\n")
-    assert "no experiment of the sweep is finished" in clone.library("publish", "config/sweep.yaml", check=False)
+    path.write_text(
+        (ROOT / "config" / "config.yaml").read_text() + "sweep: {train.lr: [3.0e-3, 5.0e-4]}\n"
+    )
+    assert "no experiment of the sweep is finished" in clone.library(
+        "publish", "config/sweep.yaml", check=False
+    )
     for experiment in open_experiments(path, clone.store):
         lr = experiment.config.train.lr
-        seal(experiment, clone.store, "evaluate", {"metrics.json": json.dumps({"eval": {"tuned": {"loss": 2 + lr}}})})
+        seal(
+            experiment,
+            clone.store,
+            "evaluate",
+            {"metrics.json": json.dumps({"eval": {"tuned": {"loss": 2 + lr}}})},
+        )
         seal(experiment, clone.store, "report", report_of(lr))
     said = clone.library("publish", "config/sweep.yaml")
     assert f"of the sweep, {experiment.name!r} has the lowest held-out loss" in said
     assert loss(clone) == 2.0005
 
 
-def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_queued(clone: Clone) -> None:
+def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_queued(
+    clone: Clone,
+) -> None:
     """6 of 6, in copies of the working tree and in the tree itself, all in one store."""
     lrs = "config/config.yaml:train.lr={}".format(",".join(map(str, QUEUED)))
     clone.dvc("exp", "run", "--queue", "-S", lrs)
@@ -348,7 +430,9 @@ def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_qu
         told += pool.map(in_turn, IN_TURN)
     deadline_s = time.monotonic() + DEADLINE_S
     while len(clone.recorded()) < len(QUEUED) + len(told):
-        assert time.monotonic() < deadline_s, clone.run(str(BIN / "dvc"), "queue", "status", check=False)
+        assert time.monotonic() < deadline_s, clone.run(
+            str(BIN / "dvc"), "queue", "status", check=False
+        )
         time.sleep(0.5)
     clone.dvc("queue", "stop")
     runs = [
@@ -359,12 +443,14 @@ def test_every_run_records_its_own_numbers_one_after_another_side_by_side_and_qu
     assert sorted(float(row["train.lr"]) for row in runs) == pytest.approx(
         sorted([*ASIDE.values(), *IN_TURN.values(), *QUEUED])
     )
-    assert all(float(row["eval.tuned.loss"]) == pytest.approx(2 + float(row["train.lr"])) for row in runs)
+    assert all(
+        float(row["eval.tuned.loss"]) == pytest.approx(2 + float(row["train.lr"])) for row in runs
+    )
 
 
 @pytest.fixture(params=["folder", "s3"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[list[str]]]:
-    """What `dvc remote` is to be told of a place to push to: a folder, or a bucket of a real server on this machine."""
+    """What `dvc remote` needs for a push: a folder, or a bucket of a real server here."""
     if request.param == "folder":
         yield [["add", "--default", "there", str(tmp_path / "there")]]
         return
@@ -372,11 +458,15 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[list
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    urllib.request.urlopen(urllib.request.Request(f"{url}/models", method="PUT"), timeout=30).close()  # noqa: S310
+    making = urllib.request.Request(f"{url}/models", method="PUT")  # noqa: S310
+    urllib.request.urlopen(making, timeout=30).close()  # noqa: S310
     yield [
         ["add", "--default", "there", "s3://models/qwen3"],
         ["modify", "there", "endpointurl", url],
-        *(["modify", "--local", "there", key, "test"] for key in ("access_key_id", "secret_access_key")),
+        *(
+            ["modify", "--local", "there", key, "test"]
+            for key in ("access_key_id", "secret_access_key")
+        ),
     ]
     server.stop()
 
@@ -406,7 +496,11 @@ def test_a_recorded_model_comes_back_from_a_remote_and_is_refused_where_it_is_da
     (other.root / "tuned.yaml").write_text(TUNED)
     assert "'more' has no finished report" in other.library("publish", "tuned.yaml", check=False)
 
-    cached = next(path for path in (other.root / ".dvc/cache").rglob("*") if path.is_file() and same(path, model))
+    cached = next(
+        path
+        for path in (other.root / ".dvc/cache").rglob("*")
+        if path.is_file() and same(path, model)
+    )
     cached.chmod(0o644)
     cached.write_text("WEIGHTS 0.0005")
     cached.chmod(0o444)  # dvc trusts what only reads

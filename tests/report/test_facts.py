@@ -27,7 +27,9 @@ def test_what_continues_an_attempt_that_came_to_its_end_is_no_restart(world: Wor
 def test_totals(finished: World) -> None:
     facts = facts_of(finished)
     first_attempt_s = 24.7
-    assert facts.total_s == pytest.approx(4.1 + 1 + 1 + 9.8 + 2.2 + first_attempt_s + 64.5 + 6.3 + 21.7)
+    assert facts.total_s == pytest.approx(
+        4.1 + 1 + 1 + 9.8 + 2.2 + first_attempt_s + 64.5 + 6.3 + 21.7
+    )
     assert facts.peak_memory_bytes == 612_000_000 + 1000 * STEPS
     assert facts.train_index.packing_efficiency == pytest.approx(468_000 / (1884 * 256))
     assert facts.plan.chosen_memory.state_bytes == 16_793_600
@@ -44,7 +46,12 @@ def test_absent_files_null_values_and_strange_numbers_are_not_known(world: World
     assert facts.training.tokens == 5
     assert facts.evaluation.eval.tuned.loss is None
     assert facts.steps == []
-    assert facts.tokens_per_s is facts.peak_memory_bytes is facts.train_index.packing_efficiency is None
+    assert (
+        facts.tokens_per_s
+        is facts.peak_memory_bytes
+        is facts.train_index.packing_efficiency
+        is None
+    )
 
 
 def test_infinity_is_not_a_number_to_show(finished: World, tmp_path: Path) -> None:
@@ -58,7 +65,9 @@ def test_infinity_is_not_a_number_to_show(finished: World, tmp_path: Path) -> No
 
 def test_a_file_of_another_schema_is_named(world: World) -> None:
     world.files["tokenize"]["ledger.json"] = {"sources": [{"name": "a", "rows": "many"}]}
-    with pytest.raises(IntegrityError, match=re.escape("ledger.json: sources.0.rows: ") + ".*run snakemake again"):
+    with pytest.raises(
+        IntegrityError, match=re.escape("ledger.json: sources.0.rows: ") + ".*run snakemake again"
+    ):
         facts_of(world)
 
 
@@ -69,4 +78,6 @@ def test_a_file_of_another_schema_is_named(world: World) -> None:
 def test_a_best_step_is_lost_if_the_result_should_be_it(
     keeps_best: bool, best_step: int | None, result_step: int, is_lost: bool
 ) -> None:
-    assert Training(best_step=best_step, result_step=result_step).has_lost_best(keeps_best) is is_lost
+    assert (
+        Training(best_step=best_step, result_step=result_step).has_lost_best(keeps_best) is is_lost
+    )

@@ -1,4 +1,4 @@
-"""Predicted against measured: of the right steps, of this plan, and nothing that nobody measured."""
+"""Predicted against measured: of the right steps, of this plan, and nothing unmeasured."""
 
 from dataclasses import asdict
 from typing import Any
@@ -52,7 +52,9 @@ def compared(train: Files) -> dict[str, Compared]:
         [Step.model_validate(row) for row in train["metrics.jsonl"]],
         RunRecord(train["events.jsonl"]),
     )
-    assert [one.key for one in found] == [key for key in FIGURES if key in {one.key for one in found}]
+    assert [one.key for one in found] == [
+        key for key in FIGURES if key in {one.key for one in found}
+    ]
     return {one.key: one for one in found}
 
 
@@ -62,19 +64,39 @@ def test_every_figure_of_a_run_on_gpus_is_compared() -> None:
 
 def test_every_field_of_a_real_prediction_is_known_here_by_its_name() -> None:
     rates = {name: Rate(1e12, 5e11, 2e12, "made up") for name in Speeds.__dataclass_fields__}
-    rates |= {name: Rate(1e-5, 5e-6, 2e-5, "made up") for name in rates if name.endswith(("launch_s", "latency_s"))}
+    rates |= {
+        name: Rate(1e-5, 5e-6, 2e-5, "made up")
+        for name in rates
+        if name.endswith(("launch_s", "latency_s"))
+    }
     machine = Machine("made up", True, 2, 4, 80 * GIB, 1e15, 512 * GIB, rates)
     geometry = Geometry(151936, 1024, 3072, 28, 16, 8, 128, True, 40960)
-    settled: dict[str, Any] = {"recompute": "none", "reshard": False, "compile": True, "save_async": True}
+    settled: dict[str, Any] = {
+        "recompute": "none",
+        "reshard": False,
+        "compile": True,
+        "save_async": True,
+    }
     settled["context_ranks"] = 1
     train = Train(strategy="fsdp", micro_batch_blocks=1, global_batch_tokens=16 * 4096, **settled)
     workload = Workload(4096, 0.98, 0.5, 1024.0, 100, 100)
     made = predict_step(Case(geometry, train, machine, workload, 16, 30)).as_json()
     read = Prediction.model_validate(_without_nulls(made)).model_dump()
-    figures = {key: value for key, value in made.items() if isinstance(value, dict) and "low" in value}
+    figures = {
+        key: value for key, value in made.items() if isinstance(value, dict) and "low" in value
+    }
     assert figures.keys() == FIGURES.keys() - {"checkpoint_bytes"}
     assert all(read[key] == pytest.approx(value) for key, value in figures.items())
-    for key in ("accumulation", "checkpoint_bytes", "parts", "segments", "exchanges", "bound", "fits", "changes"):
+    for key in (
+        "accumulation",
+        "checkpoint_bytes",
+        "parts",
+        "segments",
+        "exchanges",
+        "bound",
+        "fits",
+        "changes",
+    ):
         assert read[key] == made[key], key
     assert len(made["exchanges"]) >= 2
     content = {"machine": machine.as_json(), "workload": asdict(workload)}
@@ -114,7 +136,9 @@ def test_memory_is_the_largest_and_not_compared_on_cpus() -> None:
 
 def test_the_time_of_the_run_is_the_sum_over_its_attempts() -> None:
     train = cpu_files()
-    assert compared(train)["run_s"].measured == pytest.approx((2 + 0.41 * 50) + (2 + 0.41 * (STEPS - 50)))
+    assert compared(train)["run_s"].measured == pytest.approx(
+        (2 + 0.41 * 50) + (2 + 0.41 * (STEPS - 50))
+    )
     train["summary.json"]["steps"] = STEPS - 1  # stopped early
     assert "run_s" not in compared(train)
 
@@ -127,18 +151,27 @@ def test_gpu_hours_count_all_ranks() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        *({"world_size": 4}, {"strategy": "fsdp"}, {"micro_batch_blocks": 4}, {"recompute": "full"}),
+        *(
+            {"world_size": 4},
+            {"strategy": "fsdp"},
+            {"micro_batch_blocks": 4},
+            {"recompute": "full"},
+        ),
         {"offload": "optimizer+params"},
     ],
 )
-def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(other: dict[str, Any]) -> None:
+def test_what_ran_otherwise_than_planned_is_not_held_against_the_plan(
+    other: dict[str, Any],
+) -> None:
     train = cpu_files()
     next(event for event in train["events.jsonl"] if event["event"] == "run.start").update(other)
     for row in train["metrics.jsonl"][:50]:
         row["step_s"] = 7.0
     steps = [Step.model_validate(row) for row in train["metrics.jsonl"]]
     read = PlanDocument.model_validate(_without_nulls(train["plan.json"]))
-    assert {step.attempt for step in steps_here(read, steps, RunRecord(train["events.jsonl"]))} == {2}
+    assert {step.attempt for step in steps_here(read, steps, RunRecord(train["events.jsonl"]))} == {
+        2
+    }
     assert compared(train)["step_s"].measured < 0.5
     assert "run_s" not in compared(train)
 
@@ -186,7 +219,12 @@ def test_a_gpu_of_no_known_peak_has_no_mfu() -> None:
     assert compared(train).keys() == FIGURES.keys() - {"mfu"}
 
 
-@given(low=st.floats(0.1, 1), middle=st.floats(1, 2), high=st.floats(2, 9), measured=st.floats(0.01, 90))
+@given(
+    low=st.floats(0.1, 1),
+    middle=st.floats(1, 2),
+    high=st.floats(2, 9),
+    measured=st.floats(0.01, 90),
+)
 def test_a_figure_is_within_its_band_or_beyond_its_nearer_end(
     low: float, middle: float, high: float, measured: float
 ) -> None:

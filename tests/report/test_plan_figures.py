@@ -21,7 +21,9 @@ def totals(chart: Chart | None) -> dict[str, float]:
     ends: dict[str, float] = {}
     for renderer in chart.plot.renderers if chart else ():
         data = renderer.data_source.data
-        for name, right in zip(data["bar" if "bar" in data else "lane"], data["right"], strict=True):
+        for name, right in zip(
+            data["bar" if "bar" in data else "lane"], data["right"], strict=True
+        ):
             ends[name] = max(ends.get(name, 0.0), float(right))
     return ends
 
@@ -58,13 +60,23 @@ def test_cpus_have_neither_a_limit_nor_a_reserve() -> None:
     chart = memory_figure(read(made))
     assert totals(chart)["ddp, chosen"] == pytest.approx(20_480_000 / 2**20)
     assert limits(chart) == []
-    assert totals(memory_figure(read(plan_without_times(10)))) == totals(memory_figure(read(plan(10))))
+    assert totals(memory_figure(read(plan_without_times(10)))) == totals(
+        memory_figure(read(plan(10)))
+    )
 
 
 def test_the_bars_of_a_step_end_where_the_step_does() -> None:
-    measured = {"forward_s": 1.0, "backward_s": 2.0, "update_s": 0.2, "step_s": 3.5, "data_wait_s": 0.1}
+    measured = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "update_s": 0.2,
+        "step_s": 3.5,
+        "data_wait_s": 0.1,
+    }
     found = totals(phases_figure(read(gpu_plan(10)), measured))
-    assert found == pytest.approx({"predicted, by cause": 3.41, "predicted, by phase": 3.41, "measured, by phase": 3.6})
+    assert found == pytest.approx(
+        {"predicted, by cause": 3.41, "predicted, by phase": 3.41, "measured, by phase": 3.6}
+    )
     alone = phases_figure(read(plan(10)), {})
     assert totals(alone) == pytest.approx({"predicted, by cause": 400, "predicted, by phase": 400})
     assert alone is not None

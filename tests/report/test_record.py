@@ -1,4 +1,4 @@
-"""The record of a finished experiment: rewritten whenever asked, refused while there is nothing to record."""
+"""The record of a finished experiment: rewritten when asked, refused if nothing can be recorded."""
 
 import json
 import shutil
@@ -40,7 +40,13 @@ def test_publishes_the_small_results_and_nothing_else(finished: World, tmp_path:
     assert json.loads(published["metrics.json"]) == {
         "eval": {"tuned": {"loss": 2.404}, "base": {"loss": 7.631}},
         "train": {"tokens_per_s": 19_400, "train_s": 52.38, "peak_memory_mb": 612},
-        "ran": {"experiment": "demo", "model": "tiny", "method": "full", "lr": 0.003, "global_batch_tokens": 8192},
+        "ran": {
+            "experiment": "demo",
+            "model": "tiny",
+            "method": "full",
+            "lr": 0.003,
+            "global_batch_tokens": 8192,
+        },
     }
 
 
@@ -67,15 +73,21 @@ def test_publishing_again_restores_whatever_was_changed(finished: World, tmp_pat
     assert contents(tmp_path) == before
 
 
-def test_the_published_config_is_whole_in_order_and_reads_back_the_same(finished: World, tmp_path: Path) -> None:
+def test_the_published_config_is_whole_in_order_and_reads_back_the_same(
+    finished: World, tmp_path: Path
+) -> None:
     config_path = next(iter(publish(finished.experiment, finished.store, tmp_path)))
     assert load_config(config_path) == finished.experiment.config
-    sections = [line.split(":")[0] for line in config_path.read_text().splitlines() if line[0] not in " #-"]
+    sections = [
+        line.split(":")[0] for line in config_path.read_text().splitlines() if line[0] not in " #-"
+    ]
     assert sections == list(type(finished.experiment.config).model_fields)
     assert "  weight_decay: 0.01\n" in config_path.read_text()
 
 
-def test_what_is_published_and_recorded_has_the_keys_by_their_names_in_a_file(finished: World) -> None:
+def test_what_is_published_and_recorded_has_the_keys_by_their_names_in_a_file(
+    finished: World,
+) -> None:
     config = finished.experiment.config
     train = config.train.model_copy(update={"recompute": "full", "reshard": True})
     experiment = replace(finished.experiment, config=config.model_copy(update={"train": train}))
@@ -89,21 +101,29 @@ def test_what_is_published_and_recorded_has_the_keys_by_their_names_in_a_file(fi
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
-def test_the_published_config_compiles_to_the_same_stages(finished: World, tmp_path: Path, strategy: str) -> None:
+def test_the_published_config_compiles_to_the_same_stages(
+    finished: World, tmp_path: Path, strategy: str
+) -> None:
     raw = finished.experiment.config.model_dump(mode="json", exclude_unset=True)
     train = {**raw["train"], "strategy": strategy, "recompute": "full"}
     content = Content(model={}, data=({}, {}))
-    before = compile_config(Config.model_validate_json(json.dumps({**raw, "train": train})), content)
+    before = compile_config(
+        Config.model_validate_json(json.dumps({**raw, "train": train})), content
+    )
     (tmp_path / "config.yaml").write_text(yaml_of(resolved(before.config)))
     assert compile_config(load_config(tmp_path / "config.yaml"), content).specs == before.specs
 
 
-def test_an_unfinished_experiment_is_refused_and_the_record_left_alone(world: World, tmp_path: Path) -> None:
+def test_an_unfinished_experiment_is_refused_and_the_record_left_alone(
+    world: World, tmp_path: Path
+) -> None:
     target = tmp_path / "current"
     target.mkdir()
     (target / "metrics.json").write_text("earlier")
     world.seal_inputs()
-    with pytest.raises(IntegrityError, match="experiment 'demo' has no finished report; run `snakemake`"):
+    with pytest.raises(
+        IntegrityError, match="experiment 'demo' has no finished report; run `snakemake`"
+    ):
         publish(world.experiment, world.store, target)
     assert contents(target) == {"metrics.json": "earlier"}
 
@@ -134,19 +154,24 @@ def test_links_lead_to_the_store_and_follow_the_experiment(finished: World, tmp_
     assert sorted(path.name for path in (results / "demo").iterdir()) == ["model", "report.html"]
 
 
-def test_links_that_lead_to_nothing_or_into_another_store_are_removed(finished: World, tmp_path: Path) -> None:
+def test_links_that_lead_to_nothing_or_into_another_store_are_removed(
+    finished: World, tmp_path: Path
+) -> None:
     results, other = tmp_path / "results", Store(tmp_path / "other")
     links = link_results(finished.experiment, finished.store, results)
     assert link_results(finished.experiment, other, results) == {}
     assert not [link for link in links.values() if link.is_symlink()]
-    links["model"].symlink_to(other.sealed(finished.experiment.ref("merge")))  # a directory that is gone
+    # a directory that is gone
+    links["model"].symlink_to(other.sealed(finished.experiment.ref("merge")))
     links["report"].symlink_to("mine.html")
     assert link_results(finished.experiment, other, results) == {}
     assert not links["model"].is_symlink()
     assert links["report"].is_symlink(), "a link of the user's own"
 
 
-def test_a_link_of_the_user_to_a_model_elsewhere_is_left_alone(world: World, tmp_path: Path) -> None:
+def test_a_link_of_the_user_to_a_model_elsewhere_is_left_alone(
+    world: World, tmp_path: Path
+) -> None:
     link, mine = tmp_path / "results" / "demo" / "model", tmp_path / "merge" / "v1"
     for folder in (link.parent, mine):
         folder.mkdir(parents=True)
@@ -158,7 +183,9 @@ def test_a_link_of_the_user_to_a_model_elsewhere_is_left_alone(world: World, tmp
 
 
 @pytest.mark.parametrize("name", ["report.html", "model"])
-def test_a_file_or_folder_of_the_user_is_never_replaced(finished: World, tmp_path: Path, name: str) -> None:
+def test_a_file_or_folder_of_the_user_is_never_replaced(
+    finished: World, tmp_path: Path, name: str
+) -> None:
     mine = tmp_path / "demo" / name
     mine.mkdir(parents=True)
     (mine / "precious.txt").write_text("mine")
@@ -168,7 +195,10 @@ def test_a_file_or_folder_of_the_user_is_never_replaced(finished: World, tmp_pat
 
 
 def test_the_summary_says_what_came_out_how_long_it_took_and_where(
-    finished: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: World,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     print_summary(finished.experiment, finished.store)
@@ -189,7 +219,10 @@ def test_the_summary_says_what_came_out_how_long_it_took_and_where(
 
 
 def test_the_summary_ends_with_a_command_that_works_where_the_environment_is_not_activated(
-    finished: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: World,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
@@ -199,7 +232,10 @@ def test_the_summary_ends_with_a_command_that_works_where_the_environment_is_not
 
 
 def test_the_summary_takes_what_compare_takes(
-    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of another store the paths there are shown, and no link is made."""
     monkeypatch.chdir(tmp_path)
@@ -231,7 +267,9 @@ def test_the_summary_of_a_local_model_with_a_generation_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sections = experiment_named().config.model_dump(mode="json", exclude_unset=True)
-    config = Config.model_validate_json(json.dumps({**sections, "model": {"source": "local", "path": "base"}}))
+    config = Config.model_validate_json(
+        json.dumps({**sections, "model": {"source": "local", "path": "base"}})
+    )
     content = Content(model={}, data=({}, {}), generation={"generation_config.json": "0"})
     world = World(Store(tmp_path / "store"), compile_config(config, content), realistic_files())
     world.seal_inputs()
@@ -246,13 +284,15 @@ def test_what_dvc_says_of_another_version_is_shown_and_not_believed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(record, "_dvc", lambda *_, what: said)
-    with pytest.raises(PipelineError, match="dvc does not say what it saved, .*record again with --force"):
+    with pytest.raises(
+        PipelineError, match="dvc does not say what it saved, .*record again with --force"
+    ):
         record.record("one", finished.experiment, finished.store, print)
 
 
 @pytest.mark.parametrize("command", [("publish",), ("record", "NAME")])
 def test_a_config_may_be_named_as_snakemake_names_it(command: tuple[str, ...]) -> None:
-    """Wherever it stands: after the other arguments, the missing positional one must not replace it."""
+    """Wherever it stands: after other arguments, the missing positional must not replace it."""
     first, *rest = command
     named = ["--configfile", "my.yaml"]
     for arguments in ([first, *named, *rest], [*command, *named], [*command, "my.yaml"]):

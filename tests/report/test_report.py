@@ -1,4 +1,4 @@
-"""The report stage: its files, what stands in them, and that a page trusts nothing and fetches nothing."""
+"""The report stage: its files, their content, and that a page trusts and fetches nothing."""
 
 import csv
 import json
@@ -19,9 +19,31 @@ from pipeline_lib.report.curves import curves_of
 from pipeline_lib.report.page import render
 from tests.plan.test_context_choice import asked
 from tests.report.fake_plans import gpu_run, plan_without_times
-from tests.report.fakes import STEPS, World, experiment_named, facts_of, hostile_files, index, ledger, metrics, scores
+from tests.report.fakes import (
+    STEPS,
+    World,
+    experiment_named,
+    facts_of,
+    hostile_files,
+    index,
+    ledger,
+    metrics,
+    scores,
+)
 
-FETCHING = {"link", "iframe", "img", "object", "embed", "video", "audio", "source", "form", "base", "frame"}
+FETCHING = {
+    "link",
+    "iframe",
+    "img",
+    "object",
+    "embed",
+    "video",
+    "audio",
+    "source",
+    "form",
+    "base",
+    "frame",
+}
 
 
 class Page(HTMLParser):
@@ -52,10 +74,17 @@ class Page(HTMLParser):
 
 
 def page_of(world: World, with_figures: bool = False) -> Page:
-    """The page of `world`, whose report is sealed if it is not yet. Figures take most of the time."""
+    """The page of `world`, whose report is sealed if it is not yet.
+
+    Figures take most of the time.
+    """
     if not world.folder("report").exists():
         world.seal_inputs()
-        without = nullcontext() if with_figures else patch("pipeline_lib.report.page.figures_of", return_value={})
+        without = (
+            nullcontext()
+            if with_figures
+            else patch("pipeline_lib.report.page.figures_of", return_value={})
+        )
         with without:
             world.seal_report()
     return Page((world.folder("report") / "report.html").read_text(encoding="utf-8"))
@@ -75,7 +104,11 @@ def test_writes_three_files_with_every_step_and_counts(finished: World) -> None:
         "summary.json",
     ]
     counts = finished.manifest("report").counts
-    assert counts == {"page_bytes": (folder / "report.html").stat().st_size, "steps": STEPS, "points": STEPS}
+    assert counts == {
+        "page_bytes": (folder / "report.html").stat().st_size,
+        "steps": STEPS,
+        "points": STEPS,
+    }
     assert counts["page_bytes"] < 3_000_000
     with (folder / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -96,14 +129,28 @@ def test_the_summary_is_one_row_of_numbers(finished: World) -> None:
         *("final_loss", "steps", "supervised_tokens", "tokens_per_s", "train_s", "peak_memory_mb"),
     }
     assert summary["train"]["peak_memory_mb"] == 612
-    assert summary["plan"] == {"step_s": 0.4, "step_error": pytest.approx(0.025)}  # no memory error on CPUs
+    # no memory error on CPUs
+    assert summary["plan"] == {"step_s": 0.4, "step_error": pytest.approx(0.025)}
 
 
 def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
     page = page_of(finished)
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
-    assert sections == ["plan", "data", "training", "step", "evaluation", "faults", "time", "lineage"]
-    marked = [attributes for tag, attributes in page.elements if tag == "span" and attributes.get("class") == "trained"]
+    assert sections == [
+        "plan",
+        "data",
+        "training",
+        "step",
+        "evaluation",
+        "faults",
+        "time",
+        "lineage",
+    ]
+    marked = [
+        attributes
+        for tag, attributes in page.elements
+        if tag == "span" and attributes.get("class") == "trained"
+    ]
     assert len(marked) == 3, "supervised pieces"
     for shown in (
         *(
@@ -114,11 +161,32 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
             "19.4 k tokens/s",
             "2 min 15 s",
         ),
-        *("1.05 M", "610.4 MiB", "8,192 tokens", "19.5 MiB, 16.0 MiB of it model state", "583.8 MiB at the peak"),
+        *(
+            "1.05 M",
+            "610.4 MiB",
+            "8,192 tokens",
+            "19.5 MiB, 16.0 MiB of it model state",
+            "583.8 MiB at the peak",
+        ),
         "longer than 256 tokens",
-        *("278 samples", "49 rows", "2 attempts", "It resumed at step 51", "run.resumed", "12.6 MB", "1.2e-07"),
-        *("0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s in 2 attempts", "lower by more than chance"),
-        *("What does json.dumps do?", finished.experiment.specs["train"].digest, "Every step is drawn."),
+        *(
+            "278 samples",
+            "49 rows",
+            "2 attempts",
+            "It resumed at step 51",
+            "run.resumed",
+            "12.6 MB",
+            "1.2e-07",
+        ),
+        *(
+            "0.0335 CPU core-hours to train: 2 CPU cores held for 1 min 00 s in 2 attempts",
+            "lower by more than chance",
+        ),
+        *(
+            "What does json.dumps do?",
+            finished.experiment.specs["train"].digest,
+            "Every step is drawn.",
+        ),
     ):
         assert shown in " ".join(page.text.split()), shown
 
@@ -126,7 +194,11 @@ def test_sections_stand_in_order_with_their_numbers(finished: World) -> None:
 def test_stages_stand_in_the_order_of_the_pipeline(finished: World) -> None:
     shown = text_of(finished)
     took = shown[shown.index("What it did") :]
-    rows = [took.index(f" {part} ") for part in finished.experiment.specs if part not in ("plan", "report")]
+    rows = [
+        took.index(f" {part} ")
+        for part in finished.experiment.specs
+        if part not in ("plan", "report")
+    ]
     assert rows == sorted(rows)
 
 
@@ -147,7 +219,9 @@ def test_every_table_scrolls_in_its_own_box(world: World) -> None:
     html = (world.folder("report") / "report.html").read_text()
     opened_before = [before for before, _ in re.findall(r"(<[^<>]*>)\s*(<table\b)", html)]
     assert len(opened_before) == html.count("<table") > 10
-    assert all(re.fullmatch(r'<div class="scroll( \w+)?">', before) for before in opened_before), opened_before
+    assert all(re.fullmatch(r'<div class="scroll( \w+)?">', before) for before in opened_before), (
+        opened_before
+    )
 
 
 def test_hostile_text_stays_text(world: World) -> None:
@@ -156,14 +230,18 @@ def test_hostile_text_stays_text(world: World) -> None:
     tags = [tag for tag, _ in page.elements]
     assert tags.count("script") == 3
     assert not FETCHING & set(tags)
-    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in page.elements for name in attributes if name.startswith("on")
+    ]
     assert "<img src=x onerror=" in page.text  # shown as it is, not interpreted and not thrown away
     assert "{{ 7 * 7 }}" in page.text
 
 
 def test_a_policy_names_the_two_scripts_and_nothing_else(finished: World) -> None:
     page = page_of(finished)
-    policy = next(a["content"] or "" for tag, a in page.elements if tag == "meta" and a.get("http-equiv"))
+    policy = next(
+        a["content"] or "" for tag, a in page.elements if tag == "meta" and a.get("http-equiv")
+    )
     rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
     assert rules["default-src"] == ["'none'"]
     assert len(rules["script-src"]) == 2
@@ -181,13 +259,21 @@ def test_nothing_known_at_all_leaves_a_page_and_an_empty_summary(world: World) -
     assert "The evaluation gave no verdict." in page_of(world, with_figures=True).text
     folder = world.folder("report")
     scores: dict[str, Any] = {name: {} for name in ("base", "tuned", "unigram", "shuffled")}
-    assert json.loads((folder / "summary.json").read_text()) == {"data": {}, "eval": scores, "plan": {}, "train": {}}
+    assert json.loads((folder / "summary.json").read_text()) == {
+        "data": {},
+        "eval": scores,
+        "plan": {},
+        "train": {},
+    }
 
 
 def test_nulls_everywhere_leave_a_page(world: World) -> None:
     def nulled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: value[key] if key in ("step", "name", "text") else nulled(value[key]) for key in value}
+            return {
+                key: value[key] if key in ("step", "name", "text") else nulled(value[key])
+                for key in value
+            }
         return [nulled(item) for item in value] if isinstance(value, list) else None
 
     world.files = nulled(world.files)
@@ -210,7 +296,8 @@ def test_validation_and_skipped_steps_are_told(world: World) -> None:
     }
     page = page_of(world, with_figures=True)
     for said in (
-        "The held-out loss was lowest after step 100, 2.250 nats per supervised token, and that step is the result.",
+        "The held-out loss was lowest after step 100, 2.250 nats per supervised token, and that "
+        "step is the result.",
         "Training stopped early",
         "far out of range: 1; the events list them",
         "step.skipped",
@@ -224,9 +311,14 @@ def test_validation_and_skipped_steps_are_told(world: World) -> None:
 
 def test_a_best_step_that_was_lost_is_told(world: World) -> None:
     world.experiment = experiment_named(keep_best=True, validate_every_steps=20)
-    world.files["train"]["summary.json"] |= {"best_step": 100, "best_validation_loss": 2.25, "result_step": 80}
-    assert "after step 100, 2.250 nats per supervised token; its checkpoint was damaged or missing, so step 80" in (
-        text_of(world)
+    world.files["train"]["summary.json"] |= {
+        "best_step": 100,
+        "best_validation_loss": 2.25,
+        "result_step": 80,
+    }
+    assert (
+        "after step 100, 2.250 nats per supervised token; its checkpoint was damaged or missing, "
+        "so step 80" in (text_of(world))
     )
 
 
@@ -243,7 +335,10 @@ def test_what_each_rank_used_is_listed_and_warned_of(world: World, ranks: int) -
     text = text_of(world)
     assert "Peak memory 70.0 GiB" in text
     assert f"Warning: GPU utilization stays under 80% on rank {ranks - 1} (50%)" in text
-    assert f"Warning: peak memory differs between ranks: 50.0 GiB on rank {ranks - 1}, 70.0 GiB on rank 0." in text
+    assert (
+        f"Warning: peak memory differs between ranks: 50.0 GiB on rank {ranks - 1}, 70.0 GiB on "
+        "rank 0." in text
+    )
     assert "1 50.0% 50.0 GiB" in text if ranks == 2 else "The first 64 of 100 ranks" in text
 
 
@@ -251,7 +346,9 @@ def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(wor
     source = ledger()["sources"][0]
     sources = [{**source, "name": f"data/part-{number:04d}.jsonl"} for number in range(400)]
     world.files["tokenize"]["ledger.json"] = {**ledger(), "sources": sources}
-    world.files["tokenize"]["preview.json"] = [{"pieces": [{"text": "x" * 100_000, "supervised": True}]}] * 20
+    world.files["tokenize"]["preview.json"] = [
+        {"pieces": [{"text": "x" * 100_000, "supervised": True}]}
+    ] * 20
     world.files["train"]["metrics.jsonl"] = metrics(9001)
     world.files["shard"]["train/index.json"] = index(10**7, 10**10, 10**9, 10**8)
     text = {"prompt": "p" * 50_000, "reference": None, "base": "b" * 50_000, "tuned": "t" * 50_000}
@@ -260,7 +357,11 @@ def test_a_long_run_with_long_texts_and_many_sources_stays_small_and_says_so(wor
     counts = world.manifest("report").counts
     assert counts["page_bytes"] < 3_000_000
     assert counts["points"] == 1801
-    for said in ("Each point is the mean of 5 steps", "380 more sources", "36 more are in generations.jsonl"):
+    for said in (
+        "Each point is the mean of 5 steps",
+        "380 more sources",
+        "36 more are in generations.jsonl",
+    ):
         assert said in page.text
     assert "97,000 more characters" in page.text
 
@@ -318,7 +419,8 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
         "peak of the allocator 66.9 GiB 63.6 GiB to 70.2 GiB 80.0 GiB +19.6% no, 13.9% above",
         "a GPU here has 80.0 GiB",
         "the GPU has 80.0 GiB",
-        "fsdp, chosen micro-batch 2 x accumulation 2, selective activation checkpointing, no reshard after forward, "
+        "fsdp, chosen micro-batch 2 x accumulation 2, selective activation checkpointing, no "
+        "reshard after forward, "
         "compiled 3.41 s",
         "hsdp over 4 ranks micro-batch 2 x accumulation 2 3.17 s",
         "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
@@ -344,7 +446,9 @@ def test_the_table_of_strategies_names_all_that_the_plan_says_of_each_way(world:
         assert f" {settings} {brief(way.step_s.value)}" in table
 
 
-def test_ways_of_a_plan_of_before_it_described_each_are_named_without_settings(world: World) -> None:
+def test_ways_of_a_plan_of_before_it_described_each_are_named_without_settings(
+    world: World,
+) -> None:
     plan = world.files["train"]["plan.json"]
     for way in (plan["prediction"], *plan["others"].values()):
         del way["words"]
@@ -358,7 +462,13 @@ def test_a_plan_without_predicted_times_is_shown_without(world: World) -> None:
     shown = text_of(world)
     assert "Plan An optimizer step takes 32 blocks" in shown
     assert "19.5 MiB, 16.0 MiB of it model state" in shown
-    for absent in ("Predicted against measured", "figure-timeline", "Each strategy", "What the machine", "Why not"):
+    for absent in (
+        "Predicted against measured",
+        "figure-timeline",
+        "Each strategy",
+        "What the machine",
+        "Why not",
+    ):
         assert absent not in shown, absent
 
 
@@ -390,7 +500,8 @@ def test_damaged_events_are_left_out_and_counted(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "name"), [("train", "metrics.jsonl"), ("evaluate", "metrics.json"), ("evaluate", "scores.jsonl")]
+    ("part", "name"),
+    [("train", "metrics.jsonl"), ("evaluate", "metrics.json"), ("evaluate", "scores.jsonl")],
 )
 def test_a_result_that_is_cut_short_is_refused_by_name(world: World, part: str, name: str) -> None:
     world.seal_inputs()
@@ -431,8 +542,14 @@ def test_the_lineage_goes_back_to_the_sources(finished: World) -> None:
 def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World) -> None:
     world.counts["tokenize"] = {"prompts": {"thinking_off": 6838}, "thinking_default": "on"}
     text = page_of(world).text
-    call = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
-    for each in (call, "6,838 answers were trained with enable_thinking=False", "No answer was trained under"):
+    call = (
+        "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
+    )
+    for each in (
+        call,
+        "6,838 answers were trained with enable_thinking=False",
+        "No answer was trained under",
+    ):
         assert each in text
         assert any(line.startswith("report: ") and each in line for line in world.said)
 
@@ -444,12 +561,21 @@ def test_of_results_that_counted_no_prompts_nothing_is_said_of_calls(world: Worl
 
 def test_the_page_says_what_samples_that_repeat_each_other_cost(world: World) -> None:
     world.files["tokenize"]["ledger.json"]["total"]["repeated_tokens"] = 400_000
-    assert "6,838 samples of 7,174 conversations have 2.9 times the tokens of one sample each" in page_of(world).text
+    assert (
+        "6,838 samples of 7,174 conversations have 2.9 times the tokens of one sample each"
+        in page_of(world).text
+    )
 
 
 def test_the_losses_of_several_sources_are_listed(world: World) -> None:
     score = {"loss": 1.25, "perplexity": 3.49, "standard_error": 0.01, "documents": 40}
-    of_source = {"source": "<b>rows</b>.jsonl", "samples": 41, "supervised_tokens": 1234, "base": score, "tuned": score}
+    of_source = {
+        "source": "<b>rows</b>.jsonl",
+        "samples": 41,
+        "supervised_tokens": 1234,
+        "base": score,
+        "tuned": score,
+    }
     empty = {"source": "none.jsonl", "samples": 0, "supervised_tokens": 0}
     world.files["evaluate"]["metrics.json"]["eval"]["by_source"] = [of_source, empty]
     text = text_of(world)
@@ -459,10 +585,17 @@ def test_the_losses_of_several_sources_are_listed(world: World) -> None:
 
 
 def test_a_run_without_held_out_data_says_so_and_shows_no_loss(world: World) -> None:
-    world.files["evaluate"]["metrics.json"] = {"eval": {"samples": 0}, "verdict": {"text": "Nothing was held out."}}
+    world.files["evaluate"]["metrics.json"] = {
+        "eval": {"samples": 0},
+        "verdict": {"text": "Nothing was held out."},
+    }
     world.files["evaluate"]["scores.jsonl"] = []
     text = text_of(world)
     assert "data.validation_fraction: 0" in text
-    assert "Held-out loss" not in text and "Held-out perplexity" not in text and "held-out samples with" not in text
+    assert (
+        "Held-out loss" not in text
+        and "Held-out perplexity" not in text
+        and "held-out samples with" not in text
+    )
     summary = json.loads((world.folder("report") / "summary.json").read_text())
     assert not any(summary["eval"].values())

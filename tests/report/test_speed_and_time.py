@@ -20,7 +20,9 @@ from tests.train.helpers import rows, train, train_until_killed
 __all__ = ["arena"]
 
 
-def test_status_report_summary_and_comparison_agree(arena: Arena, world: World, tmp_path: Path) -> None:
+def test_status_report_summary_and_comparison_agree(
+    arena: Arena, world: World, tmp_path: Path
+) -> None:
     """After two attempts."""
     settings: dict[str, Any] = {"save_every_steps": 2, "validate_every_steps": 2, "epochs": 2}
     job = arena.job(2, tmp_path / "out", **settings)
@@ -29,11 +31,20 @@ def test_status_report_summary_and_comparison_agree(arena: Arena, world: World, 
     found = rows(job.out)
     assert [row["attempt"] for row in found] == [1] * 4 + [2] * 8
     steps = [Step.model_validate(row) for row in found]
-    facts = replace(facts_of(world), steps=steps, training=Training.model_validate(read_json(job.out / "summary.json")))
+    facts = replace(
+        facts_of(world),
+        steps=steps,
+        training=Training.model_validate(read_json(job.out / "summary.json")),
+    )
     compared = measured(Known(subject=Subject(job.store, "it", {}, {}), steps=steps))
     finished = finished_numbers(job.out)
     speeds = sorted(row["tokens_per_s"] for row in found)
-    assert facts.tokens_per_s == compared.tokens_per_s == finished.tokens_per_s == (speeds[5] + speeds[6]) / 2
+    assert (
+        facts.tokens_per_s
+        == compared.tokens_per_s
+        == finished.tokens_per_s
+        == (speeds[5] + speeds[6]) / 2
+    )
     assert summary_of(facts)["train"]["tokens_per_s"] == round((speeds[5] + speeds[6]) / 2)
     time_s = found[3]["elapsed_s"] + found[-1]["elapsed_s"]
     assert facts.training_time_s == compared.training_time_s == finished.elapsed_s == time_s

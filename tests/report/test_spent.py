@@ -22,7 +22,11 @@ def attempt(number: int, begin_s: float, end_s: float, ranks: int | None) -> lis
 
 
 def test_attempts_on_different_numbers_of_gpus_add_up_without_the_wait_between_them() -> None:
-    events = [*attempt(1, 1000, 4600, 8), *attempt(2, 90_000, 93_600, 4), {"at": 1e9, "event": "no.attempt"}]
+    events = [
+        *attempt(1, 1000, 4600, 8),
+        *attempt(2, 90_000, 93_600, 4),
+        {"at": 1e9, "event": "no.attempt"},
+    ]
     steps = [Step(step=1, step_s=1800, attempt=1), Step(step=2, step_s=1800, attempt=2)]
     found = spent(GPUS, Training(world_size=4), steps, RunRecord(events))
     assert found is not None
@@ -33,7 +37,12 @@ def test_attempts_on_different_numbers_of_gpus_add_up_without_the_wait_between_t
 def test_cpus_are_counted_in_cores_and_an_unknown_world_is_the_plans() -> None:
     found = spent(CORES, Training(), [], RunRecord(attempt(1, 0, 1800, None)))
     assert found is not None
-    assert (found.device, found.devices, found.hours, found.used_fraction) == ("CPU core", 6, 3, None)
+    assert (found.device, found.devices, found.hours, found.used_fraction) == (
+        "CPU core",
+        6,
+        3,
+        None,
+    )
 
 
 def test_without_events_the_time_of_the_steps_counts() -> None:
@@ -43,7 +52,8 @@ def test_without_events_the_time_of_the_steps_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [[], [{"event": "run.start", "attempt": 1}], [{"event": "x", "at": 1.0, "attempt": 1}]]
+    "events",
+    [[], [{"event": "run.start", "attempt": 1}], [{"event": "x", "at": 1.0, "attempt": 1}]],
 )
 def test_what_nothing_tells_is_not_made_up(events: list[dict[str, Any]]) -> None:
     assert spent(PlanDocument(), Training(), [], RunRecord(events)) is None

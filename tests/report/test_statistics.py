@@ -52,7 +52,9 @@ def test_the_error_of_a_mean_is_that_of_a_sample() -> None:
     estimate = Losses(nats, np.full(20, 10)).estimate
     assert estimate.value == pytest.approx(nats.mean() / 10)
     assert estimate.standard_error == pytest.approx(nats.std(ddof=1) / 10 / math.sqrt(20))
-    assert estimate.high - estimate.value == pytest.approx(2.09302 * estimate.standard_error, rel=1e-4)
+    assert estimate.high - estimate.value == pytest.approx(
+        2.09302 * estimate.standard_error, rel=1e-4
+    )
 
 
 def test_a_difference_of_means_is_as_sure_as_the_smaller_of_them() -> None:
@@ -69,5 +71,7 @@ def test_few_documents_prove_nothing_however_large_the_difference(documents: int
         few[name]["documents"] = documents
     known = Scores.model_validate(few)
     found = [*differences(known, rows(scores(5.2, documents))), *differences(known, [])]
-    assert {one.text for one in found} == {"not proven: fewer than 20 held-out documents are too few to tell"}
+    assert {one.text for one in found} == {
+        "not proven: fewer than 20 held-out documents are too few to tell"
+    }
     assert [estimate_of(score) for score in (known.base, known.tuned, known.shuffled)] == [None] * 3

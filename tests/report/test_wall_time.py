@@ -1,4 +1,4 @@
-"""Where the wall time went: all of it is accounted for, once, with the work and the bytes that took it."""
+"""Where the wall time went: all accounted for, once, with the work and bytes that took it."""
 
 from typing import Any
 
@@ -14,7 +14,9 @@ DIGESTS = {"train": "1" * 16, "merge": "2" * 16, "data.0": "3" * 16, "data.1": "
 
 
 def manifest(part: str, duration_s: float, **counts: Any) -> Manifest:
-    return Manifest(stage=part, digest=DIGESTS[part], spec={}, files={}, duration_s=duration_s, counts=counts)
+    return Manifest(
+        stage=part, digest=DIGESTS[part], spec={}, files={}, duration_s=duration_s, counts=counts
+    )
 
 
 def event(name: str, attempt: int, at: float, **fields: Any) -> dict[str, Any]:
@@ -25,10 +27,17 @@ def test_a_training_is_the_sum_of_its_attempts() -> None:
     events = [
         *(event("run.launched", 1, 0.0), event("run.start", 1, 5.0), event("run.steps", 1, 8.0)),
         *(event("checkpoint.saved", 1, 20.0, wait_s=0.5), event("run.interrupted", 1, 21.0)),
-        *(event("run.launched", 2, 100.0), event("run.start", 2, 104.0), event("run.steps", 2, 106.0)),
+        *(
+            event("run.launched", 2, 100.0),
+            event("run.start", 2, 104.0),
+            event("run.steps", 2, 106.0),
+        ),
         *(event("checkpoint.saved", 2, 120.0, wait_s=0.25), event("run.end", 2, 121.0)),
     ]
-    steps = [Step(step=1, step_s=9.0, data_wait_s=1.0, attempt=1), Step(step=2, step_s=11.0, attempt=2)]
+    steps = [
+        Step(step=1, step_s=9.0, data_wait_s=1.0, attempt=1),
+        Step(step=2, step_s=11.0, attempt=2),
+    ]
     found = wall_time({"train": manifest("train", 24.0)}, RunRecord(events), steps)
     assert [(span.name, span.duration_s) for span in found] == [
         ("start and load", 9.0),
@@ -41,7 +50,9 @@ def test_a_training_is_the_sum_of_its_attempts() -> None:
 
 def test_a_training_of_earlier_code_is_one_span() -> None:
     events = [event("run.launched", 1, 0.0), event("run.start", 1, 5.0), event("run.end", 1, 9.0)]
-    found = wall_time({"train": manifest("train", 12.0)}, RunRecord(events), [Step(step=1, step_s=3.0)])
+    found = wall_time(
+        {"train": manifest("train", 12.0)}, RunRecord(events), [Step(step=1, step_s=3.0)]
+    )
     assert found == [Span("train", "", 12.0)]
 
 
@@ -60,7 +71,15 @@ def test_what_a_stage_recorded_is_shown_with_its_rate_and_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    "spans", ["x", [3], [{"name": "write", "duration_s": "x"}], [{"name": "write", "duration_s": -1}], {}, []]
+    "spans",
+    [
+        "x",
+        [3],
+        [{"name": "write", "duration_s": "x"}],
+        [{"name": "write", "duration_s": -1}],
+        {},
+        [],
+    ],
 )
 def test_a_damaged_record_is_left_out(spans: Any) -> None:
     found = wall_time({"merge": manifest("merge", 10.0, spans=spans)}, RunRecord(), [])

@@ -42,7 +42,7 @@ GRANT ALL ON slurm_acct_db.* TO 'slurm'@'127.0.0.1';
 
 
 def start_database(plan: Plan, environ: Mapping[str, str]) -> None:
-    """Make an empty MariaDB in the cluster's folder, and start it; it listens on this machine only."""
+    """Make an empty MariaDB in the cluster's folder, and start it for this machine only."""
     folder, password = plan.folder, secrets.token_hex(16)
     _write_private(folder / "access.sql", ACCESS.format(password=password))
     _write_private(
@@ -55,33 +55,79 @@ def start_database(plan: Plan, environ: Mapping[str, str]) -> None:
             password=password,
         ),
     )
-    data = [f"--datadir={folder / 'mysql'}", "--user=root", "--innodb-log-file-size=8M", "--skip-name-resolve"]
-    install = ["mariadb-install-db", "--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
+    data = [
+        f"--datadir={folder / 'mysql'}",
+        "--user=root",
+        "--innodb-log-file-size=8M",
+        "--skip-name-resolve",
+    ]
+    install = [
+        "mariadb-install-db",
+        "--no-defaults",
+        "--auth-root-authentication-method=normal",
+        "--skip-test-db",
+    ]
     daemons.run(folder, "mariadb-install-db", [*install, *data], environ)
-    reach = [f"--socket={folder / 'mysql.socket'}", "--bind-address=127.0.0.1", f"--port={plan.database_port}"]
-    quick = ["--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=2", "--skip-log-bin"]
-    files = [f"--init-file={folder / 'access.sql'}", f"--pid-file={folder / 'mysql.pid'}", f"--tmpdir={folder}"]
-    daemons.start(folder, "mariadbd", ["mariadbd", "--no-defaults", *data, *reach, *quick, *files], environ)
+    reach = [
+        f"--socket={folder / 'mysql.socket'}",
+        "--bind-address=127.0.0.1",
+        f"--port={plan.database_port}",
+    ]
+    quick = [
+        "--innodb-buffer-pool-size=64M",
+        "--innodb-flush-log-at-trx-commit=2",
+        "--skip-log-bin",
+    ]
+    files = [
+        f"--init-file={folder / 'access.sql'}",
+        f"--pid-file={folder / 'mysql.pid'}",
+        f"--tmpdir={folder}",
+    ]
+    daemons.start(
+        folder, "mariadbd", ["mariadbd", "--no-defaults", *data, *reach, *quick, *files], environ
+    )
     daemons.wait_until((folder / "mysql.socket").exists, "mariadbd listens")
 
 
 def start_slurmdbd(plan: Plan, environ: Mapping[str, str]) -> None:
     """Start slurmdbd, and wait until it answers."""
-    daemons.start(plan.folder, "slurmdbd", ["slurmdbd", "-D"], {**environ, "SLURM_CONF": str(plan.config)})
+    daemons.start(
+        plan.folder, "slurmdbd", ["slurmdbd", "-D"], {**environ, "SLURM_CONF": str(plan.config)}
+    )
 
     def answers() -> bool:
         asked = ["sacctmgr", "--noheader", "show", "cluster"]
-        return subprocess.run(asked, env=environ, capture_output=True, timeout=daemons.DEADLINE_S).returncode == 0
+        return (
+            subprocess.run(
+                asked, env=environ, capture_output=True, timeout=daemons.DEADLINE_S
+            ).returncode
+            == 0
+        )
 
     daemons.wait_until(answers, "slurmdbd answers")
 
 
 def add_accounts(call: Callable[..., str]) -> None:
     """Make the one account, with root in it."""
-    if CLUSTER not in call("sacctmgr", "--noheader", "--parsable2", "show", "cluster", "format=cluster").split():
+    if (
+        CLUSTER
+        not in call(
+            "sacctmgr", "--noheader", "--parsable2", "show", "cluster", "format=cluster"
+        ).split()
+    ):
         call("sacctmgr", "--immediate", "add", "cluster", CLUSTER)
-    call("sacctmgr", "--immediate", "add", "account", ACCOUNT, f"cluster={CLUSTER}", "description=tests")
-    call("sacctmgr", "--immediate", "add", "user", "root", f"account={ACCOUNT}", f"cluster={CLUSTER}")
+    call(
+        "sacctmgr",
+        "--immediate",
+        "add",
+        "account",
+        ACCOUNT,
+        f"cluster={CLUSTER}",
+        "description=tests",
+    )
+    call(
+        "sacctmgr", "--immediate", "add", "user", "root", f"account={ACCOUNT}", f"cluster={CLUSTER}"
+    )
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -29,16 +29,25 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cluster", description="A SLURM on this machine, with pretended GPUs.")
+    parser = argparse.ArgumentParser(
+        prog="cluster", description="A SLURM on this machine, with pretended GPUs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, act: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, act: Callable[[argparse.Namespace], None], text: str
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(act=act)
         return command
 
     start = add("up", _up, "start the cluster")
-    numbers = {"nodes": "nodes", "gpus": "GPUs of a node", "cpus": "cores of a node", "memory_mb": "memory of a node"}
+    numbers = {
+        "nodes": "nodes",
+        "gpus": "GPUs of a node",
+        "cpus": "cores of a node",
+        "memory_mb": "memory of a node",
+    }
     seconds = {
         "slurmd_timeout_s": "silence after which a node is down",
         "kill_wait_s": "from SIGTERM to SIGKILL at a job's time limit",
@@ -46,18 +55,32 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in (numbers | seconds).items():
         default = getattr(DEFAULTS, name)
-        start.add_argument(_flag(name), type=int, default=default, metavar="N", help=f"{text}: {default}")
-    start.add_argument("--namespaces", action="store_true", help="each node in a network of its own")
-    start.add_argument("--accounting", action="store_true", help="with slurmdbd and MariaDB, for sacct")
+        start.add_argument(
+            _flag(name), type=int, default=default, metavar="N", help=f"{text}: {default}"
+        )
+    start.add_argument(
+        "--namespaces", action="store_true", help="each node in a network of its own"
+    )
+    start.add_argument(
+        "--accounting", action="store_true", help="with slurmdbd and MariaDB, for sacct"
+    )
     add("down", _down, "end all jobs and the cluster, and remove it")
     add("status", _status, "show nodes, jobs and daemons")
     add("kill-node", _kill, "take a node's power").add_argument("node")
-    add("restore-node", _restore, "give it back, and wait until jobs may run there").add_argument("node")
+    add("restore-node", _restore, "give it back, and wait until jobs may run there").add_argument(
+        "node"
+    )
     limit = add(
-        "limit-link", lambda asked: _running().limit_link(asked.node, asked.rate), "throttle or cut its network"
+        "limit-link",
+        lambda asked: _running().limit_link(asked.node, asked.rate),
+        "throttle or cut its network",
     )
     limit.add_argument("node")
-    limit.add_argument("rate", metavar="RATE|down|up|none", help="both ways, such as 100mbit; none: without a limit")
+    limit.add_argument(
+        "rate",
+        metavar="RATE|down|up|none",
+        help="both ways, such as 100mbit; none: without a limit",
+    )
     return parser
 
 
@@ -67,7 +90,10 @@ def _flag(name: str) -> str:
 
 def _up(asked: argparse.Namespace) -> None:
     made = up(Settings(**{field.name: getattr(asked, field.name) for field in fields(Settings)}))
-    print(f"up: {', '.join(made.nodes)}; logs in {made.folder}; `snakemake --profile slurm` finds it; end it with down")
+    print(
+        f"up: {', '.join(made.nodes)}; logs in {made.folder}; `snakemake --profile slurm` finds "
+        "it; end it with down"
+    )
 
 
 def _down(_asked: argparse.Namespace) -> None:

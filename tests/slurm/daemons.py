@@ -22,7 +22,9 @@ class LoopbackError(Exception):
     """What went wrong with the cluster, and what to do."""
 
 
-def wait_until(condition: Condition, what: str, timeout_s: float = DEADLINE_S, every_s: float = 0.05) -> None:
+def wait_until(
+    condition: Condition, what: str, timeout_s: float = DEADLINE_S, every_s: float = 0.05
+) -> None:
     """Wait until `condition` holds, looked at every `every_s`; LoopbackError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -33,18 +35,26 @@ def wait_until(condition: Condition, what: str, timeout_s: float = DEADLINE_S, e
 
 def start(folder: Path, name: str, command: list[str], environ: Mapping[str, str]) -> None:
     """Start the daemon `name`; its output goes to NAME.out.log in `folder`."""
-    supervisor = [sys.executable, "-I", "-S", str(SUPERVISE), str(folder), name, str(folder / f"{name}.out.log")]
+    supervisor = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISE),
+        str(folder),
+        name,
+        str(folder / f"{name}.out.log"),
+    ]
     subprocess.run([*supervisor, *command], env=environ, check=True, timeout=DEADLINE_S)
 
 
 def run(folder: Path, name: str, command: list[str], environ: Mapping[str, str]) -> None:
-    """Run a program that ends by itself as if it were a daemon, so that nothing is left of it if we are killed."""
+    """Run a program that ends by itself as a daemon, so that no trace stays if we are killed."""
     start(folder, name, command, environ)
     wait_until(lambda: name not in supervisors(folder), f"the end of {name}")
 
 
 def supervisors(folder: Path) -> dict[str, int]:
-    """The pid of the supervisor of each daemon that runs, or of which something is left, by the daemon's name."""
+    """The supervisors' pids of daemons that run or left something, by the daemon's name."""
     found: dict[int, str] = {}
     for pid in _pids():
         with contextlib.suppress(OSError):
@@ -53,7 +63,9 @@ def supervisors(folder: Path) -> dict[str, int]:
                 found[pid] = words[5]
     parents = _parents()
     # A child that has not yet become the daemon looks like its supervisor.
-    return {name: pid for pid, name in found.items() if parents.get(pid) not in found and pid in parents}
+    return {
+        name: pid for pid, name in found.items() if parents.get(pid) not in found and pid in parents
+    }
 
 
 def stop(folder: Path, name: str) -> None:
@@ -69,7 +81,7 @@ def stop(folder: Path, name: str) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """End a supervisor and all below it at once, as a power loss does: nobody sees another one's end and reports it."""
+    """End a supervisor and all below it at once, as a power loss does: no end is reported."""
     deadline_s = time.monotonic() + END_S
     while tree := descendants(pid):
         if time.monotonic() > deadline_s:

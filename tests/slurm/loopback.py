@@ -1,8 +1,9 @@
-"""A real SLURM on this machine: munged, slurmctld and one slurmd for each node, with pretended GPUs.
+"""A real SLURM on this machine: munged, slurmctld, a slurmd for each node, pretended GPUs.
 
-Promise: what `up` makes is gone after `down`, whatever was killed in between. Its files are in a folder of their own;
-outside of it there are the file that says so (/run), and a link at /etc/slurm/slurm.conf, where SLURM's programs look:
-Snakemake's SLURM plugin takes SLURM_CONF away from its jobs.
+Promise: what `up` makes is gone after `down`, whatever was killed in between. Its files are in a
+folder of their own; outside of it there are the file that says so (/run), and a link at
+/etc/slurm/slurm.conf, where SLURM's programs look: Snakemake's SLURM plugin takes SLURM_CONF away
+from its jobs.
 """
 
 import contextlib
@@ -25,10 +26,18 @@ STATE_FILE = Path("/run/qwen3-loopback.json")
 CONFIG_LINK = Path("/etc/slurm/slurm.conf")
 FOLDER_PREFIX = "qwen3-loopback-"
 PACKAGES = {
-    **dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue"), "slurm-wlm"),
+    **dict.fromkeys(
+        ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue"),
+        "slurm-wlm",
+    ),
     **dict.fromkeys(("munged", "mungekey"), "munge"),
 }
-NETWORK_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "hostname": "hostname"}
+NETWORK_PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "hostname": "hostname",
+}
 
 
 @contextlib.contextmanager
@@ -94,7 +103,7 @@ def down() -> bool:
 
 
 def missing(settings: Settings) -> dict[str, str]:
-    """The programs that a cluster needs and this machine lacks, each with the package that has it."""
+    """The programs that a cluster needs and this machine lacks, each with its package."""
     needed = dict(PACKAGES)
     if settings.namespaces:
         needed |= NETWORK_PACKAGES
@@ -108,19 +117,24 @@ def _check_machine(settings: Settings) -> None:
     lacking = missing(settings)
     if lacking:
         packages = " ".join(sorted(set(lacking.values())))
-        raise LoopbackError(f"this machine lacks {', '.join(sorted(lacking))}: apt-get install {packages}")
+        raise LoopbackError(
+            f"this machine lacks {', '.join(sorted(lacking))}: apt-get install {packages}"
+        )
     if os.geteuid() != 0:
         raise LoopbackError("slurmd needs to be root: run this with sudo")
     found = current()
     if found is not None and found.plan.owner is not None and not is_alive(found.plan.owner):
         down()  # tests that were killed have left it
     elif found is not None:
-        raise LoopbackError(f"a cluster is up already, in {found.folder}: end it with tests/slurm/cluster down")
+        raise LoopbackError(
+            f"a cluster is up already, in {found.folder}: end it with tests/slurm/cluster down"
+        )
     if CONFIG_LINK.is_symlink() and not CONFIG_LINK.exists():
         _remove_link()
     if CONFIG_LINK.exists() or CONFIG_LINK.is_symlink():
         raise LoopbackError(
-            f"{CONFIG_LINK} is there already: this machine belongs to a cluster, which a second one would disturb"
+            f"{CONFIG_LINK} is there already: this machine belongs to a cluster, which a second "
+            "one would disturb"
         )
 
 
@@ -161,13 +175,26 @@ def _claim(plan: Plan) -> None:
 
 def _start(plan: Plan) -> None:
     folder = plan.folder
-    files = {"key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed", "log-file": "munge.log"}
+    files = {
+        "key-file": "munge.key",
+        "pid-file": "munge.pid",
+        "seed-file": "munge.seed",
+        "log-file": "munge.log",
+    }
     options = [f"--{option}={folder / name}" for option, name in files.items()]
     subprocess.run(
-        ["mungekey", "--create", "--keyfile", str(folder / "munge.key")], check=True, capture_output=True, timeout=30
+        ["mungekey", "--create", "--keyfile", str(folder / "munge.key")],
+        check=True,
+        capture_output=True,
+        timeout=30,
     )
     munge = folder / "munge.socket"
-    daemons.start(folder, "munged", ["munged", "--foreground", "--force", f"--socket={munge}", *options], environment())
+    daemons.start(
+        folder,
+        "munged",
+        ["munged", "--foreground", "--force", f"--socket={munge}", *options],
+        environment(),
+    )
     if plan.settings.accounting:
         accounting.start_database(plan, environment())
     wait_until(munge.exists, "munged listens")
@@ -179,9 +206,9 @@ def _start(plan: Plan) -> None:
     made = Loopback(plan)
 
     def all_idle() -> bool:
-        return made.attempt("sinfo", "--noheader", "--Node", "--partition=gpu", "--format=%T").stdout.split() == [
-            "idle"
-        ] * len(plan.nodes)
+        return made.attempt(
+            "sinfo", "--noheader", "--Node", "--partition=gpu", "--format=%T"
+        ).stdout.split() == ["idle"] * len(plan.nodes)
 
     wait_until(all_idle, "all nodes idle")
     if plan.settings.accounting:

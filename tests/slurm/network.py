@@ -1,4 +1,4 @@
-"""The network of a loopback cluster whose nodes live in namespaces: a bridge, and a cable to each node.
+"""The network of a loopback cluster with nodes in namespaces: a bridge, and a cable for each.
 
 host (slurmctld) -- q3bridge --+-- q3n1 ==== eth0 of namespace q3-n1
                                +-- q3n2 ==== eth0 of namespace q3-n2
@@ -46,12 +46,16 @@ def free_subnet() -> str:
         prefix = f"10.{number}.77"
         if not any(address.startswith((f"10.{number}.", "10.0.0.0/8")) for address in taken):
             return prefix
-    raise LoopbackError("no free addresses: all of 10.200.77.0/24 to 10.249.77.0/24 are routed somewhere")
+    raise LoopbackError(
+        "no free addresses: all of 10.200.77.0/24 to 10.249.77.0/24 are routed somewhere"
+    )
 
 
 def is_mounted() -> bool:
     """Whether network namespaces have been used here before."""
-    return any(line.split()[1] == RUN_NETNS for line in Path("/proc/mounts").read_text().splitlines())
+    return any(
+        line.split()[1] == RUN_NETNS for line in Path("/proc/mounts").read_text().splitlines()
+    )
 
 
 def build(plan: Plan) -> None:
@@ -60,7 +64,9 @@ def build(plan: Plan) -> None:
     _run("ip", "address", "add", f"{plan.address}/24", "dev", BRIDGE)
     _run("ip", "link", "set", BRIDGE, "up")
     hosts = "".join(f"{node.address} {node.name}\n" for node in plan.nodes)
-    common = [line for line in Path("/etc/hosts").read_text().splitlines() if not line.startswith("127.")]
+    common = [
+        line for line in Path("/etc/hosts").read_text().splitlines() if not line.startswith("127.")
+    ]
     for node in plan.nodes:
         folder = NETNS / namespace(node.name)
         folder.mkdir(parents=True)
@@ -79,7 +85,10 @@ def _connect(node: Node) -> None:
 
 
 def limit(node: str, rate: str) -> None:
-    """Throttle a node's link both ways (`100mbit`), cut it (`down`), mend it (`up`), or let it run free (`none`)."""
+    """Throttle a node's link (`100mbit`), cut it (`down`), mend it (`up`), or free it (`none`).
+
+    It holds for both ways.
+    """
     if rate in ("down", "up"):
         _run("ip", "link", "set", cable(node), rate)
         return
@@ -88,13 +97,25 @@ def limit(node: str, rate: str) -> None:
             with contextlib.suppress(LoopbackError):  # it had no limit
                 _run("tc", *prefix, "qdisc", "del", "dev", device, "root")
         else:
-            _run("tc", *prefix, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *_bucket(rate))
+            _run(
+                "tc",
+                *prefix,
+                "qdisc",
+                "replace",
+                "dev",
+                device,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                *_bucket(rate),
+            )
     if rate == "none":
         _run("ip", "link", "set", cable(node), "up")
 
 
 def _bucket(rate: str) -> list[str]:
-    """The kernel refills the bucket by its clock of 100 to 1000 Hz: a small one is a lower rate than was asked for."""
+    """The kernel's clock of 100 to 1000 Hz refills the bucket: a small one lowers the rate."""
     match = RATE.fullmatch(rate)
     if match is None:
         raise LoopbackError(f"'{rate}' is no rate: expected e.g. 100mbit, or one of down, up, none")

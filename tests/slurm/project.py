@@ -1,4 +1,4 @@
-"""The project on the loopback cluster: real `snakemake --profile slurm`, and what became of its jobs."""
+"""The project on the loopback cluster: real `snakemake --profile slurm`, and its jobs' ends."""
 
 import os
 import re
@@ -32,9 +32,11 @@ SETTLED_S = 5.0
 
 
 class SlurmProject(Project):
-    """A working copy whose trainings are jobs of two nodes with a rank each, unless its config says otherwise."""
+    """A working copy whose trainings are jobs of two nodes, a rank each, or as configured."""
 
-    def __init__(self, root: Path, cluster: str = "{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}") -> None:
+    def __init__(
+        self, root: Path, cluster: str = "{nodes: 2, cpu_ranks: 1, internode_gbit_s: 1}"
+    ) -> None:
         """Copy the project to `root`, with the small config on that cluster."""
         super().__init__(root)
         self._trains: dict[str, Spec] = {}
@@ -42,7 +44,7 @@ class SlurmProject(Project):
 
     @property
     def train(self) -> Spec:
-        """The training's spec; each config is compiled once, since it is asked for several times a second."""
+        """The training's spec; each config is compiled once, as it is asked for many times."""
         text = self.config.read_text()
         if text not in self._trains:
             self._trains[text] = self.experiment().specs["train"]
@@ -96,7 +98,9 @@ class SlurmProject(Project):
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The events of that name."""
-        return [event for event in read_events(self.run_dir / "events.jsonl") if event["event"] == name]
+        return [
+            event for event in read_events(self.run_dir / "events.jsonl") if event["event"] == name
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """The live metrics of all attempts, a row for each step, as they were made."""
@@ -120,7 +124,7 @@ class SlurmProject(Project):
         until(lambda: self.events(name), name, lambda: self.said() + self.job_log())
 
     def trained_weights(self) -> str:
-        """sha256 of all tensors of the finished training; in its files their descriptions come in any order."""
+        """sha256 of all tensors of the finished training; its files describe them in any order."""
         return digest_of(load_weights(self.sealed("train")))
 
 
@@ -132,7 +136,9 @@ def plan_here(project: Project) -> None:
 
 
 def train_here(project: Project, folder: Path) -> str:
-    """sha256 of the weights that two ranks of this machine make from the first step, forked, without a launcher.
+    """sha256 of the weights that two ranks here make from the first step, without a launcher.
+
+    The ranks are forked.
 
     `project` has its plan; what it has in its folder of runs is removed.
     """
@@ -141,23 +147,32 @@ def train_here(project: Project, folder: Path) -> str:
     found = read_plan(project.store.sealed(experiment.ref("plan")) / PLAN_NAME)
     folder.mkdir()
     lock = hold(folder / "lock")
-    job = RankJob(experiment.specs["train"], project.store, found, folder / "out", 1, lock, resume_from=None)
+    job = RankJob(
+        experiment.specs["train"], project.store, found, folder / "out", 1, lock, resume_from=None
+    )
     job.out.mkdir()
     run_ranks(train, 2, job, timeout_s=DEADLINE_S)
     return digest_of(load_weights(job.out))
 
 
-def until(condition: Callable[[], Any], what: str, told: Callable[[], str], timeout_s: float = DEADLINE_S) -> Any:
+def until(
+    condition: Callable[[], Any], what: str, told: Callable[[], str], timeout_s: float = DEADLINE_S
+) -> Any:
     """What `condition` gives once it holds; fail with what was `told` after a deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"{what} did not come within {timeout_s} s\n{told()[-6000:]}"
+        assert time.monotonic() < deadline_s, (
+            f"{what} did not come within {timeout_s} s\n{told()[-6000:]}"
+        )
         time.sleep(0.2)  # `condition` may read files, or ask SLURM
     return found
 
 
 def ended(
-    process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
+    process: "subprocess.Popen[str]",
+    project: SlurmProject,
+    slurm: Loopback,
+    timeout_s: float = DEADLINE_S,
 ) -> int:
     """The exit code of a started snakemake."""
     wait(process, project, slurm, lambda: False, timeout_s)
@@ -165,7 +180,10 @@ def ended(
 
 
 def completed(
-    process: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback, timeout_s: float = DEADLINE_S
+    process: "subprocess.Popen[str]",
+    project: SlurmProject,
+    slurm: Loopback,
+    timeout_s: float = DEADLINE_S,
 ) -> None:
     """Wait until the training is done, and see that a new snakemake finds nothing to do.
 
@@ -189,15 +207,20 @@ def wait(
 ) -> None:
     """Wait until a started snakemake has ended or that is enough.
 
-    Its jobs are spared most of the two minutes that they wait once requeued. Not all: SLURM would take what it hears
-    late of a job's earlier life for its new one.
+    Its jobs are spared most of the two minutes that they wait once requeued. Not all: SLURM would
+    take what it hears late of a job's earlier life for its new one.
     """
     seen_s: dict[str, float] = {}
 
     def is_over() -> bool:
-        for line in slurm.attempt("squeue", "--noheader", "--states=PENDING", "--format=%i %r").stdout.splitlines():
+        for line in slurm.attempt(
+            "squeue", "--noheader", "--states=PENDING", "--format=%i %r"
+        ).stdout.splitlines():
             number, _, reason = line.partition(" ")
-            if reason == "BeginTime" and time.monotonic() - seen_s.setdefault(number, time.monotonic()) > SETTLED_S:
+            if (
+                reason == "BeginTime"
+                and time.monotonic() - seen_s.setdefault(number, time.monotonic()) > SETTLED_S
+            ):
                 slurm.attempt("scontrol", "update", f"job={number}", "StartTime=now")
                 del seen_s[number]
         return process.poll() is not None or is_enough()

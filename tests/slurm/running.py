@@ -37,9 +37,13 @@ class Loopback:
             raise LoopbackError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def attempt(self, *command: str, timeout_s: float = DEADLINE_S) -> "subprocess.CompletedProcess[str]":
+    def attempt(
+        self, *command: str, timeout_s: float = DEADLINE_S
+    ) -> "subprocess.CompletedProcess[str]":
         """The same for one that may fail."""
-        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s)
+        return subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=timeout_s
+        )
 
     def submit(self, script: str, log: Path, *options: str) -> int:
         """Submit a batch job; its number."""
@@ -83,12 +87,17 @@ class Loopback:
 
     def wait_while(self, job: int, states: tuple[str, ...], timeout_s: float = 120.0) -> None:
         """Wait until the job is in none of these states."""
-        self._until(lambda: self.state(job) not in states, f"job {job} is none of {', '.join(states)}", timeout_s)
+        self._until(
+            lambda: self.state(job) not in states,
+            f"job {job} is none of {', '.join(states)}",
+            timeout_s,
+        )
 
     def requeue_now(self, job: int, timeout_s: float = 60.0) -> None:
-        """Wait until the job is back in the queue, and spare it the two minutes that requeued jobs wait."""
+        """Wait until the job is queued again, and spare it the two minutes of requeued jobs."""
         self.wait_for(job, "PENDING", timeout_s)
-        time.sleep(SETTLED_S)  # else SLURM takes what it hears late of the job's earlier life for its new one
+        # else SLURM takes what it hears late of the job's earlier life for its new one
+        time.sleep(SETTLED_S)
         self.call("scontrol", "update", f"job={job}", "StartTime=now")
 
     def node_state(self, node: str) -> str:
@@ -101,7 +110,7 @@ class Loopback:
         return set() if pid is None else daemons.descendants(pid)
 
     def kill_node(self, node: str) -> None:
-        """Take its power: its slurmd and all that it ever started end at once, and nobody is told."""
+        """Take its power: its slurmd and all that it started end at once; nobody is told."""
         self._check(node)
         if self.plan.settings.namespaces:
             network.limit(node, "down")  # else the kernel would close the connections of the dead
@@ -110,7 +119,7 @@ class Loopback:
             daemons.kill_tree(pid)
 
     def notice_loss(self, node: str) -> None:
-        """Let slurmctld know at once that a node is dead, which it takes 15 to 25 s to see by itself."""
+        """Let slurmctld know at once that a node is dead, which it sees late, in 15 to 25 s."""
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=no power")
 
     def restore_node(self, node: str) -> None:
@@ -124,20 +133,27 @@ class Loopback:
             start_node(self.plan, node)
 
         def is_back() -> bool:
-            if self.node_field(node, "SlurmdStartTime") < since:  # slurmctld may not even have noticed that it was gone
+            # slurmctld may not even have noticed that it was gone
+            if self.node_field(node, "SlurmdStartTime") < since:
                 return False
             state = self.node_state(node)
-            if state.startswith(("down", "drain")) and not state.endswith("*"):  # `*`: it has not answered yet
+            # `*`: it has not answered yet
+            if state.startswith(("down", "drain")) and not state.endswith("*"):
                 self.attempt("scontrol", "update", f"nodename={node}", "state=resume")
             return state in ("idle", "mixed", "allocated", "completing")
 
         self._until(is_back, f"{node} is back")
 
     def limit_link(self, node: str, rate: str) -> None:
-        """Throttle a node's link both ways (`100mbit`), cut it (`down`), mend it (`up`), let it run free (`none`)."""
+        """Throttle a node's link (`100mbit`), cut (`down`), mend (`up`) or free it (`none`).
+
+        It holds for both ways.
+        """
         self._check(node)
         if not self.plan.settings.namespaces:
-            raise LoopbackError("all nodes share this machine's network: start the cluster with --namespaces")
+            raise LoopbackError(
+                "all nodes share this machine's network: start the cluster with --namespaces"
+            )
         network.limit(node, rate)
 
     def stop_controller(self) -> None:
@@ -151,7 +167,7 @@ class Loopback:
         self._until(lambda: self.attempt("sinfo").returncode == 0, "slurmctld answers")
 
     def end_jobs(self) -> None:
-        """Cancel all jobs, for whoever waits for one outside of the cluster, and do not wait for long."""
+        """Cancel all jobs, for whoever waits outside the cluster, without a long wait."""
         if not {"slurmctld", "munged"} <= daemons.supervisors(self.folder).keys():
             return
         with contextlib.suppress(subprocess.SubprocessError, OSError):
@@ -159,7 +175,10 @@ class Loopback:
             if jobs:
                 self.attempt("scancel", *jobs, timeout_s=5)
                 deadline_s = time.monotonic() + 2
-                while self.attempt("squeue", "--noheader", timeout_s=5).stdout and time.monotonic() < deadline_s:
+                while (
+                    self.attempt("squeue", "--noheader", timeout_s=5).stdout
+                    and time.monotonic() < deadline_s
+                ):
                     time.sleep(0.1)
 
     def logs(self) -> str:
@@ -174,7 +193,9 @@ class Loopback:
         try:
             wait_until(condition, what, timeout_s, every_s=0.2)
         except LoopbackError as error:
-            raise LoopbackError(f"{error}\n{self.attempt('squeue').stdout}\n{self.logs()}") from error
+            raise LoopbackError(
+                f"{error}\n{self.attempt('squeue').stdout}\n{self.logs()}"
+            ) from error
 
 
 def start_node(plan: Plan, name: str) -> None:
@@ -187,16 +208,29 @@ def start_node(plan: Plan, name: str) -> None:
 
 def start_controller(plan: Plan, *options: str) -> None:
     """Start slurmctld."""
-    daemons.start(plan.folder, "slurmctld", ["slurmctld", "-D", "-f", str(plan.config), *options], environment())
+    daemons.start(
+        plan.folder,
+        "slurmctld",
+        ["slurmctld", "-D", "-f", str(plan.config), *options],
+        environment(),
+    )
 
 
 def environment() -> dict[str, str]:
     """This process's environment without what a job or an older cluster has left in it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }
 
 
 def last_lines(folder: Path) -> str:
     """The ends of all logs of a cluster; what a daemon prints counts only if it has no log."""
-    texts = {path.name: path.read_text(errors="replace")[-2000:] for path in sorted(folder.glob("*.log"))}
+    texts = {
+        path.name: path.read_text(errors="replace")[-2000:] for path in sorted(folder.glob("*.log"))
+    }
     doubled = {name.replace(".log", ".out.log") for name, text in texts.items() if text}
-    return "\n".join(f"{name}:\n{text}" for name, text in texts.items() if text and name not in doubled)
+    return "\n".join(
+        f"{name}:\n{text}" for name, text in texts.items() if text and name not in doubled
+    )

@@ -1,4 +1,4 @@
-"""What a loopback cluster consists of, as it is kept in a file while the cluster is up, and its slurm.conf."""
+"""A loopback cluster's parts, kept in a file while the cluster is up, and its slurm.conf."""
 
 import json
 import os
@@ -132,7 +132,8 @@ def write_config(plan: Plan) -> None:
     """Write slurm.conf and what belongs beside it, and make the folders that it names."""
     settings, folder, host = plan.settings, plan.folder, socket.gethostname()
     lines = [
-        f"NodeName={node.name} NodeHostname={node.name if settings.namespaces else host} NodeAddr={node.address}"
+        f"NodeName={node.name} NodeHostname={node.name if settings.namespaces else host} "
+        f"NodeAddr={node.address}"
         f" Port={node.port} CPUs={settings.cpus} RealMemory={settings.memory_mb}"
         + (f" Gres=gpu:{settings.gpus}" if settings.gpus else "")
         for node in plan.nodes
@@ -149,15 +150,22 @@ def write_config(plan: Plan) -> None:
             slurmd_timeout_s=settings.slurmd_timeout_s,
             kill_wait_s=settings.kill_wait_s,
             grace_s=settings.grace_s,
-            accounting=accounting.format(address=plan.address, port=plan.accounting_port, folder=folder),
+            accounting=accounting.format(
+                address=plan.address, port=plan.accounting_port, folder=folder
+            ),
             nodes="\n".join(lines),
             names=names,
         )
     )
-    # slurmd wants device files, and drains its node for a mere count: "gres/gpu count reported lower".
+    # slurmd wants device files, and drains its node for a mere count: "gres/gpu count reported
+    # lower".
     for number in range(settings.gpus):
         (folder / f"gpu{number}").symlink_to("/dev/null")
-    gpus = f"NodeName={names} Name=gpu File={folder}/gpu[0-{settings.gpus - 1}]\n" if settings.gpus else ""
+    gpus = (
+        f"NodeName={names} Name=gpu File={folder}/gpu[0-{settings.gpus - 1}]\n"
+        if settings.gpus
+        else ""
+    )
     (folder / "gres.conf").write_text(gpus)
     (folder / "plugstack.conf").write_text("")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -1,7 +1,8 @@
-"""Runs one daemon and adopts all that it ever starts: `python supervise.py FOLDER NAME LOG COMMAND...`.
+"""Runs a daemon and adopts all that it starts: `python supervise.py FOLDER NAME LOG COMMAND...`.
 
-Promise: whatever the daemon's descendants do (fork twice, begin a session, clear their environment), they stay below
-this process, so that a node can lose its power. It ends with the last of them; SIGTERM goes on to the daemon.
+Promise: whatever the daemon's descendants do (fork twice, begin a session, clear their
+environment), they stay below this process, so that a node can lose its power. It ends with the last
+of them; SIGTERM goes on to the daemon.
 """
 
 import contextlib
@@ -51,7 +52,10 @@ def _redirect(log: str) -> None:
 
 
 def _exec(command: list[str]) -> None:
-    """Become the daemon. Python ignores SIGPIPE, and a shell SIGINT for `&`: jobs must not inherit that."""
+    """Become the daemon.
+
+    Python ignores SIGPIPE, and a shell SIGINT for `&`: jobs must not inherit that.
+    """
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -1,4 +1,7 @@
-"""With accounting `snakemake --profile slurm` says before a job what SLURM would refuse, and sacct can be asked."""
+"""With accounting `snakemake --profile slurm` foresees refusals by SLURM; sacct can be asked.
+
+It says them before a job.
+"""
 
 import re
 import shutil
@@ -31,7 +34,8 @@ def slurm() -> Iterator[Loopback]:
 @pytest.fixture
 def project(slurm: Loopback, tmp_path: Path) -> SlurmProject:
     made = SlurmProject(tmp_path / "project", "{cpu_ranks: 2}")
-    made.environment["XDG_CONFIG_HOME"] = str(tmp_path / "xdg")  # nothing of the site that the tests run at
+    # nothing of the site that the tests run at
+    made.environment["XDG_CONFIG_HOME"] = str(tmp_path / "xdg")
     return made
 
 
@@ -39,7 +43,9 @@ def test_who_has_no_account_is_told_to_name_one(project: SlurmProject, tmp_path:
     """Root always has one, so here the real sbatch is called by a user who has none."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "sbatch").write_text(f'#!/bin/sh\ncd / && exec runuser -u nobody -- {shutil.which("sbatch")} "$@"\n')
+    (programs / "sbatch").write_text(
+        f'#!/bin/sh\ncd / && exec runuser -u nobody -- {shutil.which("sbatch")} "$@"\n'
+    )
     (programs / "sbatch").chmod(0o755)
     project.environment["PATH"] = f"{programs}:{project.environment['PATH']}"
     done = project.snakemake("--profile", "slurm", *QUICK, check=False)
@@ -71,7 +77,9 @@ def test_with_an_account_jobs_run_and_sacct_is_asked_what_became_of_them(
     slurm: Loopback, project: SlurmProject
 ) -> None:
     project.environment["PIPELINE_SLURM_ACCOUNT"] = ACCOUNT
-    tokenized = project.store.pointer(project.experiment().ref("tokenize")).relative_to(project.root)
+    tokenized = project.store.pointer(project.experiment().ref("tokenize")).relative_to(
+        project.root
+    )
     asked = ("--slurm-status-command", "sacct", "--verbose")
     output = project.snakemake("--profile", "slurm", *QUICK, *asked, str(tokenized)).stdout
     assert output.count("has been submitted with SLURM jobid") == 1

@@ -1,4 +1,4 @@
-"""The doctor on nodes of a real SLURM: what it measures between them, and that its job never outlives it."""
+"""The doctor on real SLURM nodes: what it measures between them, and that its job ends with it."""
 
 import json
 import os
@@ -109,7 +109,9 @@ def test_it_looks_at_nodes_and_measures_between_them(slurm: Loopback, tmp_path: 
         ("PIPELINE_SLURM_CONSTRAINT", "Invalid feature specification"),
     ],
 )
-def test_what_the_site_does_not_have_is_refused_before(slurm: Loopback, variable: str, words: str) -> None:
+def test_what_the_site_does_not_have_is_refused_before(
+    slurm: Loopback, variable: str, words: str
+) -> None:
     done = doctor(**{variable: "gpuu"})
 
     assert done.returncode == 2
@@ -135,7 +137,9 @@ def test_a_job_that_ends_at_once_is_said_with_srun_s_words(slurm: Loopback, tmp_
     assert "no module named cuda" in done.stdout
 
 
-def test_it_gives_up_waiting_and_leaves_nothing_in_the_queue(slurm: Loopback, tmp_path: Path) -> None:
+def test_it_gives_up_waiting_and_leaves_nothing_in_the_queue(
+    slurm: Loopback, tmp_path: Path
+) -> None:
     job = slurm.submit("sleep 300", tmp_path / "job.log", "--nodes=2", "--exclusive")
     try:
         slurm.wait_for(job, "RUNNING", 30)
@@ -153,7 +157,9 @@ def test_it_gives_up_waiting_and_leaves_nothing_in_the_queue(slurm: Loopback, tm
     [(signal.SIGINT, "true"), (signal.SIGTERM, "sleep 300")],
     ids=["while it measures", "before"],
 )
-def test_a_signal_cancels_the_job(slurm: Loopback, tmp_path: Path, number: signal.Signals, setup: str) -> None:
+def test_a_signal_cancels_the_job(
+    slurm: Loopback, tmp_path: Path, number: signal.Signals, setup: str
+) -> None:
     site, path = tmp_path / "site.yaml", tmp_path / "said"
     site.write_text(f"setup: ['{setup}']\n")
 

@@ -17,7 +17,10 @@ def test_a_slow_link_is_found(tmp_path: Path) -> None:
         slurm.limit_link("n3", "100mbit")
         said, facts, wrong = examined(tmp_path / "doctor.json", "--nodes", "3")
 
-    rates = {(one["first"], one["second"]): min(one["there"], one["back"]) * 8 / 1e6 for one in facts["pairs"]}
+    rates = {
+        (one["first"], one["second"]): min(one["there"], one["back"]) * 8 / 1e6
+        for one in facts["pairs"]
+    }
     assert rates["n1", "n2"] > 400
     assert rates["n1", "n3"] < 110
     assert rates["n2", "n3"] < 110

@@ -25,15 +25,21 @@ def slurm() -> Iterator[Loopback]:
 
 
 @pytest.mark.usefixtures("slurm")
-def test_a_sweep_on_two_nodes_keeps_going_and_lists_what_failed(small: Project, tmp_path: Path) -> None:
-    """Plan and report run here, the rest in jobs; the weights are those that two ranks of one machine make."""
+def test_a_sweep_on_two_nodes_keeps_going_and_lists_what_failed(
+    small: Project, tmp_path: Path
+) -> None:
+    """Plan and report run here, the rest in jobs; weights are those of two ranks of one machine."""
     project = SlurmProject(tmp_path / "project")
     for stage in ("download", "tokenize"):
         shutil.copytree(small.store.root / stage, project.store.root / stage)
-    project.config.write_text(f"{project.config.read_text()}sweep: {{train.lr: [4.0e-3, 1.0e+30]}}\n")
+    project.config.write_text(
+        f"{project.config.read_text()}sweep: {{train.lr: [4.0e-3, 1.0e+30]}}\n"
+    )
     done = project.snakemake("--profile", "slurm", "-j", "20", *QUICK, check=False)
     assert done.returncode == 1
-    submitted = Counter(re.findall(r"submitted with SLURM jobid \d+ \(log: \S*/rule_(\w+)_stage/", done.stdout))
+    submitted = Counter(
+        re.findall(r"submitted with SLURM jobid \d+ \(log: \S*/rule_(\w+)_stage/", done.stdout)
+    )
     assert submitted == {"shard": 1, "train": 2, "merge": 1, "evaluate": 2}
     assert "2 experiments: 1 done, 1 failed" in done.stdout
     assert re.search(r"small-lr=1e30 +failed: train", done.stdout)
@@ -52,11 +58,13 @@ def test_a_sweep_on_two_nodes_keeps_going_and_lists_what_failed(small: Project, 
 
 
 def test_a_rehearsal_on_two_nodes(slurm: Loopback, small: Project, tmp_path: Path) -> None:
-    """Three jobs of the training's size: to step 1, from there to step 2, and the look at what came out."""
+    """Three jobs of the training's size: to step 1, on to step 2, and a look at the outcome."""
     project = SlurmProject(tmp_path / "project")
     project.take_data(small)
     output = project.snakemake("--profile", "slurm", *QUICK, "rehearse").stdout
-    submitted = [line for line in output.splitlines() if "has been submitted with SLURM jobid" in line]
+    submitted = [
+        line for line in output.splitlines() if "has been submitted with SLURM jobid" in line
+    ]
     assert sum("rule_train_stage" in line for line in submitted) == 2
     assert "GPU-hours" in output or "hours" in output
     launched, resumed = project.events("run.launched"), project.events("run.resumed")
@@ -66,7 +74,7 @@ def test_a_rehearsal_on_two_nodes(slurm: Loopback, small: Project, tmp_path: Pat
 
 
 def test_all_of_it_in_one_job_of_the_user_s_own(slurm: Loopback, tmp_path: Path) -> None:
-    """Where no process may stay on a login node: the ranks are tasks on both nodes, and nothing more is submitted."""
+    """Where no process may stay on a login node: ranks are tasks on both nodes, with no new job."""
     project, log = SlurmProject(tmp_path / "project"), tmp_path / "own.log"
     path = shlex.quote(project.environment["PATH"])
     script = f"cd {shlex.quote(str(project.root))} && PATH={path} exec {BIN / 'snakemake'}"

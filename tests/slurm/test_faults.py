@@ -1,7 +1,8 @@
-"""What clusters do to trainings: each ends with the weights of an undisturbed run, and loses only what was not saved.
+"""What clusters do to trainings: each ends with an undisturbed run's weights.
 
-The faults are those of the fault matrix: F15 time limit, F16 lost node, F17 scancel, requeue and preemption, F18 a cut
-network, F30 a killed driver and two at once; a control daemon that is away, and a full disk.
+The faults are those of the fault matrix: F15 time limit, F16 lost node, F17 scancel, requeue and
+preemption, F18 a cut network, F30 a killed driver and two at once; a control daemon that is away,
+and a full disk.
 """
 
 import contextlib
@@ -26,18 +27,29 @@ from pipeline_lib.slurm.site import Site
 from tests.pipeline.conftest import Project
 from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_namespaces
-from tests.slurm.project import QUICK, SlurmProject, completed, ended, plan_here, train_here, until, wait
+from tests.slurm.project import (
+    QUICK,
+    SlurmProject,
+    completed,
+    ended,
+    plan_here,
+    train_here,
+    until,
+    wait,
+)
 from tests.train.conftest import small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_namespaces, pytest.mark.timeout(3000)]
 SAVE_EVERY = 10
 STEPS = 180
-# Over such a link a step takes 0.2 s, nearly all of it waiting: each fault comes long before the end.
+# Over such a link a step takes 0.2 s, nearly all of it waiting: each fault comes long before the
+# end.
 LINK = "10mbit"
 AWAY_S = 60
 DISK_BYTES = 64 << 20
 LEFT_BYTES = 200_000  # on a full disk: for events, and for no checkpoint
-TWO_NODES, ONE_NODE = "nodes: 2, cpu_ranks: 1, internode_gbit_s: 1", "cpu_ranks: 1, runtime_minutes: 3"
+TWO_NODES = "nodes: 2, cpu_ranks: 1, internode_gbit_s: 1"
+ONE_NODE = "cpu_ranks: 1, runtime_minutes: 3"
 OPTIONS = """\
 exclude: n1
 sbatch: [--nice=7]
@@ -66,9 +78,11 @@ def prepared(small: Project, tmp_path_factory: pytest.TempPathFactory) -> SlurmP
 
 @pytest.fixture(scope="module")
 def slurm(disk: Path) -> Iterator[Loopback]:
-    """Nodes with networks of their own, so that it is the ranks who give up a silent one, and SLURM long after them."""
+    """Nodes with their own networks, so that ranks give up a silent one, long before SLURM."""
     assert disk.is_mount()
-    with loopback(nodes=2, namespaces=True, kill_wait_s=20, grace_s=10, slurmd_timeout_s=300) as made:
+    with loopback(
+        nodes=2, namespaces=True, kill_wait_s=20, grace_s=10, slurmd_timeout_s=300
+    ) as made:
         made.limit_link("n2", LINK)
         yield made
 
@@ -84,7 +98,9 @@ def project(prepared: SlurmProject, slurm: Loopback, tmp_path: Path) -> Iterator
 def end_all(project: SlurmProject, slurm: Loopback) -> None:
     """Cancel all jobs; nothing of the project may stay."""
     slurm.end_jobs()
-    ending = [process for process in psutil.process_iter(["cmdline"]) if _is_of(process, project.root)]
+    ending = [
+        process for process in psutil.process_iter(["cmdline"]) if _is_of(process, project.root)
+    ]
     left = psutil.wait_procs(ending, timeout=30)[1]
     told = [_told(process) for process in left if not _is_jobs_snakemake(process)]
     for process in left:
@@ -101,9 +117,10 @@ def _is_of(process: psutil.Process, root: Path) -> bool:
 
 
 def _is_jobs_snakemake(process: psutil.Process) -> bool:
-    """Whether it is the one that the plugin starts in a job, which only clusters with cgroups end for certain.
+    """Whether the plugin starts it in a job, where only clusters with cgroups end it surely.
 
-    Its handler of SIGTERM takes a lock that the thread it interrupts may hold, and then waits for itself.
+    Its handler of SIGTERM takes a lock that the thread it interrupts may hold, and then waits for
+    itself.
     """
     with contextlib.suppress(psutil.Error):
         return process.cmdline()[1:3] == ["-m", "snakemake"]
@@ -125,7 +142,9 @@ def _told(process: psutil.Process) -> str:
 def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(
     slurm: Loopback, project: SlurmProject, tmp_path: Path
 ) -> None:
-    """It asks for three minutes, and is warned in time, whatever options of `sbatch` the site and the user have.
+    """It asks for three minutes, and is warned in time, with any `sbatch` options.
+
+    They may be the site's or the user's.
 
     That the weights come out the same, test_srun.py sees after the same warning.
     """
@@ -134,17 +153,27 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(
     site = tmp_path / "site.yaml"
     site.write_text(OPTIONS)
     project.environment = {**project.environment, "PIPELINE_SITE": str(site)}
-    given = ("--set-resources", "train_stage:slurm_extra=--mail-user=nobody@localhost", "shard_stage:mem_mb=9000")
+    given = (
+        "--set-resources",
+        "train_stage:slurm_extra=--mail-user=nobody@localhost",
+        "shard_stage:mem_mb=9000",
+    )
     started = project.start(*project.command[:-1], *given, "--", project.command[-1])
     job = project.job()
     told = slurm.call("scontrol", "show", "job", str(job))
     shown = dict(re.findall(r"(\S+?)=(\S*)", told))
-    wanted = {"ExcNodeList": "n1", "Nice": "7", "MailType": "END,FAIL", "MailUser": "nobody@localhost"}
+    wanted = {
+        "ExcNodeList": "n1",
+        "Nice": "7",
+        "MailType": "END,FAIL",
+        "MailUser": "nobody@localhost",
+    }
     assert {name: shown.get(name) for name in wanted} == wanted
     hold_until_warned(project)
     project.wait_for_event("run.requeued")
     slurm.wait_for(job, "PENDING", 60)
-    slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")  # for the next attempt to be the last
+    # for the next attempt to be the last
+    slurm.call("scontrol", "update", f"job={job}", "TimeLimit=20")
     wait_for_attempt(2, started, project, slurm)
     [launched, _], [requeued] = project.events("run.launched"), project.events("run.requeued")
     assert requeued["at"] - launched["at"] < 170, "it was warned, and not ended at its limit"
@@ -154,24 +183,28 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(
     assert requeued["step"] > 0
     done = project.steps_done()
     assert done == list(range(1, done[-1] + 1))  # no step was made twice
-    assert project.slurm_log(job).count("will be queued again") == 1  # the log is that of all attempts
+    # the log is that of all attempts
+    assert project.slurm_log(job).count("will be queued again") == 1
     slurm.call("scancel", str(job))
     assert ended(started, project, slurm) == 1
 
 
 def hold_until_warned(project: SlurmProject) -> None:
-    """Freeze the only rank at one of its steps until a signal waits for it: it would make thousands of them."""
+    """Freeze the only rank at a step until a signal waits for it: it would make thousands."""
     project.wait_for_step(1)
     [rank] = rank_processes(project.store.spec_path(project.train.digest).absolute())
     rank.suspend()
-    frozen = 1 << (signal.SIGSTOP - 1)  # what froze it, which waits too until the kernel has stopped all its threads
+    # what froze it, which waits too until the kernel has stopped all its threads
+    frozen = 1 << (signal.SIGSTOP - 1)
 
     def is_warned() -> bool:
         try:
             status = Path(f"/proc/{rank.pid}/status").read_text()
         except FileNotFoundError:  # SLURM may wake what it warns, and then it saves and ends
             return True
-        pending = [int(mask, 16) for mask in re.findall(r"^S[hi][dg]Pnd:\s+(\w+)", status, re.MULTILINE)]
+        pending = [
+            int(mask, 16) for mask in re.findall(r"^S[hi][dg]Pnd:\s+(\w+)", status, re.MULTILINE)
+        ]
         return any(mask & ~frozen != 0 for mask in pending)
 
     until(is_warned, "the warning", project.job_log)
@@ -182,7 +215,7 @@ def hold_until_warned(project: SlurmProject) -> None:
 def test_f16_f17_f18_f30_one_training_outlives_all_that_clusters_do(
     slurm: Loopback, prepared: SlurmProject, project: SlurmProject, disk: Path, tmp_path: Path
 ) -> None:
-    """Three jobs, one after the other; the first is queued again and again, and the same command starts the others."""
+    """Three jobs in a row; the first is requeued often, and the same command starts the others."""
     shutil.rmtree(project.root / "runs", ignore_errors=True)
     (project.root / "runs").symlink_to(disk)
     started = project.start_training()
@@ -198,7 +231,8 @@ def test_f16_f17_f18_f30_one_training_outlives_all_that_clusters_do(
 
     launched = [event["job"] for event in project.events("run.launched")]
     assert launched == [first] * attempts + [second, third]  # no second copy
-    assert {event["job"] for event in project.events("run.requeued")} == {first}  # to cancel was the user's wish
+    # to cancel was the user's wish
+    assert {event["job"] for event in project.events("run.requeued")} == {first}
     other = prepared.copy_to(tmp_path / "undisturbed")
     other.edit(TWO_NODES, "nodes: 1, cpu_ranks: 2")
     plan_here(other)
@@ -218,14 +252,17 @@ def lose_nodes_and_give_way(
     lose_node(slurm, "n2")
     wait_for_attempt(4, started, project, slurm)
     assert project.events("run.requeued") == []  # SLURM did it
-    urgent = slurm.submit("sleep 3", folder / "urgent.log", "--partition=urgent", "--nodes=2", "--exclusive")
+    urgent = slurm.submit(
+        "sleep 3", folder / "urgent.log", "--partition=urgent", "--nodes=2", "--exclusive"
+    )
     assert slurm.wait(urgent, 120) == "COMPLETED"
     assert slurm.restarts(job) == 4
     wait_for_attempt(5, started, project, slurm)
     resumed = [event["step"] for event in project.events("run.resumed")]
     assert len(resumed) == 4
     assert done_before - resumed[0] <= SAVE_EVERY + 5  # what was being written is lost, too
-    stopped = project.events("run.interrupted")[-1]  # it saved when it was told, whether a save was due or not
+    # it saved when it was told, whether a save was due or not
+    stopped = project.events("run.interrupted")[-1]
     assert f"after step {resumed[-1]}, which is saved" in stopped["reason"]
 
 
@@ -236,14 +273,18 @@ def lose_node(slurm: Loopback, node: str) -> None:
     slurm.restore_node(node)
 
 
-def wait_for_attempt(attempt: int, started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback) -> None:
+def wait_for_attempt(
+    attempt: int, started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback
+) -> None:
     """Until that attempt has made a step, or a later one."""
     wait(started, project, slurm, lambda: any(row["attempt"] >= attempt for row in project.rows()))
     assert started.poll() is None, project.said()
 
 
-def lose_the_controller(started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback) -> None:
-    """A control daemon that is away for a minute disturbs neither the job, which makes a few steps, nor snakemake."""
+def lose_the_controller(
+    started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback
+) -> None:
+    """A control daemon gone for a minute disturbs neither the short job nor snakemake."""
     slurm.limit_link("n2", "2mbit")
     slurm.stop_controller()
     done, launched = max(project.steps_done()), project.events("run.launched")
@@ -259,18 +300,27 @@ def lose_the_controller(started: "subprocess.Popen[str]", project: SlurmProject,
 
 
 def lose_the_link(started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback) -> None:
-    """F18: the ranks give up, srun would wait for n2 as long as SLURM does; the job continues once the link is back."""
+    """F18: ranks give up, srun would wait for n2 as SLURM does; the job resumes with the link."""
     slurm.limit_link("n2", "down")
-    until(lambda: len(project.events("run.requeued")) == 2, "the end of the attempt", project.job_log)
+    until(
+        lambda: len(project.events("run.requeued")) == 2, "the end of the attempt", project.job_log
+    )
     slurm.limit_link("n2", "up")
     # What SLURM hears late of the job's earlier life it would take for the end of its next attempt.
-    until(lambda: slurm.node_state("n2") in ("idle", "mixed", "allocated"), "all that n2 has to tell", slurm.logs)
+    until(
+        lambda: slurm.node_state("n2") in ("idle", "mixed", "allocated"),
+        "all that n2 has to tell",
+        slurm.logs,
+    )
     wait_for_attempt(6, started, project, slurm)
     requeued = project.events("run.requeued")[1]
-    assert "look at the network between n1, n2" in requeued["reason"]  # neither rank was silent: both could write
+    # neither rank was silent: both could write
+    assert "look at the network between n1, n2" in requeued["reason"]
 
 
-def fill_the_disk(disk: Path, started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback) -> None:
+def fill_the_disk(
+    disk: Path, started: "subprocess.Popen[str]", project: SlurmProject, slurm: Loopback
+) -> None:
     """A disk without room for the next checkpoint ends the job for good."""
     requeued = project.events("run.requeued")
     fill = disk / "fill"
@@ -294,7 +344,7 @@ def cancel(project: SlurmProject, slurm: Loopback) -> int:
 
 
 def kill_the_driver(project: SlurmProject, slurm: Loopback) -> int:
-    """F30: after a killed driver two at once find its job again, which comes to its end; the job."""
+    """F30: after a killed driver two at once find its job again, which ends well; the job."""
     killed = project.start_training()
     job = project.job()
     slurm.wait_for(job, "RUNNING", 60)
@@ -351,7 +401,9 @@ def test_what_the_cluster_never_has_is_refused_before_a_job(
     ],
     ids=["GPUs", "memory", "partition"],
 )
-def test_what_its_nodes_never_have_is_told_by_its_key(partition: str, change: dict[str, int], said: str) -> None:
+def test_what_its_nodes_never_have_is_told_by_its_key(
+    partition: str, change: dict[str, int], said: str
+) -> None:
     """By what the real `sinfo` prints."""
     wanted = JobRequest(2, 1, 1, 0, 1000, 60, 30)
     refuse_jobs(Site(partition="gpu"), wanted, read_groups())

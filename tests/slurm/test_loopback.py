@@ -36,14 +36,19 @@ def alive(pids: set[int]) -> set[int]:
 
 def test_a_job_runs_on_both_nodes_with_their_gpus(slurm: Loopback, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    job = slurm.submit("srun sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'", log, "--nodes=2", "--gres=gpu:2")
+    job = slurm.submit(
+        "srun sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'", log, "--nodes=2", "--gres=gpu:2"
+    )
 
     assert slurm.wait(job, 30) == "COMPLETED", log.read_text()
     assert sorted(log.read_text().split("\n")) == ["", "n1 0,1", "n2 0,1"]
 
 
 def test_other_users_may_submit_and_stay_who_they_are(slurm: Loopback) -> None:
-    assert slurm.call("runuser", "-u", "nobody", "--", "srun", "--partition=cpu", "id", "-un") == "nobody\n"
+    assert (
+        slurm.call("runuser", "-u", "nobody", "--", "srun", "--partition=cpu", "id", "-un")
+        == "nobody\n"
+    )
 
 
 def test_what_the_cluster_cannot_do_is_refused(slurm: Loopback) -> None:
@@ -61,11 +66,16 @@ def test_a_killed_node_takes_all_of_its_own_with_it_and_its_job_goes_on_elsewher
     log = tmp_path / "job.log"
     # This one has left its session and forgotten its environment: no trace of the job is on it.
     away = "(setsid env -i sleep 1000 &)"
-    job = slurm.submit(f'[ "$SLURM_RESTART_COUNT" ] && exit; {away}; srun sleep 1000', log, "--gres=gpu:4")
+    job = slurm.submit(
+        f'[ "$SLURM_RESTART_COUNT" ] && exit; {away}; srun sleep 1000', log, "--gres=gpu:4"
+    )
     slurm.wait_for(job, "RUNNING", 30)
     lost = slurm.field(job, "NodeList")
     [other] = set(slurm.nodes) - {lost}
-    wait_for(lambda: {"sleep 1000", "/usr/bin/sleep 1000"} <= set(commands_of(slurm, lost)), "both sleeps")
+    wait_for(
+        lambda: {"sleep 1000", "/usr/bin/sleep 1000"} <= set(commands_of(slurm, lost)),
+        "both sleeps",
+    )
     beside = slurm.submit("sleep 1000", tmp_path / "beside.log", f"--nodelist={other}")
     slurm.wait_for(beside, "RUNNING", 30)
     wait_for(lambda: "sleep 1000" in commands_of(slurm, other), "the job beside")
@@ -83,7 +93,9 @@ def test_a_killed_node_takes_all_of_its_own_with_it_and_its_job_goes_on_elsewher
 
     slurm.restore_node(lost)
     assert slurm.node_state(lost) == "idle"
-    assert slurm.call("srun", f"--nodelist={lost}", "sh", "-c", "echo $SLURMD_NODENAME") == f"{lost}\n"
+    assert (
+        slurm.call("srun", f"--nodelist={lost}", "sh", "-c", "echo $SLURMD_NODENAME") == f"{lost}\n"
+    )
     slurm.call("scancel", str(beside))
     slurm.wait(beside, 30)
 
@@ -112,7 +124,9 @@ def test_an_urgent_job_preempts_after_a_warning(slurm: Loopback, tmp_path: Path)
     script = "trap 'echo warned; trap \"\" USR1' USR1; echo begun; while :; do sleep 0.2; done"
     job = slurm.submit(script, log, "--nodes=2", "--exclusive", "--signal=B:USR1@60", "--time=30")
     wait_for(lambda: log.exists() and "begun" in log.read_text(), "its begin")
-    urgent = slurm.submit("true", tmp_path / "urgent.log", "--nodes=2", "--exclusive", "--partition=urgent")
+    urgent = slurm.submit(
+        "true", tmp_path / "urgent.log", "--nodes=2", "--exclusive", "--partition=urgent"
+    )
 
     assert slurm.wait(urgent, 60) == "COMPLETED"
     assert "warned" in log.read_text()

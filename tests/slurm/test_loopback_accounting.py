@@ -1,4 +1,4 @@
-"""With accounting, sacct knows what became of a job, and only those who have an account may submit."""
+"""With accounting, sacct knows what became of jobs, and only users with an account submit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +25,18 @@ def test_sacct_shows_what_became_of_jobs(slurm: Loopback, tmp_path: Path) -> Non
     assert (slurm.wait(good, 30), slurm.wait(bad, 30)) == ("COMPLETED", "FAILED")
 
     def recorded() -> list[str]:
-        shown = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,ExitCode,AllocTRES%80,Account"]
+        shown = [
+            "--noheader",
+            "--parsable2",
+            "--allocations",
+            "--format=JobID,State,ExitCode,AllocTRES%80,Account",
+        ]
         return slurm.call("sacct", *shown, f"--jobs={good},{bad}").splitlines()
 
-    wait_for(lambda: [line.split("|")[1] for line in recorded()] == ["COMPLETED", "FAILED"], "the records")
+    wait_for(
+        lambda: [line.split("|")[1] for line in recorded()] == ["COMPLETED", "FAILED"],
+        "the records",
+    )
     first, second = recorded()
     assert first.startswith(f"{good}|COMPLETED|0:0|") and first.endswith("|lab")
     assert "gres/gpu=2" in first

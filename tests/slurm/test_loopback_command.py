@@ -1,4 +1,4 @@
-"""`tests/slurm/cluster`: nothing is left after `down`, whatever was killed; what it would disturb is left alone."""
+"""`tests/slurm/cluster`: `down` leaves nothing, whatever was killed, and disturbs nothing."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def still_run(processes: set[psutil.Process]) -> list[psutil.Process]:
 
 
 def names_of(processes: set[psutil.Process]) -> list[str]:
-    """The names of `processes`, without those that have ended since, as what a daemon started for a moment."""
+    """The names of `processes`, without those ended since, as a daemon's short-lived ones."""
     names = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -73,15 +73,35 @@ def names_of(processes: set[psutil.Process]) -> list[str]:
 
 def left_of(plan: Plan) -> list[str]:
     """Everything outside of processes that is still there of a cluster."""
-    links = [link["ifname"] for link in json.loads(subprocess.check_output(["ip", "-json", "link"]))]
-    ours = [name for name in links if name in {network.BRIDGE, *(network.cable(node.name) for node in plan.nodes)}]
-    files = [STATE_FILE, CONFIG_LINK, plan.folder, *(network.NETNS / network.namespace(n.name) for n in plan.nodes)]
+    links = [
+        link["ifname"] for link in json.loads(subprocess.check_output(["ip", "-json", "link"]))
+    ]
+    ours = [
+        name
+        for name in links
+        if name in {network.BRIDGE, *(network.cable(node.name) for node in plan.nodes)}
+    ]
+    files = [
+        STATE_FILE,
+        CONFIG_LINK,
+        plan.folder,
+        *(network.NETNS / network.namespace(n.name) for n in plan.nodes),
+    ]
     left = ours + [str(path) for path in files if path.exists() or path.is_symlink()]
     left += [str(path) for path in Path("/run/netns").glob(f"{network.PREFIX}*")]
-    left += [line for line in Path("/proc/mounts").read_text().splitlines() if FOLDER_PREFIX in line or "q3-" in line]
+    left += [
+        line
+        for line in Path("/proc/mounts").read_text().splitlines()
+        if FOLDER_PREFIX in line or "q3-" in line
+    ]
     if not plan.netns_was_mounted and network.is_mounted():
         left.append("mount of /run/netns")
-    for port in (plan.control_port, plan.database_port, plan.accounting_port, *(node.port for node in plan.nodes)):
+    for port in (
+        plan.control_port,
+        plan.database_port,
+        plan.accounting_port,
+        *(node.port for node in plan.nodes),
+    ):
         with socket.socket() as probe, contextlib.suppress(ConnectionRefusedError):
             probe.connect(("127.0.0.1", port))
             left.append(f"port {port}")
@@ -120,7 +140,10 @@ def test_nothing_is_left_after_down(options: tuple[str, ...], tmp_path: Path) ->
 @needs_namespaces
 def test_an_up_that_was_killed_half_way_leaves_nothing_either() -> None:
     starting = subprocess.Popen([sys.executable, COMMAND, "up", "--accounting", "--namespaces"])
-    wait_for(lambda: (found := current()) is not None and bool(daemons.supervisors(found.folder)), "the first daemon")
+    wait_for(
+        lambda: (found := current()) is not None and bool(daemons.supervisors(found.folder)),
+        "the first daemon",
+    )
     starting.send_signal(signal.SIGKILL)
     starting.wait()
     found = current()
@@ -133,8 +156,13 @@ def test_an_up_that_was_killed_half_way_leaves_nothing_either() -> None:
 
 
 def test_what_killed_tests_have_left_is_in_nobodys_way() -> None:
-    text = "import time; from tests.slurm.loopback import loopback\nwith loopback(nodes=1): print('up'); time.sleep(60)"
-    tests = subprocess.Popen([sys.executable, "-u", "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    text = (
+        "import time; from tests.slurm.loopback import loopback\nwith loopback(nodes=1): "
+        "print('up'); time.sleep(60)"
+    )
+    tests = subprocess.Popen(
+        [sys.executable, "-u", "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert tests.stdout is not None
     assert tests.stdout.readline() == "up\n"
     left = current()
@@ -174,4 +202,7 @@ def test_missing_programs_are_named_with_their_packages(tmp_path: Path) -> None:
 
     assert refused.returncode == 1
     assert "this machine lacks hostname, ip, mariadb-install-db, mariadbd, munged" in refused.stderr
-    assert "apt-get install hostname iproute2 mariadb-client-core mariadb-server-core munge" in refused.stderr
+    assert (
+        "apt-get install hostname iproute2 mariadb-client-core mariadb-server-core munge"
+        in refused.stderr
+    )

@@ -1,4 +1,7 @@
-"""Nodes in networks of their own: they reach each other by name, and their links can be throttled and cut."""
+"""Nodes in their own networks: they reach each other by name; their links can be throttled.
+
+The links can also be cut.
+"""
 
 import contextlib
 import subprocess
@@ -45,14 +48,16 @@ def slurm() -> Iterator[Loopback]:
 
 
 def bytes_per_second(source: str, target: str, size: int) -> float:
-    """How fast a TCP connection from node to node is; subprocess.CalledProcessError if there is none."""
+    """How fast TCP is from node to node; subprocess.CalledProcessError without connection."""
     python = [sys.executable, "-I", "-S", "-c"]
     receiver = subprocess.Popen(inside(target, *python, RECEIVE), stdout=subprocess.PIPE, text=True)
     try:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "listens\n"
         send = inside(source, *python, SEND, target, str(size))
-        return size / float(subprocess.run(send, capture_output=True, text=True, check=True, timeout=30).stdout)
+        return size / float(
+            subprocess.run(send, capture_output=True, text=True, check=True, timeout=30).stdout
+        )
     finally:
         receiver.kill()
         receiver.communicate()
@@ -65,7 +70,9 @@ def test_a_job_sees_hosts_that_know_each_other(slurm: Loopback, tmp_path: Path) 
 
     assert slurm.wait(job, 30) == "COMPLETED", log.read_text()
     addresses = [f"{node.address}    {node.name}" for node in slurm.plan.nodes]
-    assert sorted(log.read_text().splitlines()) == sorted(["n1", "n2", *addresses * 2, *["eth0 lo", "0,1"] * 2])
+    assert sorted(log.read_text().splitlines()) == sorted(
+        ["n1", "n2", *addresses * 2, *["eth0 lo", "0,1"] * 2]
+    )
     assert bytes_per_second("n1", "n1", 1000) > 0
 
 
@@ -85,7 +92,9 @@ def test_a_cut_link_is_silent_and_comes_back(slurm: Loopback) -> None:
     assert "timed out" in error.value.stderr or "No route to host" in error.value.stderr
     slurm.limit_link("n1", "up")
 
-    def is_back() -> bool:  # its neighbours may have to be found anew, which takes seconds on a busy machine
+    def is_back() -> (
+        bool
+    ):  # its neighbours may have to be found anew, which takes seconds on a busy machine
         with contextlib.suppress(subprocess.CalledProcessError):
             return bytes_per_second("n1", "n2", 1000) > 0
         return False
@@ -99,7 +108,9 @@ def test_an_unknown_rate_is_refused(slurm: Loopback) -> None:
 
 
 def test_a_job_on_two_nodes_starts_again_when_one_has_died(slurm: Loopback, tmp_path: Path) -> None:
-    job = slurm.submit('[ "$SLURM_RESTART_COUNT" ] || srun sleep 1000', tmp_path / "job.log", "--nodes=2")
+    job = slurm.submit(
+        '[ "$SLURM_RESTART_COUNT" ] || srun sleep 1000', tmp_path / "job.log", "--nodes=2"
+    )
     slurm.wait_for(job, "RUNNING", 30)
     slurm.kill_node("n2")
     slurm.notice_loss("n2")

@@ -21,8 +21,26 @@ from pipeline_lib.slurm.cluster import (
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
-GPUS = NodeGroup("gpu", is_default=True, is_up=True, limit_minutes=1440, nodes=4, cpus=64, memory_mb=500_000, gpus=8)
-CPUS = NodeGroup("cpu", is_default=False, is_up=True, limit_minutes=None, nodes=9, cpus=128, memory_mb=250_000, gpus=0)
+GPUS = NodeGroup(
+    "gpu",
+    is_default=True,
+    is_up=True,
+    limit_minutes=1440,
+    nodes=4,
+    cpus=64,
+    memory_mb=500_000,
+    gpus=8,
+)
+CPUS = NodeGroup(
+    "cpu",
+    is_default=False,
+    is_up=True,
+    limit_minutes=None,
+    nodes=9,
+    cpus=128,
+    memory_mb=250_000,
+    gpus=0,
+)
 REQUEST = JobRequest(2, 8, 4, 8, 200_000, 600, 120)
 
 
@@ -43,20 +61,27 @@ def test_lines_of_sinfo(limit: str, minutes: int | None, gres: str, gpus: int) -
     assert group == replace(GPUS, limit_minutes=minutes, gpus=gpus)
 
 
-def test_unlike_nodes_of_a_partition_are_groups_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlike_nodes_of_a_partition_are_groups_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without --exact sinfo says the least that any of them has, and a + (its manual page)."""
     line = "gpu*|up|1-00:00:00|{}|{}|{}|gpu:8"
-    merged, exact = [line.format(3, "64+", "500000+")], [line.format(2, 64, 500_000), line.format(1, 192, 1_500_000)]
+    merged = [line.format(3, "64+", "500000+")]
+    exact = [line.format(2, 64, 500_000), line.format(1, 192, 1_500_000)]
     script = tmp_path / "sinfo"
     script.write_text(
-        f"#!{sys.executable}\nimport sys\nprint('\\n'.join({exact} if '--exact' in sys.argv else {merged}))\n"
+        f"#!{sys.executable}\nimport sys\nprint('\\n'.join({exact} if '--exact' in sys.argv else "
+        f"{merged}))\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
 
     groups = read_groups()
 
-    assert [(group.nodes, group.cpus, group.memory_mb) for group in groups] == [(2, 64, 500_000), (1, 192, 1_500_000)]
+    assert [(group.nodes, group.cpus, group.memory_mb) for group in groups] == [
+        (2, 64, 500_000),
+        (1, 192, 1_500_000),
+    ]
     large = replace(REQUEST, nodes=1, cpus_per_task=16, memory_mb=1_000_000)
     assert list(too_much(large, Site(partition="gpu"), groups)) == []
     assert list(too_much(replace(large, nodes=2), Site(partition="gpu"), groups)) == [
@@ -91,8 +116,14 @@ def test_a_partition_that_takes_no_jobs_is_named() -> None:
             replace(REQUEST, gpus_per_node=16),
             "cluster.gpus_per_node: 16 GPUs, .* of partition gpu have at most 8",
         ),
-        (replace(REQUEST, cpus_per_task=9), "cluster.cpus_per_rank: 8 ranks x 9 need 72 CPUs, and .* at most 64"),
-        (replace(REQUEST, memory_mb=600_000), "cluster.memory_gb: the job needs 600 GB .* at most 500 GB"),
+        (
+            replace(REQUEST, cpus_per_task=9),
+            "cluster.cpus_per_rank: 8 ranks x 9 need 72 CPUs, and .* at most 64",
+        ),
+        (
+            replace(REQUEST, memory_mb=600_000),
+            "cluster.memory_gb: the job needs 600 GB .* at most 500 GB",
+        ),
         (replace(REQUEST, nodes=5), "cluster.nodes: 5 nodes of this size, and partition gpu has 4"),
         (
             replace(REQUEST, runtime_minutes=2000),
@@ -108,12 +139,16 @@ def test_what_the_cluster_never_has_is_refused_by_its_key(request_: JobRequest, 
 def test_an_unknown_partition_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_jobs(Site(partition="gpuu", cpu_partition="x"), REQUEST, [GPUS, CPUS])
-    assert "partition 'gpuu' does not exist (did you mean gpu?); partitions: cpu, gpu; set" in str(caught.value)
+    assert "partition 'gpuu' does not exist (did you mean gpu?); partitions: cpu, gpu; set" in str(
+        caught.value
+    )
     assert "PIPELINE_SLURM_PARTITION" in str(caught.value)
     assert "`cpu_partition` in the site file, or PIPELINE_SLURM_CPU_PARTITION" in str(caught.value)
 
 
 def test_without_slurm_that_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="there is no sinfo on PATH; .* leave out `--profile slurm`"):
+    with pytest.raises(
+        ConfigError, match="there is no sinfo on PATH; .* leave out `--profile slurm`"
+    ):
         read_groups()

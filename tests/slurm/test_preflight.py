@@ -1,4 +1,4 @@
-"""Trainings that cannot be started, by what a machine shows: tests/pipeline/test_bad_input.py has a real one."""
+"""Trainings that cannot start, by what a machine shows: test_bad_input.py has a real one."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from pipeline_lib.slurm.job import can_start_tasks
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2, None], ids=["none", "one", "enough", "no answer"])
-def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatch, shown: int | None) -> None:
+def test_gpus_are_counted_where_the_ranks_will_be(
+    monkeypatch: pytest.MonkeyPatch, shown: int | None
+) -> None:
     monkeypatch.setattr(can_start, "_visible_gpus", lambda: shown)
     wanted = Cluster(gpus_per_node=2, gpu="h100")
     refuse_here(wanted, is_job=True)
@@ -28,7 +30,9 @@ def test_gpus_are_counted_where_the_ranks_will_be(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tasks_start_within_a_job_only() -> None:
-    remedy = "launcher: srun works only in a SLURM job, .*: snakemake --profile slurm; or set it to auto"
+    remedy = (
+        "launcher: srun works only in a SLURM job, .*: snakemake --profile slurm; or set it to auto"
+    )
     with pytest.raises(ConfigError, match=remedy):
         refuse_here(Cluster(launcher="srun"), is_job=False)
     with pytest.raises(ConfigError, match="nodes: 2 nodes train as a SLURM job"):
@@ -60,7 +64,8 @@ def test_check_warns_of_srun_where_no_job_can_be_submitted(
     config = tmp_path / "my.yaml"
     config.write_text(
         "experiment: demo\nmodel: {source: tiny}\ndata: {train: [{source: pydoc, max_rows: 50}]}\n"
-        f"tokenize: {{max_tokens: 128}}\nshard: {{block_tokens: 128}}\ncluster: {{launcher: {launcher}}}\n"
+        f"tokenize: {{max_tokens: 128}}\nshard: {{block_tokens: 128}}\ncluster: {{launcher: "
+        f"{launcher}}}\n"
     )
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
@@ -77,7 +82,9 @@ def test_check_warns_of_srun_where_no_job_can_be_submitted(
     arguments.command(arguments)
 
     said = capsys.readouterr().out
-    warned = [line for line in said.splitlines() if "warning: cluster.launcher: srun works only" in line]
+    warned = [
+        line for line in said.splitlines() if "warning: cluster.launcher: srun works only" in line
+    ]
     assert len(warned) == is_warned
     assert all("snakemake --profile slurm; or set it to auto" in line for line in warned)
 

@@ -36,9 +36,15 @@ def test_jobs_with_a_comment_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert of_digest(jobs, "aaaaaaaaaaaaaaaa") == []
 
 
-@pytest.mark.parametrize(("lines", "exit_code", "jobs"), [("", 0, []), (LINES, 1, None)], ids=["empty", "fails"])
+@pytest.mark.parametrize(
+    ("lines", "exit_code", "jobs"), [("", 0, []), (LINES, 1, None)], ids=["empty", "fails"]
+)
 def test_an_empty_queue_is_not_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, exit_code: int, jobs: list[QueuedJob] | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: str,
+    exit_code: int,
+    jobs: list[QueuedJob] | None,
 ) -> None:
     stub_squeue(tmp_path, monkeypatch, lines, exit_code)
 

@@ -29,8 +29,18 @@ REFUSED = {"event": "run.requeue_refused", "job": 7, "step": 10}
         (requeued(0, 10, 10, 20), 20, 20, None),
         (requeued(10, 10, 10, job=6), 10, 20, None),
         ([{"event": "run.launched", "job": 7}] * 30, 10, 20, None),
-        (requeued(5, 0, 0), 0, 20, "3 attempts in a row ended at step 0, so something else is wrong"),
-        (requeued(5, 10, 10), 10, 20, "3 attempts in a row ended at step 10, so something else is wrong"),
+        (
+            requeued(5, 0, 0),
+            0,
+            20,
+            "3 attempts in a row ended at step 0, so something else is wrong",
+        ),
+        (
+            requeued(5, 10, 10),
+            10,
+            20,
+            "3 attempts in a row ended at step 10, so something else is wrong",
+        ),
         (requeued(10, 20), 30, 3, None),
         (requeued(10, 20), 30, 2, "cluster.max_requeues allows 2 times, and that is reached"),
         ([], 30, 0, "cluster.max_requeues allows 0 times, and that is reached"),
@@ -40,7 +50,10 @@ REFUSED = {"event": "run.requeue_refused", "job": 7, "step": 10}
 def test_it_is_queued_again_while_it_gets_on(
     events: list[dict[str, Any]], saved_step: int, most: int, reason: str | None
 ) -> None:
-    assert why_not(events, TrainingJob(7, Path("events.jsonl"), saved_step, max_requeues=most)) == reason
+    assert (
+        why_not(events, TrainingJob(7, Path("events.jsonl"), saved_step, max_requeues=most))
+        == reason
+    )
 
 
 def test_why_slurm_refused_is_told_though_there_is_no_room_for_the_event(

@@ -7,7 +7,12 @@ import pytest
 
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.slurm.can_start import sbatch_options
-from pipeline_lib.slurm.request import JobRequest, given_options, stage_resources, training_resources
+from pipeline_lib.slurm.request import (
+    JobRequest,
+    given_options,
+    stage_resources,
+    training_resources,
+)
 from pipeline_lib.slurm.site import VARIABLES, Site, site_file
 
 FILE = """\
@@ -47,11 +52,21 @@ def test_the_file_is_found_where_programs_keep_theirs(path: Path, tmp_path: Path
     assert Site.load({**home, "PIPELINE_SITE": str(path)}).account == "physics"
 
 
-def test_stages_without_gpus_go_to_their_own_partition_and_need_no_special_nodes(path: Path) -> None:
+def test_stages_without_gpus_go_to_their_own_partition_and_need_no_special_nodes(
+    path: Path,
+) -> None:
     site = Site.load({"PIPELINE_SITE": str(path)})
     common = {"account": "physics", "qos": "long", "reservation": None, "exclude": None}
-    assert site.job_options(is_training=True) == {**common, "partition": "h100", "constraint": "nvlink"}
-    assert site.job_options(is_training=False) == {**common, "partition": "milan", "constraint": None}
+    assert site.job_options(is_training=True) == {
+        **common,
+        "partition": "h100",
+        "constraint": "nvlink",
+    }
+    assert site.job_options(is_training=False) == {
+        **common,
+        "partition": "milan",
+        "constraint": None,
+    }
     alone = site.model_copy(update={"cpu_partition": None})
     assert alone.partition_of(is_training=False) == "h100"
 
@@ -80,7 +95,13 @@ def test_options_are_of_all_jobs_or_of_those_with_or_without_gpus() -> None:
     )
     assert training["gres"] == "gpu:h100:4"
     asked = sbatch_options(site, request, ("--exclude=n2",))
-    assert {"--reservation=course", "--exclude=n[2-3]", "--nice=7", "--mail-user=a b", "--gres=gpu:h100:4"} < set(asked)
+    assert {
+        "--reservation=course",
+        "--exclude=n[2-3]",
+        "--nice=7",
+        "--mail-user=a b",
+        "--gres=gpu:h100:4",
+    } < set(asked)
     assert asked[-1] == "--exclude=n2"
     stage = stage_resources(JobRequest(1, 1, 1, 0, 1000, 60, 0), site)
     assert stage["slurm_extra"] == "--reservation=course '--exclude=n[2-3]' --nice=7 --exclusive"
@@ -97,7 +118,9 @@ def test_options_are_of_all_jobs_or_of_those_with_or_without_gpus() -> None:
         ("sbatch: ['-x n2']", "is no option of the form --name or --name=value"),
     ],
 )
-def test_an_option_that_is_not_the_site_s_to_set_is_refused_with_its_place(path: Path, text: str, said: str) -> None:
+def test_an_option_that_is_not_the_site_s_to_set_is_refused_with_its_place(
+    path: Path, text: str, said: str
+) -> None:
     path.write_text(f"{text}\n")
     with pytest.raises(ConfigError, match=said):
         Site.load({"PIPELINE_SITE": str(path)})
@@ -107,7 +130,11 @@ def test_what_the_user_gives_to_snakemake_is_read_as_typed_and_takes_no_warning_
     def given(text: str) -> tuple[str, ...]:
         return given_options({"slurm_extra": SimpleNamespace(raw=text)}, "train_stage")
 
-    assert given("--exclude=n2 --nice 7") == given("'--exclude=n2 --nice 7'") == ("--exclude=n2", "--nice", "7")
+    assert (
+        given("--exclude=n2 --nice 7")
+        == given("'--exclude=n2 --nice 7'")
+        == ("--exclude=n2", "--nice", "7")
+    )
     assert given_options({}, "train_stage") == ()
     for text in ("--signal=USR1@5", "'--open-mode=truncate'", "--comment='a", "--comment=a\\"):
         with pytest.raises(ConfigError, match="slurm_extra of train_stage"):

@@ -48,7 +48,11 @@ def test_options_of_the_site_are_tried_before_a_job(tmp_path: Path, text: str, w
     path = tmp_path / "site.yaml"
     path.write_text(f"{text}\n")
     with pytest.raises(ConfigError) as caught:
-        refuse_jobs(Site.load({"PIPELINE_SITE": str(path)}), JobRequest(1, 1, 1, 0, 1000, 60, 30), read_groups())
+        refuse_jobs(
+            Site.load({"PIPELINE_SITE": str(path)}),
+            JobRequest(1, 1, 1, 0, 1000, 60, 30),
+            read_groups(),
+        )
     assert "SLURM would refuse the job: " in str(caught.value)
     assert word in str(caught.value)
 
@@ -63,15 +67,21 @@ def test_so_are_those_of_the_user(slurm: Loopback, tmp_path: Path) -> None:
     assert slurm.call("squeue", "--noheader").strip() == ""
 
 
-def test_a_job_sees_what_the_site_wants_and_shows_nobody_its_secrets(slurm: Loopback, tmp_path: Path) -> None:
+def test_a_job_sees_what_the_site_wants_and_shows_nobody_its_secrets(
+    slurm: Loopback, tmp_path: Path
+) -> None:
     project, seen = SlurmProject(tmp_path / "project", "{cpu_ranks: 1}"), tmp_path / "seen"
     seen.mkdir()
     site = tmp_path / "site.yaml"
     site.write_text(SITE.format(seen=seen, token=TOKEN))
     project.environment |= {"PIPELINE_SITE": str(site), "HOME": str(tmp_path / "home")}
-    tokenized = project.store.pointer(project.experiment().ref("tokenize")).relative_to(project.root)
+    tokenized = project.store.pointer(project.experiment().ref("tokenize")).relative_to(
+        project.root
+    )
 
-    output = project.snakemake("--profile", "slurm", *QUICK, "--printshellcmds", "--verbose", str(tokenized)).stdout
+    output = project.snakemake(
+        "--profile", "slurm", *QUICK, "--printshellcmds", "--verbose", str(tokenized)
+    ).stdout
 
     assert output.count("has been submitted with SLURM jobid") == 1
     variables = (seen / "environment").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What the training asks SLURM for follows from the plan, and from the config where that says it."""
+"""What the training asks SLURM for follows from the plan, and the config where it says it."""
 
 import json
 import re
@@ -17,7 +17,13 @@ from pipeline_lib.plan.warnings import long_evaluations
 from pipeline_lib.records.plan import PlanDocument, known
 from pipeline_lib.slurm.can_start import refuse_jobs
 from pipeline_lib.slurm.cluster import NodeGroup, fitted
-from pipeline_lib.slurm.request import OF_STAGE, OF_TRAINING, JobRequest, stage_resources, training_resources
+from pipeline_lib.slurm.request import (
+    OF_STAGE,
+    OF_TRAINING,
+    JobRequest,
+    stage_resources,
+    training_resources,
+)
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
     evaluation_request,
@@ -36,10 +42,21 @@ from pipeline_lib.slurm.sizing import (
 )
 from tests.core.unreadable import endless_link
 
-SMALL = NodeGroup("small", is_default=True, is_up=True, limit_minutes=720, nodes=2, cpus=8, memory_mb=31_000, gpus=4)
+SMALL = NodeGroup(
+    "small",
+    is_default=True,
+    is_up=True,
+    limit_minutes=720,
+    nodes=2,
+    cpus=8,
+    memory_mb=31_000,
+    gpus=4,
+)
 
 
-def config_of(model: str = "Qwen/Qwen3-8B", cluster: dict[str, Any] | None = None, **train: Any) -> Config:
+def config_of(
+    model: str = "Qwen/Qwen3-8B", cluster: dict[str, Any] | None = None, **train: Any
+) -> Config:
     assert published(model) is not None
     return Config.model_validate(
         {
@@ -47,7 +64,8 @@ def config_of(model: str = "Qwen/Qwen3-8B", cluster: dict[str, Any] | None = Non
             "model": {"source": "modelscope", "name": model, "revision": "a" * 40},
             "data": {"train": ({"source": "file", "path": "rows.jsonl"},)},
             "shard": {"block_tokens": 4096},
-            "cluster": cluster or {"nodes": 2, "gpus_per_node": 8, "gpu": "h100", "internode_gbit_s": 400},
+            "cluster": cluster
+            or {"nodes": 2, "gpus_per_node": 8, "gpu": "h100", "internode_gbit_s": 400},
             "train": {"strategy": "fsdp", "global_batch_tokens": 262_144, **train},
         }
     )
@@ -63,7 +81,12 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
     plan = foreseen(config, store)
     assert plan is not None
     request = training_request(config, plan, [])
-    assert (request.nodes, request.tasks_per_node, request.tasks, request.gpus_per_node) == (2, 8, 16, 8)
+    assert (request.nodes, request.tasks_per_node, request.tasks, request.gpus_per_node) == (
+        2,
+        8,
+        16,
+        8,
+    )
     checkpoint_mb = known(plan.disk.checkpoint_bytes) / 1e6
     assert checkpoint_mb > 90_000  # weights and two moments in fp32
     assert request.memory_mb == pytest.approx(2500 + 8 * 6000 + 1.2 * checkpoint_mb / 2, abs=1000)
@@ -75,7 +98,11 @@ def test_a_task_for_each_rank_and_memory_by_the_plan(store: Store) -> None:
 def test_what_a_job_asks_for_is_the_least_that_the_plan_allows(
     cluster: dict[str, Any], offload: str, store: Store
 ) -> None:
-    train: dict[str, Any] = {"offload": offload, "recompute": "none", "save_async": offload == "none"}
+    train: dict[str, Any] = {
+        "offload": offload,
+        "recompute": "none",
+        "save_async": offload == "none",
+    }
     train["context_ranks"] = 1  # ranks that share blocks would need less
     config = config_of(cluster=cluster, **train)
     asked_gb = training_request(config, foreseen(config, store), []).memory_mb // 1000
@@ -89,9 +116,12 @@ def test_what_a_job_asks_for_is_the_least_that_the_plan_allows(
 def test_what_is_offloaded_to_the_host_of_cpus_is_counted_too(store: Store) -> None:
     held = config_of(cluster={"cpu_ranks": 2}, save_async=False)
     moved = config_of(cluster={"cpu_ranks": 2}, offload="optimizer+params")
-    asked = [training_request(config, foreseen(config, store), []).memory_mb for config in (held, moved)]
+    asked = [
+        training_request(config, foreseen(config, store), []).memory_mb for config in (held, moved)
+    ]
     assert asked[0] > 1.15 * 16 * 8190
-    second_gradients = 1.3 * 4 * 8190  # fsdp adds those of each micro-batch when all of them are there
+    # fsdp adds those of each micro-batch when all of them are there
+    second_gradients = 1.3 * 4 * 8190
     assert asked[1] == pytest.approx(asked[0] + second_gradients, rel=0.05)
 
 
@@ -100,17 +130,22 @@ def test_offloading_asks_for_more_host_memory(store: Store) -> None:
     asked = []
     for offload in ("none", "optimizer"):
         config = config_of(cluster=cluster, strategy="zero3", offload=offload, save_async=False)
-        free = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
+        free = config.model_copy(
+            update={"cluster": config.cluster.model_copy(update={"memory_gb": None})}
+        )
         asked.append(training_request(free, foreseen(config, store), []).memory_mb)
     assert asked[1] > asked[0] + 60_000
 
 
 def test_what_the_config_says_is_asked_for(store: Store) -> None:
-    config = config_of(cluster={"gpus_per_node": 1, "memory_gb": 77, "runtime_minutes": 5, "cpus_per_rank": 3})
+    config = config_of(
+        cluster={"gpus_per_node": 1, "memory_gb": 77, "runtime_minutes": 5, "cpus_per_rank": 3}
+    )
     request = training_request(config, None, [])
     assert (request.memory_mb, request.runtime_minutes, request.cpus_per_task) == (77_000, 5, 3)
     assert request.warning_s == 150  # half of its time at the most
-    assert training_request(config, None, [SMALL]).memory_mb == 77_000  # which is refused, by its key
+    # which is refused, by its key
+    assert training_request(config, None, [SMALL]).memory_mb == 77_000
 
 
 def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_take() -> None:
@@ -123,16 +158,25 @@ def test_time_is_the_end_of_the_band_and_a_margin_but_no_more_than_a_job_may_tak
         },
         "memory": {"fsdp": {"host_bytes": 0, "copied_bytes": 1, "cpu_rank_bytes": 1}},
         "chosen": {"strategy": "fsdp"},
-        "cluster": {"device": config.cluster.device, "nodes": config.cluster.nodes, "ranks": config.cluster.ranks},
+        "cluster": {
+            "device": config.cluster.device,
+            "nodes": config.cluster.nodes,
+            "ranks": config.cluster.ranks,
+        },
     }
     plan = PlanDocument.model_validate(content)
     request = training_request(config, plan, [])
     assert request.runtime_minutes == 15 + 1000
     assert request.warning_s == 60 + 6 + 180
     assert training_request(config, plan, [SMALL]).runtime_minutes == 720
-    asked = config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 900})})
-    assert training_request(asked, plan, [SMALL]).runtime_minutes == 900  # which is refused, by its key
-    brief = config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 4})})
+    asked = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 900})}
+    )
+    # which is refused, by its key
+    assert training_request(asked, plan, [SMALL]).runtime_minutes == 900
+    brief = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"runtime_minutes": 4})}
+    )
     assert training_request(brief, plan, []).warning_s == 120  # half of its time at the most
 
 
@@ -161,8 +205,12 @@ def test_what_is_not_known_is_asked_for_generously(store: Store, tmp_path: Path)
 def test_the_plugin_s_words(
     nodes: int, ranks: int, gpus: int, mpi: str, tasks: int | None, tasks_per_node: int | None
 ) -> None:
-    config = config_of(cluster={"nodes": nodes, "gpus_per_node": gpus, "cpu_ranks": ranks, "internode_gbit_s": 10})
-    found = training_resources(training_request(config, None, []), Site(partition="big", constraint="fast"))
+    config = config_of(
+        cluster={"nodes": nodes, "gpus_per_node": gpus, "cpu_ranks": ranks, "internode_gbit_s": 10}
+    )
+    found = training_resources(
+        training_request(config, None, []), Site(partition="big", constraint="fast")
+    )
     assert (found["nodes"], found["mpi"], found["tasks"], found["tasks_per_node"]) == (
         nodes,
         mpi,
@@ -179,48 +227,73 @@ def test_the_merge_and_the_evaluation_need_a_gpu_where_the_training_has_some(sto
     site = Site(partition="big", cpu_partition="small", constraint="fast")
     merge = stage_resources(merge_request(config_of(), store, 0), site)
     evaluation = stage_resources(evaluation_request(config_of(), store, 0), site)
-    assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == ("gpu:1", "big", "fast")
+    assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == (
+        "gpu:1",
+        "big",
+        "fast",
+    )
     assert (evaluation["gres"], evaluation["slurm_partition"]) == ("gpu:1", "big")
     assert 10_000 < merge["mem_mb"] < 20_000
     assert 16_000 < evaluation["mem_mb"] < 30_000
     assert set(merge) == set(OF_STAGE)
     on_cpus = stage_resources(merge_request(config_of(cluster={"cpu_ranks": 2}), store, 0), site)
-    assert (on_cpus["gres"], on_cpus["slurm_partition"], on_cpus["constraint"]) == (None, "small", None)
-    given = config_of(cluster={"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000})  # to the training alone
+    assert (on_cpus["gres"], on_cpus["slurm_partition"], on_cpus["constraint"]) == (
+        None,
+        "small",
+        None,
+    )
+    # to the training alone
+    given = config_of(cluster={"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000})
     assert merge_request(given, store, 0).memory_mb == merge["mem_mb"]
     assert evaluation_request(given, store, 0).memory_mb == evaluation["mem_mb"]
 
 
 @pytest.mark.parametrize(
     ("size", "gpu", "gpus", "memory_gb"),
-    [("8B", "l40s", 1, 25), ("32B", "h100", 1, 75), ("32B", "l40s", 2, 75), ("235B-A22B", "h100", 7, 479)],
+    [
+        ("8B", "l40s", 1, 25),
+        ("32B", "h100", 1, 75),
+        ("32B", "l40s", 2, 75),
+        ("235B-A22B", "h100", 7, 479),
+    ],
 )
 def test_as_many_gpus_are_asked_for_as_hold_the_model_that_answers(
     store: Store, size: str, gpu: str, gpus: int, memory_gb: int
 ) -> None:
-    config = config_of(f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora")
+    config = config_of(
+        f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora"
+    )
     request = evaluation_request(config, store, 0)
     assert (request.gpus_per_node, request.memory_mb) == (gpus, memory_gb * 1000)
     assert long_evaluations([config], store) == []
 
 
-def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answer(store: Store) -> None:
+def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answer(
+    store: Store,
+) -> None:
     """Two layers of 32B and 4,096 tokens of hidden states are all that 24 GB have to hold."""
-    config = config_of("Qwen/Qwen3-32B", {"gpus_per_node": 2, "gpu": "rtx 4090", "memory_gb": 64}, method="lora")
+    config = config_of(
+        "Qwen/Qwen3-32B", {"gpus_per_node": 2, "gpu": "rtx 4090", "memory_gb": 64}, method="lora"
+    )
     request = evaluation_request(config, store, 0)
     assert (request.gpus_per_node, request.memory_mb < 20_000) == (1, True)
     (warning,) = long_evaluations([config], store)
     assert warning == (
-        "the evaluation gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 GPUs of 23.5 GiB, and on "
+        "the evaluation gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 GPUs "
+        "of 23.5 GiB, and on "
         "CPUs it would take 163.81 GB of host memory"
     )
 
 
-def test_a_plan_that_cannot_be_read_is_named_and_only_a_damaged_one_is_to_be_deleted(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_read_is_named_and_only_a_damaged_one_is_to_be_deleted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "abc" / "plan.json"
     path.parent.mkdir()
     path.write_text("{")
-    with pytest.raises(IntegrityError, match=f"{path}: cannot be read .*; delete {path.parent} and run snakemake"):
+    with pytest.raises(
+        IntegrityError, match=f"{path}: cannot be read .*; delete {path.parent} and run snakemake"
+    ):
         sealed_plan(tmp_path / "abc.ok")
     with endless_link(path), pytest.raises(Unreadable, match=f"{path}: cannot be read"):
         sealed_plan(tmp_path / "abc.ok")
@@ -247,8 +320,10 @@ REQUESTS = {
 
 @pytest.mark.parametrize("stage", list(REQUESTS))
 def test_the_time_of_a_stage_grows_with_what_it_reads(stage: str, store: Store) -> None:
-    """Half an hour for little; of 470 GB, at least as long as a disk of 200 MB/s takes to read them once."""
-    little, much = (REQUESTS[stage](config_of(), store, size).runtime_minutes for size in (10**6, 470 * 10**9))
+    """Half an hour for little; of 470 GB, at least what a 200 MB/s disk takes to read them."""
+    little, much = (
+        REQUESTS[stage](config_of(), store, size).runtime_minutes for size in (10**6, 470 * 10**9)
+    )
     assert little - REQUESTS[stage](config_of(), store, 0).runtime_minutes <= 1
     assert 30 <= little < 90
     assert much > little + 470e9 / 200e6 / 60
@@ -263,7 +338,9 @@ def test_the_sizes_are_those_of_the_manifests_once_all_are_there(store: Store) -
         (folder / "model.safetensors").write_bytes(b" " * 10 * size)
         pointers.append(str(store.pointer(Ref("download", name))))
         assert sealed_bytes(pointers, with_weights=True) == 0
-        write_manifest(folder, Manifest(stage="download", digest=name, spec={}, files=describe_files(folder)))
+        write_manifest(
+            folder, Manifest(stage="download", digest=name, spec={}, files=describe_files(folder))
+        )
     assert sealed_bytes(pointers, with_weights=True) == 11_550
     assert sealed_bytes(pointers, with_weights=False) == 1050
     for pointer in pointers:
@@ -275,7 +352,9 @@ def test_the_training_has_time_to_verify_and_to_load_what_it_reads(store: Store)
     """470 GB are read at 200 MB/s and hashed at 400 MB/s, and read again: 98 minutes."""
     plan, size = foreseen(config_of(method="lora"), store), 470 * 10**9
     for content in (plan, None):
-        little, much = (training_request(config_of(), content, [], each).runtime_minutes for each in (0, size))
+        little, much = (
+            training_request(config_of(), content, [], each).runtime_minutes for each in (0, size)
+        )
         assert much - little == 98
     asked = config_of(cluster={"gpus_per_node": 1, "runtime_minutes": 5})
     assert training_request(asked, None, [], size).runtime_minutes == 5
@@ -283,13 +362,17 @@ def test_the_training_has_time_to_verify_and_to_load_what_it_reads(store: Store)
 
 def test_the_search_for_near_duplicates_has_the_time_and_memory_that_it_needs(store: Store) -> None:
     config, size = config_of(), 10**9
-    near = config.model_copy(update={"tokenize": config.tokenize.model_copy(update={"near_duplicates": 0.8})})
+    near = config.model_copy(
+        update={"tokenize": config.tokenize.model_copy(update={"near_duplicates": 0.8})}
+    )
     without, request = (tokenize_request(each, store, size) for each in (config, near))
     assert request.runtime_minutes > without.runtime_minutes + size / (8 * 0.056e6) / 60
     assert request.memory_mb >= without.memory_mb + size / 200 * 1000 / 1e6
 
 
-def test_the_model_is_looked_up_once_for_the_evaluation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_looked_up_once_for_the_evaluation(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Config] = []
 
     def counted(config: Config, store: Store) -> Question:
@@ -314,7 +397,10 @@ def test_an_evaluation_on_cpus_gets_the_hours_that_it_needs_and_the_cpus_of_a_no
 ) -> None:
     on_gpu, on_cpus = (
         held_out(config_of("Qwen/Qwen3-8B", cluster, method="lora"), tmp_path, 10**7)
-        for cluster in ({"gpus_per_node": 8, "gpu": "l40s", "cpus_per_rank": 8}, {"cpu_ranks": 8, "cpus_per_rank": 8})
+        for cluster in (
+            {"gpus_per_node": 8, "gpu": "l40s", "cpus_per_rank": 8},
+            {"cpu_ranks": 8, "cpus_per_rank": 8},
+        )
     )
     with_gpu, without = evaluation_request(on_gpu, store, 0), evaluation_request(on_cpus, store, 0)
     assert (with_gpu.gpus_per_node, with_gpu.cpus_per_task) == (1, 8)
@@ -333,12 +419,20 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
     site, fast = Site(partition="gpu", cpu_partition="small"), replace(SMALL, partition="gpu")
     small, large = (
         held_out(config_of(f"Qwen/Qwen3-{size}", cluster, method="lora"), tmp_path, 10**8)
-        for size, cluster in (("8B", {"gpus_per_node": 4, "gpu": "l40s"}), ("32B", {"cpu_ranks": 4}))
+        for size, cluster in (
+            ("8B", {"gpus_per_node": 4, "gpu": "l40s"}),
+            ("32B", {"cpu_ranks": 4}),
+        )
     )
     warned: list[str] = []
     assert list(too_long_evaluation(small, store, site, [SMALL, fast], warned.append)) == []
     assert (
-        list(too_long_evaluation(large, store, site, [replace(SMALL, limit_minutes=None), fast], warned.append)) == []
+        list(
+            too_long_evaluation(
+                large, store, site, [replace(SMALL, limit_minutes=None), fast], warned.append
+            )
+        )
+        == []
     )
     assert warned == []
     assert list(too_long_evaluation(large, store, site, [SMALL, fast], warned.append)) == []
@@ -348,7 +442,9 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
 
     def with_blocks(config: Config, store: Store) -> Question:
         question = question_of(config, store)
-        return replace(question, workload=replace(question.workload, is_assumed=False, validation_blocks=4000))
+        return replace(
+            question, workload=replace(question.workload, is_assumed=False, validation_blocks=4000)
+        )
 
     monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", with_blocks)
     (problem,) = too_long_evaluation(large, store, site, [SMALL, fast], warned.append)
@@ -365,7 +461,8 @@ def test_an_evaluation_that_no_job_has_the_time_for_is_refused_with_what_to_do(
         refuse_jobs(site, replace(request, nodes=1, memory_mb=1000), [SMALL, fast], [problem])
     monkeypatch.setattr("pipeline_lib.slurm.sizing.read_groups", lambda: [SMALL, fast])
     refuse_long_evaluation(small, store, site)
-    with pytest.raises(ConfigError, match="evaluate: takes about"):  # in the training's job: it is no guess by then
+    # in the training's job: it is no guess by then
+    with pytest.raises(ConfigError, match="evaluate: takes about"):
         refuse_long_evaluation(large, store, site)
 
 
@@ -373,4 +470,6 @@ def test_a_training_is_not_refused_in_its_job_where_sinfo_does_not_answer(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    refuse_long_evaluation(config_of("Qwen/Qwen3-32B", {"gpus_per_node": 4, "gpu": "l40s"}), store, Site())
+    refuse_long_evaluation(
+        config_of("Qwen/Qwen3-32B", {"gpus_per_node": 4, "gpu": "l40s"}), store, Site()
+    )

@@ -1,4 +1,7 @@
-"""Training in jobs of a real SLURM, on one node and on two: the same weights, signals that save, and no orphans."""
+"""Training in jobs of a real SLURM, on one node and two: equal weights, saves, no orphans.
+
+The saves are made on signals.
+"""
 
 import contextlib
 import os
@@ -32,15 +35,21 @@ def slurm() -> Iterator[Loopback]:
 
 
 # As Snakemake's job step does, which hands down no variable of SLURM but the job's number.
-STRIP = (
-    """for name in $(compgen -e | grep -E '^(SLURM|SRUN|SBATCH)_'); do [ $name = SLURM_JOB_ID ] || unset $name; done"""
-)
+STRIP = """for name in $(compgen -e | grep -E '^(SLURM|SRUN|SBATCH)_'); do
+    [ $name = SLURM_JOB_ID ] || unset $name
+done"""
 
 
-def submit(slurm: Loopback, stage: Stage, log: Path, nodes: int = 1, ranks_per_node: int = 2) -> int:
+def submit(
+    slurm: Loopback, stage: Stage, log: Path, nodes: int = 1, ranks_per_node: int = 2
+) -> int:
     """The training stage as a batch job."""
     script = f"{STRIP}\ncd {shlex.quote(str(ROOT))} && exec {shlex.join(stage.command)}"
-    size = (f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", f"--gres=gpu:{ranks_per_node}")
+    size = (
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={ranks_per_node}",
+        f"--gres=gpu:{ranks_per_node}",
+    )
     return slurm.submit(script, log, *size, "--time=10")
 
 
@@ -58,7 +67,11 @@ def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
     assert slurm.wait(job, DEADLINE_S) == "COMPLETED", log.read_text()
     assert "continuing from step-" in log.read_text()
     assert digest_of(load_weights(stage.result)) == digest_of(load_weights(whole(4, **settings)))
-    launched = [event for event in read_events(stage.result / "events.jsonl") if event["event"] == "run.launched"]
+    launched = [
+        event
+        for event in read_events(stage.result / "events.jsonl")
+        if event["event"] == "run.launched"
+    ]
     assert [event["job"] for event in launched] == [warned, job]
     assert [event["launcher"] for event in launched] == ["spawn", "srun"]
     assert [event["nodes"] for event in launched] == [["n1", "n2"]] * 2
@@ -66,9 +79,10 @@ def test_a_warning_saves_and_the_next_job_ends_with_the_same_weights(
 
 
 def warn(slurm: Loopback, stage: Stage, job: int, log: Path, *option: str) -> None:
-    """Warn the tasks of the job as SLURM does before a time limit: its batch script hears nothing, but by an option."""
+    """Warn the job's tasks as SLURM does before a limit: only an option tells its script."""
     stage.wait_for_step(2)
-    ours = [process for process in stage.processes() if process.name() != "srun"]  # which listens for SLURM
+    # which listens for SLURM
+    ours = [process for process in stage.processes() if process.name() != "srun"]
     assert_private(listeners(ours))  # the nodes' addresses are loopback addresses
     slurm.call("scancel", *option, "--signal=USR1", str(job))
 
@@ -80,7 +94,9 @@ def warn(slurm: Loopback, stage: Stage, job: int, log: Path, *option: str) -> No
     assert stage.processes() == []
 
 
-def test_a_killed_task_is_named_and_ends_the_others(slurm: Loopback, arena: Arena, tmp_path: Path) -> None:
+def test_a_killed_task_is_named_and_ends_the_others(
+    slurm: Loopback, arena: Arena, tmp_path: Path
+) -> None:
     stage, log = make_stage(arena, "srun", epochs=1000, save_every_steps=2), tmp_path / "job.log"
     job = submit(slurm, stage, log)
     stage.wait_for_checkpoint()
@@ -99,7 +115,8 @@ def test_a_killed_task_is_named_and_ends_the_others(slurm: Loopback, arena: Aren
 @pytest.fixture
 def alone(slurm: Loopback, arena: Arena, tmp_path: Path) -> tuple[int, Stage, Path]:
     """A job with a long training of one rank, at its second step."""
-    stage, log = make_stage(arena, "srun", ranks=1, epochs=1000, save_every_steps=100_000), tmp_path / "job.log"
+    stage = make_stage(arena, "srun", ranks=1, epochs=1000, save_every_steps=100_000)
+    log = tmp_path / "job.log"
     job = submit(slurm, stage, log, ranks_per_node=1)
     stage.wait_for_step(2)
     return job, stage, log

@@ -25,7 +25,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 @pytest.fixture
 def queue(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    """Let SLURM's queue hold one job, `number|state|reason|start`, for a stage instance; or nothing."""
+    """Let SLURM's queue hold one job, `number|state|reason|start`, for an instance; or none."""
 
     def hold_job(job: str, digest: str = "", rule: str = "train") -> None:
         comment = f"rule_{rule}_stage_wildcards_{digest}"

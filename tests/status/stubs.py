@@ -1,4 +1,4 @@
-"""Stores with real frozen experiments, and what is needed around them: a squeue, a process that holds a lock."""
+"""Stores with real frozen experiments, and their surroundings: a squeue, a process with a lock."""
 
 import os
 import subprocess
@@ -37,12 +37,16 @@ with locked(Path(sys.argv[1]), print, note={"slurm_job": sys.argv[2] or None, "a
 """
 
 
-def stub_squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str, exit_code: int = 0) -> None:
+def stub_squeue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str, exit_code: int = 0
+) -> None:
     """Put a squeue first on PATH that says `lines`, however it is asked."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lines").write_text(lines)
     script = folder / "squeue"
-    script.write_text(f"#!/bin/sh\necho called >> {folder}/calls\ncat {folder}/lines\nexit {exit_code}\n")
+    script.write_text(
+        f"#!/bin/sh\necho called >> {folder}/calls\ncat {folder}/lines\nexit {exit_code}\n"
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
@@ -68,7 +72,9 @@ class Desk:
     def sweep(self, name: str = "swept", sweep: str = SWEEP) -> Dag:
         """Compile and freeze a sweep with halving."""
         config = self.folder / f"{name}.yaml"
-        text = CONFIG.format(name=name, lr="1.0e-3").replace("save_every", "validate_every_steps: 5, save_every")
+        text = CONFIG.format(name=name, lr="1.0e-3").replace(
+            "save_every", "validate_every_steps: 5, save_every"
+        )
         config.write_text(f"{text}sweep: {sweep}\n")
         dag = Dag.compile([str(config)], {}, self.store)
         dag.freeze()
@@ -128,7 +134,9 @@ class Desk:
         """Rows of an attempt, 0.5 s a step, behind those that are there."""
         path = self.run_dir(experiment) / "metrics.jsonl"
         old = path.read_bytes() if path.exists() else b""
-        write_jsonl(path, [row(step, attempt, 0.5 * (step - steps.start + 1), **fields) for step in steps])
+        write_jsonl(
+            path, [row(step, attempt, 0.5 * (step - steps.start + 1), **fields) for step in steps]
+        )
         path.write_bytes(old + path.read_bytes())
 
     def survey(self, *names: str, all_of_them: bool = False) -> Survey:
@@ -139,7 +147,9 @@ class Desk:
         [status] = self.survey(*names).statuses()
         return status
 
-    def hold(self, experiment: Experiment, part: str = "train", job: str = "") -> "subprocess.Popen[str]":
+    def hold(
+        self, experiment: Experiment, part: str = "train", job: str = ""
+    ) -> "subprocess.Popen[str]":
         """A process that holds the lock of a stage."""
         command = [sys.executable, "-c", HOLD, str(self.lock(experiment, part)), job]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -18,14 +18,26 @@ COMMAND = [sys.executable, "-m", "pipeline_lib", "status"]
 
 
 def environment(desk: Desk) -> dict[str, str]:
-    known = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    known = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm",
+        "COLUMNS": "100",
+        "LINES": "40",
+    }
     return known | {"PIPELINE_STORE": str(desk.store.root)}
 
 
 def status(desk: Desk, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [*COMMAND, *arguments]
     return subprocess.run(
-        command, cwd=desk.folder, env=environment(desk), capture_output=True, text=True, timeout=180, check=False
+        command,
+        cwd=desk.folder,
+        env=environment(desk),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
 
 
@@ -44,12 +56,16 @@ def test_it_prints_plain_lines_and_json(desk: Desk) -> None:
         "b           download  not begun",
     ]
     assert "\x1b" not in plain.stdout
-    assert [(found["experiment"], found["state"]) for found in json.loads(as_json.stdout)] == [("a", "not begun")]
+    assert [(found["experiment"], found["state"]) for found in json.loads(as_json.stdout)] == [
+        ("a", "not begun")
+    ]
 
 
 def test_an_empty_store_and_none_at_all(desk: Desk) -> None:
     said = " ".join(status(desk).stdout.split())
-    assert said.startswith(f"{desk.store.root}/experiments: no experiments yet; snakemake adds them")
+    assert said.startswith(
+        f"{desk.store.root}/experiments: no experiments yet; snakemake adds them"
+    )
     assert json.loads(status(desk, "--json").stdout) == []
     assert not desk.store.root.exists()  # looking makes nothing
 
@@ -59,7 +75,10 @@ def test_a_queue_that_does_not_answer_is_told(desk: Desk, monkeypatch: pytest.Mo
     assert "squeue" not in status(desk).stdout
     stub_squeue(desk.folder / "bin", monkeypatch, "", exit_code=1)
 
-    assert "squeue does not answer, so it is unknown which jobs are in the queue" in status(desk).stdout
+    assert (
+        "squeue does not answer, so it is unknown which jobs are in the queue"
+        in status(desk).stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +142,9 @@ def test_watched_into_a_file_it_is_written_again_and_again(desk: Desk) -> None:
     desk.freeze("a")
     path = Path(desk.folder / "out")
     with path.open("wb") as file:
-        process = subprocess.Popen([*COMMAND, "--watch", "0.3"], cwd=desk.folder, env=environment(desk), stdout=file)
+        process = subprocess.Popen(
+            [*COMMAND, "--watch", "0.3"], cwd=desk.folder, env=environment(desk), stdout=file
+        )
         try:
             end_s = time.monotonic() + 30
             while path.read_bytes().count(b"experiment  stage") < 3:

@@ -27,7 +27,7 @@ ORDER = ["download", "tokenize", "shard", "plan", "train", "merge", "evaluate", 
 
 
 def look(project: Project) -> dict[str, Any]:
-    """What the command says of the only experiment; it never fails, whatever is being written meanwhile."""
+    """What the command says of the only experiment; it never fails, even during writes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project.root)
         patch.setattr(sys, "argv", ["pipeline_lib", "status", "--json"])
@@ -53,7 +53,9 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(project: Projec
     end_s = time.monotonic() + DEADLINE_S
     process = project.start()
     while not (seen and (seen[-1].get("checkpoint_step") or 0) >= 6):
-        assert time.monotonic() < end_s and process.poll() is None, (project.root / "started.log").read_text()
+        assert time.monotonic() < end_s and process.poll() is None, (
+            project.root / "started.log"
+        ).read_text()
         seen.append(look(project))
         time.sleep(LOOK_S)
     assert (seen[-1]["stage"], seen[-1]["state"], seen[-1]["attempt"]) == ("train", "running", 1)
@@ -75,39 +77,58 @@ def test_a_run_is_followed_from_its_start_over_a_kill_to_its_end(project: Projec
         time.sleep(LOOK_S)
     process.wait(300)
 
-    running = [found for found in after if found["stage"] == "train" and found["state"] == "running"]
-    counted = [found["step"] for found in running if found["step"] is not None and found["attempt"] == 2]
+    running = [
+        found for found in after if found["stage"] == "train" and found["state"] == "running"
+    ]
+    counted = [
+        found["step"] for found in running if found["step"] is not None and found["attempt"] == 2
+    ]
     assert counted and counted == sorted(counted)
     assert min(counted) >= killed["checkpoint_step"]
     timed = [found for found in running if found["eta_s"] is not None]
     assert timed and all(found["tokens_per_s"] > 0 and found["loss"] > 0 for found in timed)
     begun = [found["stage"] for found in [*seen, killed, *after] if found["state"] is not None]
-    of_the_training = [ORDER.index(stage) for stage in begun if stage != "baseline"]  # that is made at any time
+    # that is made at any time
+    of_the_training = [ORDER.index(stage) for stage in begun if stage != "baseline"]
     assert of_the_training == sorted(of_the_training)
     summary = json.loads((project.sealed("train") / "summary.json").read_text())
     assert (after[-1]["step"], after[-1]["loss"]) == (summary["steps"], summary["final_loss"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(project: Project, number: signal.Signals) -> None:
+def test_a_run_that_is_stopped_is_interrupted_and_its_reason_is_kept(
+    project: Project, number: signal.Signals
+) -> None:
     """The second goes on where the first was stopped."""
     if "epochs: 8" in project.config.read_text():
         project.edit("epochs: 8", "epochs: 200")
     run_dir = project.store.run_dir(run_digest(project.experiment().specs["train"]))
     saved = set(run_dir.glob("checkpoints/step-*"))
     process = project.start()
-    wait_until(lambda: bool(set(run_dir.glob("checkpoints/step-*")) - saved), process, "a new checkpoint")
+    wait_until(
+        lambda: bool(set(run_dir.glob("checkpoints/step-*")) - saved), process, "a new checkpoint"
+    )
     os.killpg(process.pid, number)
     assert process.wait(300) != 0
     end_s = time.monotonic() + 300
-    while (found := look(project))["state"] == "running":  # the ranks save, and snakemake does not wait for them
+    while (found := look(project))[
+        "state"
+    ] == "running":  # the ranks save, and snakemake does not wait for them
         assert time.monotonic() < end_s, (project.root / "started.log").read_text()
         time.sleep(LOOK_S)
 
     assert (found["stage"], found["state"]) == ("train", "interrupted")
     assert "stopped by " in found["reason"] and found["reason"].endswith(CONTINUES)
-    assert found["advice"] == f"run snakemake again; training resumes from the checkpoint of step {found['step']}"
+    assert (
+        found["advice"]
+        == f"run snakemake again; training resumes from the checkpoint of step {found['step']}"
+    )
     last = read_events(run_dir / "events.jsonl")[-1]
-    assert (last["event"], last["exit_code"], last["reason"]) == ("run.interrupted", 75, found["reason"])
-    shutil.rmtree(project.root / "logs")  # SIGTERM ends tee too, whose log is then not the last word
+    assert (last["event"], last["exit_code"], last["reason"]) == (
+        "run.interrupted",
+        75,
+        found["reason"],
+    )
+    # SIGTERM ends tee too, whose log is then not the last word
+    shutil.rmtree(project.root / "logs")
     assert (look(project)["state"], look(project)["reason"]) == ("interrupted", found["reason"])

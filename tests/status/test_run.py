@@ -60,7 +60,8 @@ def test_the_eta_is_that_of_the_progress_line(tmp_path: Path) -> None:
 
     recent = [0.4 + 0.05 * (step % 7) for step in range(41, 61)]
     assert told_s == pytest.approx(340 * sum(recent) / 20, rel=1e-3)
-    assert said[0].endswith("ETA 3:19:30")  # of the first step, which says so: one step of 30 s, 399 left
+    # of the first step, which says so: one step of 30 s, 399 left
+    assert said[0].endswith("ETA 3:19:30")
 
 
 def test_an_attempt_that_took_up_but_made_no_step_stands_where_it_took_up(tmp_path: Path) -> None:
@@ -72,14 +73,20 @@ def test_an_attempt_that_took_up_but_made_no_step_stands_where_it_took_up(tmp_pa
 
     starting = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)
 
-    assert (starting.attempt, starting.step, starting.loss, starting.tokens_per_s) == (2, None, None, None)
+    assert (starting.attempt, starting.step, starting.loss, starting.tokens_per_s) == (
+        2,
+        None,
+        None,
+        None,
+    )
     assert (starting.eta_s, starting.elapsed_s) == (None, None)
 
     second.emit("run.start", last_step=40)
     second.emit("run.resumed", step=15, checkpoint="step-00000015")
     resumed = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)
     assert (resumed.step, resumed.last_step, resumed.eta_s) == (15, 40, None)
-    assert numbers_of(RunRecord.read_ends(tmp_path), is_alive=False).step == 17  # killed again: the last step made
+    # killed again: the last step made
+    assert numbers_of(RunRecord.read_ends(tmp_path), is_alive=False).step == 17
 
     write_rows(tmp_path, (1, range(1, 18)), (2, range(16, 21)))
     numbers = numbers_of(RunRecord.read_ends(tmp_path), is_alive=True)

@@ -1,4 +1,4 @@
-"""Which experiments `status` and `summary` show: those that `compare` would take, by the same texts."""
+"""Which experiments `status` and `summary` show: those that `compare` takes, by the same texts."""
 
 import json
 import os
@@ -15,7 +15,9 @@ from pipeline_lib.status.selection import Selector
 from tests.status.stubs import CONFIG, Desk
 
 
-def command(desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def command(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> str:
     """What a command says, with the store and in the folder of `desk`."""
     monkeypatch.chdir(desk.folder)
     monkeypatch.setenv("PIPELINE_STORE", str(desk.store.root))
@@ -28,7 +30,9 @@ def named(desk: Desk, *texts: str, all_of_them: bool = False) -> list[str]:
     return [found.experiment for found in desk.survey(*texts, all_of_them=all_of_them).statuses()]
 
 
-def test_status_takes_names_patterns_digests_config_files_and_other_stores(desk: Desk, tmp_path: Path) -> None:
+def test_status_takes_names_patterns_digests_config_files_and_other_stores(
+    desk: Desk, tmp_path: Path
+) -> None:
     for name in ("lr-low", "lr-high", "other"):
         desk.freeze(name)
     digest = desk.freeze("other", lr="1.0e-3").ref("report").digest
@@ -42,13 +46,17 @@ def test_status_takes_names_patterns_digests_config_files_and_other_stores(desk:
     assert named(desk, digest[:8]) == named(desk, str(desk.folder / "other.yaml")) == ["other"]
     assert named(desk, "oth*", all_of_them=True) == ["other", "other"]
     assert named(desk, f"{there.store.root}:far", "other") == ["far", "other"]
-    with pytest.raises(ConfigError, match="lr-lo: no experiment of that name; did you mean 'lr-low'"):
+    with pytest.raises(
+        ConfigError, match="lr-lo: no experiment of that name; did you mean 'lr-low'"
+    ):
         named(desk, "lr-lo")
 
 
 def test_a_config_file_that_snakemake_has_not_begun_with_is_not_begun(desk: Desk) -> None:
     dag = desk.sweep()
-    text = CONFIG.format(name="swept", lr="1.0e-3").replace("save_every", "validate_every_steps: 5, save_every")
+    text = CONFIG.format(name="swept", lr="1.0e-3").replace(
+        "save_every", "validate_every_steps: 5, save_every"
+    )
     wider = desk.folder / "wider.yaml"
     wider.write_text(f"{text}sweep: {{train.lr: [1.0e-3, 2.0e-3, 4.0e-3]}}\n")
 
@@ -57,7 +65,9 @@ def test_a_config_file_that_snakemake_has_not_begun_with_is_not_begun(desk: Desk
     assert [one.state for one in found] == ["not begun"] * 3
     new = {one.experiment for one in found} - {one.name for one in dag.experiments}
     assert new == {"swept-lr=0.004"}
-    assert [one.reason for one in found if one.experiment in new] == ["snakemake has not begun with this config"]
+    assert [one.reason for one in found if one.experiment in new] == [
+        "snakemake has not begun with this config"
+    ]
     assert [one.to_json()["frozen"] for one in found if one.experiment in new] == [None]
 
 
@@ -76,7 +86,10 @@ def test_summary_has_a_line_for_each_of_several_and_knows_who_was_stopped_by_a_s
     dag = desk.sweep()
     desk.freeze("other")
     rung = dag.rungs[0]
-    reached = {one: Reached(rung.step, float(place), False, None) for place, one in enumerate(rung.trainings)}
+    reached = {
+        one: Reached(rung.step, float(place), False, None)
+        for place, one in enumerate(rung.trainings)
+    }
     decision = decide(rung, None, reached, {one: dag.names_of(one) for one in reached})
     write_record(decision_path(desk.store, rung.digest), decision)
 

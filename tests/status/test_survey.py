@@ -25,7 +25,9 @@ from pipeline_lib.status.watch import show
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 
-OLD_CONTINUES = "run the same command again to continue"  # of logs from before there were exit codes
+OLD_CONTINUES = (
+    "run the same command again to continue"  # of logs from before there were exit codes
+)
 
 
 def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
@@ -45,7 +47,13 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
     desk.seal(
         demo,
         "train",
-        summary={"steps": 40, "final_loss": 3.25, "tokens_per_s": 4000.0, "training_time_s": 20.0, "attempts": 2},
+        summary={
+            "steps": 40,
+            "final_loss": 3.25,
+            "tokens_per_s": 4000.0,
+            "training_time_s": 20.0,
+            "attempts": 2,
+        },
     )
     assert desk.status().stage == "merge"
     desk.seal(demo, "merge", "baseline", "evaluate", "report")
@@ -54,11 +62,18 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
 
     assert (found.stage, found.state) == (None, "done")
     numbers = found.numbers
-    assert (numbers.step, numbers.last_step, numbers.loss, numbers.tokens_per_s) == (40, 40, 3.25, 4000.0)
+    assert (numbers.step, numbers.last_step, numbers.loss, numbers.tokens_per_s) == (
+        40,
+        40,
+        3.25,
+        4000.0,
+    )
     assert (numbers.elapsed_s, numbers.attempt) == (20.0, 2)
 
 
-def test_a_finished_experiment_needs_its_model_and_nothing_of_what_was_made_on_the_way(desk: Desk) -> None:
+def test_a_finished_experiment_needs_its_model_and_nothing_of_what_was_made_on_the_way(
+    desk: Desk,
+) -> None:
     demo = desk.ready_to_train()
     desk.seal(demo, "train", "merge", "baseline", "evaluate", "report")
     sealed = desk.store.sealed(demo.ref("merge")) / "manifest.json"
@@ -68,7 +83,10 @@ def test_a_finished_experiment_needs_its_model_and_nothing_of_what_was_made_on_t
     found = desk.status()
 
     assert (found.stage, found.state) == ("merge", "not begun")
-    assert (found.reason, found.advice) == ("its report exists, and its model is missing", "run snakemake again")
+    assert (found.reason, found.advice) == (
+        "its report exists, and its model is missing",
+        "run snakemake again",
+    )
     sealed.write_text(model)
     for part in ("tokenize", "plan", "data.0"):
         (desk.store.sealed(demo.ref(part)) / "manifest.json").unlink()
@@ -141,7 +159,9 @@ def test_stages_that_do_not_train_run_too(desk: Desk, hold: Hold) -> None:
     assert (desk.status().stage, desk.status().state) == ("download", "running")
 
 
-def test_the_base_models_evaluation_is_told_from_that_of_the_trained_model(desk: Desk, hold: Hold) -> None:
+def test_the_base_models_evaluation_is_told_from_that_of_the_trained_model(
+    desk: Desk, hold: Hold
+) -> None:
     demo = desk.ready_to_train()
     hold(demo, part="baseline")
 
@@ -159,14 +179,18 @@ def test_a_stage_whose_log_ends_with_an_error_failed(desk: Desk, part: str) -> N
     if part == "tokenize":
         for ref in (demo.ref("tokenize"), demo.ref("shard")):
             (desk.store.sealed(ref) / "manifest.json").unlink()
-    log = desk.log(demo, part, "reading\nerror: rows.jsonl: line 7: not JSON\n  - look there [bold]\n")
+    log = desk.log(
+        demo, part, "reading\nerror: rows.jsonl: line 7: not JSON\n  - look there [bold]\n"
+    )
 
     found = desk.status()
 
     assert (found.stage, found.state) == (part, "failed")
     assert found.reason == "rows.jsonl: line 7: not JSON - look there [bold]"
     assert found.log == str(log)
-    assert found.advice is not None and found.advice.startswith("fix the error and run snakemake again")
+    assert found.advice is not None and found.advice.startswith(
+        "fix the error and run snakemake again"
+    )
 
 
 def test_a_stage_that_was_killed_without_a_word_is_interrupted(desk: Desk) -> None:
@@ -205,8 +229,12 @@ def test_the_rank_that_failed_first_is_quoted_when_there_is_no_log(desk: Desk) -
     demo = desk.ready_to_train(launched=True)
     desk.train(demo, range(1, 6))
     errors = desk.run_dir(demo) / "errors"
-    write_json(errors / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer; run again"})
-    write_json(errors / "rank-1.json", {"rank": 1, "exit_code": 70, "message": "gave up at step 6\x1b[2J"})
+    write_json(
+        errors / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer; run again"}
+    )
+    write_json(
+        errors / "rank-1.json", {"rank": 1, "exit_code": 70, "message": "gave up at step 6\x1b[2J"}
+    )
     (errors / "rank-2.json").write_text('{"rank": 2, "exi')
 
     found = desk.status()
@@ -228,7 +256,9 @@ def test_an_agreed_stop_is_an_interruption(desk: Desk) -> None:
     stopped = Interrupted(f"stopped by a signal after step 6, which is saved; {CONTINUES}")
     reported(desk, demo, stopped, stopped)
     error = explain("srun", 75, None, 2, desk.run_dir(demo))
-    log = desk.log(demo, "train", f"error: {error}\nnot queued again: cluster.max_requeues allows 20 times\n")
+    log = desk.log(
+        demo, "train", f"error: {error}\nnot queued again: cluster.max_requeues allows 20 times\n"
+    )
 
     assert desk.status().state == "interrupted"
 
@@ -242,14 +272,13 @@ def test_the_ranks_know_better_than_the_words_of_the_log_what_is_a_failure(desk:
     desk.log(demo, "train", "error: rank 0: stopped, in other words\n")
     assert desk.status().state == "interrupted"
 
-    desk.log(
-        demo, "train", "error: plan.json: not the bytes that were sealed\n"
-    )  # of a later call, which began no rank
+    # of a later call, which began no rank
+    desk.log(demo, "train", "error: plan.json: not the bytes that were sealed\n")
     assert desk.status().state == "failed"
 
 
 def test_a_rewound_run_is_not_what_it_stopped_as_before(desk: Desk) -> None:
-    """Neither the log of the stop, however recent, nor the reports of its ranks are about the run as it is now."""
+    """Neither the stop's log, however recent, nor its ranks' reports are about the run now."""
     demo = desk.ready_to_train(launched=True)
     desk.save(demo, 3)
     reported(desk, demo, PipelineError("gave up at step 6"))
@@ -263,10 +292,14 @@ def test_a_rewound_run_is_not_what_it_stopped_as_before(desk: Desk) -> None:
 
     assert (status.state, status.reason, status.log) == ("interrupted", "rewound to step 3", None)
     assert status.advice == "run snakemake again; training resumes from the checkpoint of step 3"
-    desk.log(demo, "train", "error: plan.json: not the bytes that were sealed\nexit code: 66\n")  # of a call since
+    # of a call since
+    desk.log(demo, "train", "error: plan.json: not the bytes that were sealed\nexit code: 66\n")
     later_s = stopped_s + 2
     os.utime(log, (later_s, later_s))
-    assert (desk.status().state, desk.status().reason) == ("failed", "plan.json: not the bytes that were sealed")
+    assert (desk.status().state, desk.status().reason) == (
+        "failed",
+        "plan.json: not the bytes that were sealed",
+    )
 
 
 def test_a_long_reason_that_the_launcher_cut_is_found_in_the_log(desk: Desk) -> None:
@@ -283,21 +316,32 @@ def test_a_long_reason_that_the_launcher_cut_is_found_in_the_log(desk: Desk) -> 
     [
         ("SLURM did not answer\nexit code: 75\n", "interrupted", "SLURM did not answer"),
         # The exit code decides, and no words do; without one, as in older logs, the words do.
-        (f"says: {CONTINUES}\nin SLURM job 7\nexit code: 65\n", "failed", f"says: {CONTINUES} in SLURM job 7"),
+        (
+            f"says: {CONTINUES}\nin SLURM job 7\nexit code: 65\n",
+            "failed",
+            f"says: {CONTINUES} in SLURM job 7",
+        ),
         (f"stopped; {OLD_CONTINUES}\n", "interrupted", f"stopped; {OLD_CONTINUES}"),
         ("https://me:s3cret@host/x refused\n", "failed", "https://me:***@host/x refused"),
     ],
 )
-def test_the_error_that_ends_a_log_says_what_is_a_failure(desk: Desk, log: str, state: str, reason: str) -> None:
+def test_the_error_that_ends_a_log_says_what_is_a_failure(
+    desk: Desk, log: str, state: str, reason: str
+) -> None:
     desk.log(desk.freeze(), "model", f"error: {log}")
 
     assert (desk.status().state, desk.status().reason) == (state, reason)
 
 
-@pytest.mark.parametrize(("name", "state"), [("run.interrupted", "interrupted"), ("run.failed", "failed")])
+@pytest.mark.parametrize(
+    ("name", "state"), [("run.interrupted", "interrupted"), ("run.failed", "failed")]
+)
 def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> None:
     demo = desk.ready_to_train(launched=True)
-    write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 75, "message": "lost a peer"})
+    write_json(
+        desk.run_dir(demo) / "errors" / "rank-0.json",
+        {"rank": 0, "exit_code": 75, "message": "lost a peer"},
+    )
     desk.event(demo, name, attempt=1, reason="rank 1:\n  it is over", exit_code=1)
     assert (desk.status().state, desk.status().reason) == (state, "rank 1: it is over")
 
@@ -309,7 +353,9 @@ def test_the_launchers_last_word_decides(desk: Desk, name: str, state: str) -> N
     (desk.run_dir(demo) / "errors" / "rank-0.json").unlink()
     found = desk.status()
     assert found.state == "interrupted"
-    assert found.reason is not None and found.reason.startswith("its process is gone and left no message")
+    assert found.reason is not None and found.reason.startswith(
+        "its process is gone and left no message"
+    )
 
 
 def test_after_a_rehearsal_the_run_itself_is_not_begun(desk: Desk) -> None:
@@ -323,7 +369,11 @@ def test_after_a_rehearsal_the_run_itself_is_not_begun(desk: Desk) -> None:
     found = desk.status()
 
     assert found.state == "not begun"
-    assert (found.numbers.step, found.numbers.last_step, found.numbers.checkpoint_step) == (2, 40, 2)
+    assert (found.numbers.step, found.numbers.last_step, found.numbers.checkpoint_step) == (
+        2,
+        40,
+        2,
+    )
 
     desk.log(demo, "train", "train: ddp\n")
     assert desk.status().state == "interrupted"
@@ -337,7 +387,10 @@ def test_a_job_that_waits_in_the_queue(desk: Desk, queue: Queue) -> None:
 
     assert (found.stage, found.state, found.job) == ("train", "waiting", "31")
     assert found.job_state == "PENDING (Resources)"
-    assert found.reason == "SLURM job 31: PENDING (Resources), expected to start at 2026-11-22T09:00:00"
+    assert (
+        found.reason
+        == "SLURM job 31: PENDING (Resources), expected to start at 2026-11-22T09:00:00"
+    )
     assert (found.numbers.step, found.numbers.last_step) == (None, 40)
 
 
@@ -367,18 +420,31 @@ def test_a_job_that_slurm_refused_to_queue_again_is_interrupted(desk: Desk, queu
     desk.train(demo, range(1, 10))
     desk.event(demo, "run.interrupted", attempt=1, reason="stopped by a signal", exit_code=75)
     desk.event(demo, "run.requeued", attempt=1, job=31, step=9, reason="stopped by a signal")
-    desk.event(demo, "run.requeue_refused", attempt=1, job=31, step=9, reason="scontrol requeue 31: disabled")
+    desk.event(
+        demo,
+        "run.requeue_refused",
+        attempt=1,
+        job=31,
+        step=9,
+        reason="scontrol requeue 31: disabled",
+    )
     for state in ("RUNNING", "COMPLETING", ""):  # SLURM takes a moment to end the job
         queue(f"31|{state}|None|N/A" if state else "", demo.ref("train").digest)
         found = desk.status()
         assert (found.state, found.numbers.requeues) == ("interrupted", 0)
-        assert found.reason == "stopped by a signal; not queued again: scontrol requeue 31: disabled"
+        assert (
+            found.reason == "stopped by a signal; not queued again: scontrol requeue 31: disabled"
+        )
 
     queue("32|RUNNING|None|N/A", demo.ref("train").digest)  # a new job, which begins
     assert (desk.status().state, desk.status().job) == ("waiting", "32")
 
     queue("")
-    desk.log(demo, "train", "error: stopped by a signal\nnot queued again: scontrol requeue 31: disabled\n")
+    desk.log(
+        demo,
+        "train",
+        "error: stopped by a signal\nnot queued again: scontrol requeue 31: disabled\n",
+    )
     assert desk.status().state == "interrupted"
 
 
@@ -408,19 +474,27 @@ def test_the_newest_config_of_each_name(desk: Desk) -> None:
     os.utime(old, (time.time() - 100,) * 2)
 
     assert [found.frozen for found in desk.survey().statuses()] == [new.stem, beside.stem]
-    assert {found.frozen for found in desk.survey(all_of_them=True).statuses() if found.experiment == "a"} == {
+    assert {
+        found.frozen
+        for found in desk.survey(all_of_them=True).statuses()
+        if found.experiment == "a"
+    } == {
         old.stem,
         new.stem,
     }
     assert [found.experiment for found in desk.survey("b").statuses()] == ["b"]
-    with pytest.raises(ConfigError, match="c: no experiment of that name, and no config file; known: a, b"):
+    with pytest.raises(
+        ConfigError, match="c: no experiment of that name, and no config file; known: a, b"
+    ):
         desk.survey("b", "c").statuses()
 
 
 def path_of(desk: Desk, train_digest: str) -> Path:
     """The frozen experiment with that training."""
     paths = (desk.store.root / "experiments").glob("*.json")
-    return next(path for path in paths if json.loads(path.read_text())["parts"]["train"] == train_digest)
+    return next(
+        path for path in paths if json.loads(path.read_text())["parts"]["train"] == train_digest
+    )
 
 
 def test_damaged_experiments_are_shown_as_such_beside_the_others(desk: Desk) -> None:
@@ -431,7 +505,9 @@ def test_damaged_experiments_are_shown_as_such_beside_the_others(desk: Desk) -> 
 
     found = {status.experiment: status.state for status in desk.survey().statuses()}
 
-    assert found == {f"000{number}.json": "unreadable" for number in range(len(contents))} | {"demo": "not begun"}
+    assert found == {f"000{number}.json": "unreadable" for number in range(len(contents))} | {
+        "demo": "not begun"
+    }
 
 
 def test_a_damaged_spec_is_shown_as_such(desk: Desk) -> None:
@@ -466,7 +542,12 @@ def test_damaged_files_of_a_run_give_no_wrong_numbers(desk: Desk, hold: Hold) ->
 
     assert found.state == "running"
     numbers = found.numbers
-    assert (numbers.step, numbers.last_step, numbers.loss, numbers.tokens_per_s) == (9, 40, None, None)
+    assert (numbers.step, numbers.last_step, numbers.loss, numbers.tokens_per_s) == (
+        9,
+        40,
+        None,
+        None,
+    )
     assert (numbers.checkpoint_step, numbers.checkpoint_age_s) == (None, None)
 
 
@@ -491,10 +572,17 @@ def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Ho
     desk.event(demo, "run.start", attempt=1, last_step=40)
     desk.train(demo, range(1, 10))
     desk.save(demo, 9)
-    write_json(desk.run_dir(demo) / "errors" / "rank-0.json", {"rank": 0, "exit_code": 70, "message": "gave up"})
+    write_json(
+        desk.run_dir(demo) / "errors" / "rank-0.json",
+        {"rank": 0, "exit_code": 70, "message": "gave up"},
+    )
     desk.log(demo, "train", "error: gave up\n")
     hold(demo)
-    files = [path for path in sorted(desk.folder.rglob("*")) if path.is_file() and "no-slurm" not in path.parts]
+    files = [
+        path
+        for path in sorted(desk.folder.rglob("*"))
+        if path.is_file() and "no-slurm" not in path.parts
+    ]
     assert len(files) > 30
     huge = "9" * 400
     garbage = [
@@ -516,7 +604,9 @@ def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Ho
             path.write_bytes(damaged)
             found = desk.survey().statuses()
             assert len(found) == 2, path
-            assert all(isinstance(json.dumps(status.to_json(), allow_nan=False), str) for status in found), path
+            assert all(
+                isinstance(json.dumps(status.to_json(), allow_nan=False), str) for status in found
+            ), path
         path.write_bytes(whole)
     assert {status.state for status in desk.survey().statuses()} == {"running", "done"}
 
@@ -535,7 +625,10 @@ def test_names_that_no_file_can_have(desk: Desk) -> None:
 def decided(dag: Dag) -> None:
     """The first of the file goes on from the first rung, whatever it came to."""
     rung = dag.rungs[0]
-    reached = {one: Reached(rung.step, float(place), False, None) for place, one in enumerate(rung.trainings)}
+    reached = {
+        one: Reached(rung.step, float(place), False, None)
+        for place, one in enumerate(rung.trainings)
+    }
     decision = decide(rung, None, reached, {one: dag.names_of(one) for one in reached})
     write_record(decision_path(dag.store, rung.digest), decision)
 
@@ -548,14 +641,19 @@ def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
     dag = desk.sweep()
     desk.seal_before_train(dag.experiments[0])
     desk.seal(dag.experiments[1], "plan", plan={"batch": {"steps": 40}})
-    (desk.store.root / "sweeps" / "cut.json").write_text('{"experiments": ["\\u0000", 3, "../x"], "halving": []}')
+    (desk.store.root / "sweeps" / "cut.json").write_text(
+        '{"experiments": ["\\u0000", 3, "../x"], "halving": []}'
+    )
     assert set(states(desk).values()) == {"not begun"}
     decided(dag)
 
     one, other = desk.survey().statuses()
 
     assert (one.state, other.state) == ("not begun", "stopped")
-    assert (other.experiment, other.reason) == ("swept-lr=0.002", "at step 10 of its sweep: place 2 of 2, 1 go on")
+    assert (other.experiment, other.reason) == (
+        "swept-lr=0.002",
+        "at step 10 of its sweep: place 2 of 2, 1 go on",
+    )
 
     dag.freeze()  # as the same command again does, which decides nothing anew
     assert states(desk)["swept-lr=0.002"] == "stopped"
@@ -572,7 +670,10 @@ def test_a_stop_counts_until_the_experiment_is_asked_for_otherwise(desk: Desk, a
     decided(dag)
     assert states(desk)[stopped.name] == "stopped"
     then_s = time.time() - 100
-    for path in [*(desk.store.root / "sweeps").iterdir(), *(desk.store.root / "experiments").iterdir()]:
+    for path in [
+        *(desk.store.root / "sweeps").iterdir(),
+        *(desk.store.root / "experiments").iterdir(),
+    ]:
         os.utime(path, (then_s, then_s))
     assert states(desk)[stopped.name] == "stopped"
 
@@ -580,12 +681,16 @@ def test_a_stop_counts_until_the_experiment_is_asked_for_otherwise(desk: Desk, a
         Dag((stopped,), desk.store).freeze()
     else:
         lrs = "1.0e-3, 2.0e-3, 3.0e-3" if again == "another experiment" else "1.0e-3, 2.0e-3"
-        desk.sweep(sweep=f"{{train.lr: [{lrs}]{', halving: {first_step: 10}' if '3.0' in lrs else ''}}}")
+        desk.sweep(
+            sweep=f"{{train.lr: [{lrs}]{', halving: {first_step: 10}' if '3.0' in lrs else ''}}}"
+        )
 
     assert states(desk)[stopped.name] == "not begun"
 
 
-def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_rung(desk: Desk, queue: Queue) -> None:
+def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_rung(
+    desk: Desk, queue: Queue
+) -> None:
     dag = desk.sweep()
     first = dag.experiments[0]
     desk.seal_before_train(first)
@@ -598,13 +703,17 @@ def test_a_training_to_a_rung_in_the_queue_waits_and_its_logs_are_those_of_the_r
 
     queue("")
     desk.event(first, "run.launched", attempt=1, job="31")
-    log, slurm_log = (desk.folder / "logs" / path for path in (f"rung/{spec.digest}.log", "slurm/rule_rung_stage"))
+    log, slurm_log = (
+        desk.folder / "logs" / path for path in (f"rung/{spec.digest}.log", "slurm/rule_rung_stage")
+    )
     slurm_log = slurm_log / spec.digest / "31.log"
     for path in (log, slurm_log):
         path.parent.mkdir(parents=True)
         path.write_text("train: ddp\nerror: the disk is full\n")
     desk.log(first, "train", "error: of an earlier whole run\n")
-    os.utime(desk.folder / "logs" / "train" / f"{first.ref('train').digest}.log", (time.time() - 3,) * 2)
+    os.utime(
+        desk.folder / "logs" / "train" / f"{first.ref('train').digest}.log", (time.time() - 3,) * 2
+    )
 
     found = desk.survey(first.name).statuses()[0]
     assert (found.state, found.reason) == ("failed", "the disk is full")

@@ -31,7 +31,9 @@ LONG = Status(
 
 def text_of(found: list[Status], width: int) -> list[str]:
     stream = io.StringIO()
-    Console(file=stream, width=width, markup=False, highlight=False).print(render(found, "store/experiments", width))
+    Console(file=stream, width=width, markup=False, highlight=False).print(
+        render(found, "store/experiments", width)
+    )
     return stream.getvalue().rstrip("\n").split("\n")
 
 
@@ -55,7 +57,11 @@ def test_the_widest_row_fits_with_nothing_cut_off(width: int, left_out: list[str
     assert rows[0].split() == [name for name in HEAD.split() if name not in left_out]
     assert "".join(row.split(" ")[0] for row in rows) == f"experiment{LONG.experiment}"
     values = dict(
-        zip(HEAD.split()[1:], ["tokenize", "interrupted", "12345/100000", "11.2345", "1,234,567"], strict=False)
+        zip(
+            HEAD.split()[1:],
+            ["tokenize", "interrupted", "12345/100000", "11.2345", "1,234,567"],
+            strict=False,
+        )
     )
     values |= {
         "ETA": "100:00:00",
@@ -66,7 +72,9 @@ def test_the_widest_row_fits_with_nothing_cut_off(width: int, left_out: list[str
         "saved": "12000",
     }
     cells = rows[1].replace(",  59", " 59").replace("12000,", "12000").split()
-    assert [values[name] for name in values if name not in left_out and values[name] not in cells] == []
+    assert [
+        values[name] for name in values if name not in left_out and values[name] not in cells
+    ] == []
 
 
 def test_columns_without_a_value_are_left_out() -> None:
@@ -90,7 +98,9 @@ def test_what_to_do_is_said_once_for_all_that_wait_for_a_stage() -> None:
 
 
 def test_an_empty_store_says_so() -> None:
-    assert text_of([], 100) == ["store/experiments: no experiments yet; snakemake adds them when it starts"]
+    assert text_of([], 100) == [
+        "store/experiments: no experiments yet; snakemake adds them when it starts"
+    ]
 
 
 def test_the_keys_of_the_json_stay() -> None:

@@ -13,7 +13,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Shown:
-    """One run: its config by the keys of the YAML as text, the points of each metric, the last numbers, the page.
+    """One run: its config by YAML keys as text, each metric's points, the last numbers, the page.
 
     `warnings` are the texts of all warnings.
     """
@@ -35,7 +35,11 @@ def flat_text(value: Any, name: str = "") -> dict[str, str]:
     """The leaves of `value` as text, by their keys."""
     if not isinstance(value, dict) or not value:
         return {name: str(value)}
-    return {key: text for part, item in value.items() for key, text in flat_text(item, f"{name}.{part}").items()}
+    return {
+        key: text
+        for part, item in value.items()
+        for key, text in flat_text(item, f"{name}.{part}").items()
+    }
 
 
 def config_of(value: dict[str, Any]) -> dict[str, str]:
@@ -51,8 +55,13 @@ def tensorboard(folder: Path) -> Shown:
     events = accumulator.EventAccumulator(str(folder), purge_orphaned_data=True)
     events.Reload()
     tags = events.Tags()
-    points = {name: [(one.step, one.value) for one in events.Scalars(name)] for name in tags["scalars"]}
-    texts = {name: events.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in tags["tensors"]}
+    points = {
+        name: [(one.step, one.value) for one in events.Scalars(name)] for name in tags["scalars"]
+    }
+    texts = {
+        name: events.Tensors(name)[-1].tensor_proto.string_val[0].decode()
+        for name in tags["tensors"]
+    }
     warned = [
         one.tensor_proto.string_val[0].decode()
         for name in tags["tensors"]
@@ -61,7 +70,9 @@ def tensorboard(folder: Path) -> Shown:
     ]
     page = texts.get("report", texts.get("report/text_summary"))
     config = config_of(json.loads(texts["config"]))
-    return Shown(config, points, last(points), Path(page.strip()).read_text() if page else "", tuple(warned))
+    return Shown(
+        config, points, last(points), Path(page.strip()).read_text() if page else "", tuple(warned)
+    )
 
 
 def mlflow(folder: Path) -> Shown:
@@ -75,7 +86,9 @@ def mlflow(folder: Path) -> Shown:
     whole = json.loads(only(folder.glob("artifacts/*/artifacts/config.json")).read_text())
     assert {name: text[:500] for name, text in config_of(whole).items()} == run.data.params
     warned = [text for name, text in run.data.tags.items() if name.startswith("warning")]
-    return Shown(dict(run.data.params), points, last(points), page.read_text() if page else "", tuple(warned))
+    return Shown(
+        dict(run.data.params), points, last(points), page.read_text() if page else "", tuple(warned)
+    )
 
 
 def wandb(folder: Path) -> Shown:
@@ -93,7 +106,8 @@ def wandb(folder: Path) -> Shown:
             points.setdefault(name, []).append((values["_step"], value))
         for item in record.summary.update:
             final["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
-    points = {name: found for name, found in points.items() if not name.startswith("_")}  # when it was written
+    # when it was written
+    points = {name: found for name, found in points.items() if not name.startswith("_")}
     final = {name: value for name, value in final.items() if name.startswith("eval/")}
     page = next(iter(file.parent.glob("files/report.html")), None)
     config.pop("_wandb")
@@ -108,13 +122,17 @@ def swanlab(folder: Path) -> Shown:
     for record in (records.Record.FromString(each) for each in log_records(file)):
         kind = record.WhichOneof("record_type")
         if kind == "scalar":
-            points.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+            points.setdefault(record.scalar.key, []).append(
+                (record.scalar.step, record.scalar.value.number)
+            )
         elif kind == "media" and record.media.key.startswith("warning"):
             names = [item.filename for item in record.media.value.items]
             warned += [path.read_text() for name in names for path in folder.rglob(name)]
         elif kind == "save" and record.save.name == "report.html":
             pages.append(Path(record.save.target_path).read_text())
-    config = import_module("yaml").safe_load(only(folder.glob("run-*/files/config.yaml")).read_text())
+    config = import_module("yaml").safe_load(
+        only(folder.glob("run-*/files/config.yaml")).read_text()
+    )
     found = config_of({name: item["value"] for name, item in config.items()})
     return Shown(found, points, last(points), pages[-1] if pages else "", tuple(warned))
 

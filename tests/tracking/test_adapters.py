@@ -1,4 +1,4 @@
-"""Each tracker, with its own library and offline: what its files hold after a kill, a resume and a report."""
+"""Each tracker, with its own library and offline: its files after a kill, resume and report."""
 
 import json
 import os
@@ -38,7 +38,7 @@ CONFIG = {
 
 
 class Experiment:
-    """A finished one in a store, but for its training's metrics, and for the tracker that follows them."""
+    """A finished one in a store, except its training's metrics, and the tracker of those."""
 
     def __init__(self, root: Path, tracker: str) -> None:
         """Write what a tracker reads of it."""
@@ -56,9 +56,18 @@ class Experiment:
         }
         for folder in (self.plan_dir, self.store.sealed(self.train.ref)):
             write_json(folder / "plan.json", plan)
-        for name, at, config in (("older", 1000, {**CONFIG, "evaluate": {"generations": 1}}), ("newer", 2000, CONFIG)):
+        for name, at, config in (
+            ("older", 1000, {**CONFIG, "evaluate": {"generations": 1}}),
+            ("newer", 2000, CONFIG),
+        ):
             path = self.store.root / "experiments" / f"{name}.json"
-            write_json(path, {"config": config, "parts": {"plan": self.plan_dir.name, "train": self.train.digest}})
+            write_json(
+                path,
+                {
+                    "config": config,
+                    "parts": {"plan": self.plan_dir.name, "train": self.train.digest},
+                },
+            )
             os.utime(path, (at, at))
         write_text(self.store.root / "experiments" / "damaged.json", '{"config": {')
 
@@ -83,12 +92,19 @@ class Experiment:
         process.send_signal(signal.SIGKILL)
         process.communicate()
 
-    def report(self, loss: float, experiment: str = "small", settings: dict[str, Any] | None = None) -> list[str]:
+    def report(
+        self, loss: float, experiment: str = "small", settings: dict[str, Any] | None = None
+    ) -> list[str]:
         """Seal a report of it and hand it over; what was said."""
-        spec = Spec("report", 1, {"experiment": experiment, **(settings or {})}, {"train": self.train.ref})
+        spec = Spec(
+            "report", 1, {"experiment": experiment, **(settings or {})}, {"train": self.train.ref}
+        )
         sealed, said = self.store.sealed(spec.ref), list[str]()
         write_text(sealed / "report.html", f"{PAGE}: {loss}")
-        write_json(sealed / "summary.json", {"eval": {"tuned": {"loss": loss}, "verdict": "better"}, "train": {"x": 1}})
+        write_json(
+            sealed / "summary.json",
+            {"eval": {"tuned": {"loss": loss}, "verdict": "better"}, "train": {"x": 1}},
+        )
         hand_over(spec, self.store, "report.html", "summary.json", said.append)
         return said
 
@@ -97,7 +113,8 @@ class Experiment:
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in MODES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # settings of whoever runs the tests, and what libraries leave
+    # settings of whoever runs the tests, and what libraries leave
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
 def losses(steps: range) -> list[tuple[int, float]]:
@@ -111,7 +128,8 @@ def test_a_killed_run_goes_on_as_one_with_every_number_once_its_config_and_its_r
     pytest.importorskip(tracker)
     experiment = Experiment(tmp_path, tracker)
     experiment.train_until_killed()
-    write_rows(experiment.run_dir / "metrics.jsonl", range(5, 10))  # the next attempt begins behind its checkpoint
+    # the next attempt begins behind its checkpoint
+    write_rows(experiment.run_dir / "metrics.jsonl", range(5, 10))
     # As if the kill had come between the numbers and the note that they were given.
     write_json(experiment.folder / "fed.json", {"step": 4, "names": ["train/loss"]})
     said = experiment.report(loss=2.5)
@@ -135,12 +153,17 @@ def test_a_killed_run_goes_on_as_one_with_every_number_once_its_config_and_its_r
 
 
 @pytest.mark.parametrize("tracker", READERS)
-def test_every_rank_is_shown_and_a_warning_about_them_comes_once(tracker: str, tmp_path: Path) -> None:
+def test_every_rank_is_shown_and_a_warning_about_them_comes_once(
+    tracker: str, tmp_path: Path
+) -> None:
     pytest.importorskip(tracker)
     experiment = Experiment(tmp_path, tracker)
     path = experiment.run_dir / "metrics.jsonl"
     for step in range(10, 60, 10):
-        reading = {"gpu_utilization_of_ranks": [0.95, 0.5], "peak_memory_bytes_of_ranks": [7e9, 7e9 + step]}
+        reading = {
+            "gpu_utilization_of_ranks": [0.95, 0.5],
+            "peak_memory_bytes_of_ranks": [7e9, 7e9 + step],
+        }
         write_rows(path, range(step, step + 1))
         *before, last = path.read_text().splitlines()
         path.write_text("\n".join([*before, json.dumps({**json.loads(last), **reading})]) + "\n")
@@ -191,9 +214,12 @@ def test_the_command_of_the_report_rule_hands_the_page_over(tmp_path: Path) -> N
     write_rows(run_dir / "metrics.jsonl", range(1, 4))
     (run_dir / "tracking" / "tensorboard").mkdir(parents=True)
     spec = world.store.spec_path(world.experiment.ref("report").digest)
-    subprocess.run([sys.executable, "-m", "pipeline_lib", "report", "--spec", spec], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pipeline_lib", "report", "--spec", spec], cwd=ROOT, check=True
+    )
 
-    shown, sealed = reading.tensorboard(run_dir / "tracking" / "tensorboard"), world.folder("report")
+    shown = reading.tensorboard(run_dir / "tracking" / "tensorboard")
+    sealed = world.folder("report")
     assert shown.page == (sealed / "report.html").read_text()
     tuned = read_json(sealed / "summary.json")["eval"]["tuned"]["loss"]
     [(step, loss)] = shown.points["eval/tuned/loss"]
@@ -206,7 +232,9 @@ def test_a_report_of_another_name_stays_out_of_the_run(tmp_path: Path) -> None:
     experiment.folder.mkdir(parents=True)
 
     [line] = experiment.report(loss=2.0, experiment="other")
-    assert line == "tracking: the training is shown as that of small, and its report stays that one's"
+    assert (
+        line == "tracking: the training is shown as that of small, and its report stays that one's"
+    )
     assert list(experiment.folder.iterdir()) == []
 
 
@@ -227,7 +255,8 @@ def test_what_is_damaged_is_said_and_fails_nothing(damaged: str, tmp_path: Path)
         write_text(experiment.store.sealed(experiment.train.ref) / "plan.json", "{")
         [line] = experiment.report(loss=2.0)
     else:
-        spec, said = Spec("report", 1, {"experiment": "small"}, {"train": experiment.train.ref}), list[str]()
+        spec = Spec("report", 1, {"experiment": "small"}, {"train": experiment.train.ref})
+        said = list[str]()
         hand_over(spec, experiment.store, "report.html", "summary.json", said.append)
         [line] = said
 

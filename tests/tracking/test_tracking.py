@@ -1,4 +1,4 @@
-"""Trackers see every number once; one that fails, hangs or is missing changes nothing about the training."""
+"""Trackers see each number once; one that fails, hangs or is missing changes no training."""
 
 import json
 import os
@@ -29,7 +29,9 @@ def write_rows(path: Path, steps: Iterator[int] | range, loss: float = 0.0) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for step in steps:
-            file.write(json.dumps({"step": step, "loss": 10.0 - step + loss, "kind": "text"}) + "\n")
+            file.write(
+                json.dumps({"step": step, "loss": 10.0 - step + loss, "kind": "text"}) + "\n"
+            )
 
 
 @pytest.fixture
@@ -86,7 +88,12 @@ def test_only_numbers_are_shown() -> None:
 def test_the_numbers_of_ranks_have_a_curve_each_or_their_ends_where_they_are_many() -> None:
     found = numbers({"step": 10, "gpu_utilization_of_ranks": [0.9, 0.7]})
     name = "train/gpu_utilization_of_ranks"
-    assert found == {f"{name}/0": 0.9, f"{name}/1": 0.7, f"{name}/lowest": 0.7, f"{name}/highest": 0.9}
+    assert found == {
+        f"{name}/0": 0.9,
+        f"{name}/1": 0.7,
+        f"{name}/lowest": 0.7,
+        f"{name}/highest": 0.9,
+    }
 
     found = numbers({"step": 10, "peak_memory_bytes_of_ranks": list(range(1, 513))})
     assert found == {
@@ -130,7 +137,9 @@ def test_a_tracker_that_crashes_is_told_once(
             time.sleep(0.02)
 
     [line] = said
-    assert line.startswith("tracking: tensorboard failed and is left out (RuntimeError: no disk; token=***")
+    assert line.startswith(
+        "tracking: tensorboard failed and is left out (RuntimeError: no disk; token=***"
+    )
     assert "abcdefgh" not in line
 
 
@@ -140,12 +149,19 @@ class Failed(Exception):
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_tracker_that_hangs_is_stopped_and_sooner_where_the_run_failed(
-    run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_failed: bool
+    run_dir: Path,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_failed: bool,
 ) -> None:
     fake_tracker(tmp_path, monkeypatch, "import time; time.sleep(1000)")
     monkeypatch.setattr(feed, "HURRY_S" if has_failed else "FINISH_S", 0.5)
     start_s = time.monotonic()
-    with suppress(Failed), trackers({"to": ["tensorboard"]}, run_dir, tmp_path / "plan", said.append):
+    with (
+        suppress(Failed),
+        trackers({"to": ["tensorboard"]}, run_dir, tmp_path / "plan", said.append),
+    ):
         if has_failed:
             raise Failed
 
@@ -154,7 +170,9 @@ def test_a_tracker_that_hangs_is_stopped_and_sooner_where_the_run_failed(
     assert line.startswith("tracking: tensorboard did not finish in")
 
 
-def test_a_tracker_that_cannot_be_started_is_left_out(run_dir: Path, said: list[str], tmp_path: Path) -> None:
+def test_a_tracker_that_cannot_be_started_is_left_out(
+    run_dir: Path, said: list[str], tmp_path: Path
+) -> None:
     run_dir.mkdir(parents=True)
     (run_dir / "tracking").write_text("a file where a folder is wanted")
     with trackers({"to": ["json"]}, run_dir, tmp_path / "plan", said.append):
@@ -167,7 +185,9 @@ def test_a_tracker_that_cannot_be_started_is_left_out(run_dir: Path, said: list[
 def test_what_stops_the_start_of_a_tracker_leaves_no_earlier_one(
     run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fake_tracker(tmp_path, monkeypatch, "import sys; sys.stdin.read(); print('it was asked to finish')")
+    fake_tracker(
+        tmp_path, monkeypatch, "import sys; sys.stdin.read(); print('it was asked to finish')"
+    )
     started = feed.Child
 
     def interrupt(name: str, *others: Any) -> feed.Child:
@@ -189,7 +209,10 @@ def test_what_stops_the_start_of_a_tracker_leaves_no_earlier_one(
 def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path: Path) -> None:
     """A made-up library that tells of the address it was given, and then fails with it."""
     address = "http://ann:hunter2@host/x"
-    code = "import os, sys\n\nfrom pipeline_lib.cli.main import main\nfrom pipeline_lib.tracking import run\n\n"
+    code = (
+        "import os, sys\n\nfrom pipeline_lib.cli.main import main\nfrom pipeline_lib.tracking "
+        "import run\n\n"
+    )
     code += "def feed_tracker(*_):\n    print('sent to', os.environ['MLFLOW_TRACKING_URI'])\n"
     code += "    sys.stderr.write(os.environ['MLFLOW_TRACKING_URI'])\n"
     code += "    raise RuntimeError('no answer from ' + os.environ['MLFLOW_TRACKING_URI'])\n\n"
@@ -210,15 +233,30 @@ def test_no_password_of_a_trackers_address_is_in_its_log(run_dir: Path, tmp_path
     assert "RuntimeError: no answer from http://ann:***@host/x\n" in done.stdout
 
 
-def test_without_a_frozen_experiment_trackers_are_told_every_setting_of_the_training(tmp_path: Path) -> None:
-    plan = {"experiment": "small", "cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
+def test_without_a_frozen_experiment_trackers_are_told_every_setting_of_the_training(
+    tmp_path: Path,
+) -> None:
+    plan = {
+        "experiment": "small",
+        "cluster": {"ranks": 2},
+        "batch": {"steps": 9},
+        "chosen": {"strategy": "ddp"},
+    }
     made = {"cluster": {"ranks": 2}, "batch": {"steps": 9}, "chosen": {"strategy": "ddp"}}
     read = PlanDocument.model_validate
-    assert settings_of_run(read(plan), tmp_path / "plan" / "x") == {"experiment": "small", "train": {}, "plan": made}
+    assert settings_of_run(read(plan), tmp_path / "plan" / "x") == {
+        "experiment": "small",
+        "train": {},
+        "plan": made,
+    }
     train = {"method": "lora", "lr": 1e-4, "lora": {"rank": 8}}
     found = dict(flat(settings_of_run(read({**plan, "train": train}), tmp_path / "plan" / "x")))
     assert (found["train.method"], found["train.lr"], found["train.epochs"]) == ("lora", 1e-4, 1)
-    assert (found["train.lora.rank"], found["train.lora.alpha"], found["plan.chosen.strategy"]) == (8, 32, "ddp")
+    assert (found["train.lora.rank"], found["train.lora.alpha"], found["plan.chosen.strategy"]) == (
+        8,
+        32,
+        "ddp",
+    )
 
 
 def test_a_missing_package_is_one_line(run_dir: Path, said: list[str], tmp_path: Path) -> None:
@@ -226,4 +264,7 @@ def test_a_missing_package_is_one_line(run_dir: Path, said: list[str], tmp_path:
         pass
 
     [line] = said
-    assert "no_such_tracker is not installed, so it is left out: pip install -e '.[no_such_tracker]'" in line
+    assert (
+        "no_such_tracker is not installed, so it is left out: pip install -e '.[no_such_tracker]'"
+        in line
+    )

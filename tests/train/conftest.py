@@ -84,7 +84,8 @@ class Arena:
         spec = Spec("train", version_of_training(train), settings_of(train, PLACEMENT_KEYS), inputs)
         plan = {
             "cluster": {"ranks": ranks, "device": device, "cpus_per_rank": 1},
-            "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS} | {"context_ranks": train.ranks_per_block},
+            "chosen": {key: getattr(train, key) for key in PLACEMENT_KEYS}
+            | {"context_ranks": train.ranks_per_block},
         }
         out.mkdir(parents=True, exist_ok=True)
         checkpoints = self.store.run_dir(run_digest(spec)) / CHECKPOINTS
@@ -92,7 +93,13 @@ class Arena:
         resume_from = newest_valid(checkpoints, last_step, lambda path, reason: None)
         lock = hold(self.store.root.parent / "lock")
         return RankJob(
-            spec, self.store, PlanDocument.model_validate(plan), out, attempt=1, lock=lock, resume_from=resume_from
+            spec,
+            self.store,
+            PlanDocument.model_validate(plan),
+            out,
+            attempt=1,
+            lock=lock,
+            resume_from=resume_from,
         )
 
 
@@ -113,7 +120,7 @@ def arena(tmp_path: Path) -> Arena:
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """What training leaves that nothing interrupts; each number of ranks and settings is trained with once."""
+    """What an undisturbed training leaves; each number of ranks and settings trains once."""
     results: dict[str, Path] = {}
 
     def train_once(ranks: int, **settings: Any) -> Path:

@@ -49,7 +49,10 @@ def stopped(
     event: str = "step.begin",
     ranks: tuple[str, ...] = ("1",),
 ) -> tuple[float, str]:
-    """Train; `ranks` do `act` at `event` of `step`: after how long this rank ended with `error`, and what it said."""
+    """Train; `ranks` do `act` at `event` of `step`: when this rank ended with `error`, and how.
+
+    How is what it said; when is after how long.
+    """
     reached_s = 0.0
 
     def observe(name: str, fields: dict[str, Any]) -> None:
@@ -99,13 +102,17 @@ def signal_this(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def train_until_one_rank_is_killed(environ: Mapping[str, str], job: RankJob, step: int) -> tuple[float, str]:
+def train_until_one_rank_is_killed(
+    environ: Mapping[str, str], job: RankJob, step: int
+) -> tuple[float, str]:
     """Train; rank 1 dies in `step`: how long another rank took to notice, and what it said."""
     return stopped(environ, job, partial(signal_this, signal.SIGKILL), Interrupted, step)
 
 
-def train_while_one_rank_hangs(environ: Mapping[str, str], job: RankJob, step: int, hang_s: float) -> tuple[float, str]:
-    """Train while rank 1 does not answer for `hang_s` in `step`: how long a rank waited then, and what it said."""
+def train_while_one_rank_hangs(
+    environ: Mapping[str, str], job: RankJob, step: int, hang_s: float
+) -> tuple[float, str]:
+    """Train while rank 1 is silent for `hang_s` in `step`: how long a rank waited, its words."""
     return stopped(environ, job, partial(time.sleep, hang_s), Interrupted, step)
 
 
@@ -115,7 +122,7 @@ def train_and_signal_one_rank(environ: Mapping[str, str], job: RankJob, step: in
 
 
 def train_and_signal_again_and_again(environ: Mapping[str, str], job: RankJob, step: int) -> str:
-    """Train while rank 1 gets SIGTERM in `step` and every millisecond from then on, also while it saves."""
+    """Train while rank 1 gets SIGTERM in `step` and each millisecond from then, even saving."""
 
     def keep_signalling() -> None:
         for _ in range(300):
@@ -126,12 +133,13 @@ def train_and_signal_again_and_again(environ: Mapping[str, str], job: RankJob, s
         signal_this(signal.SIGTERM)
         threading.Thread(target=keep_signalling, daemon=True).start()
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is in force again after the run, while signals still come
+    # what is in force again after the run, while signals still come
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return stopped(environ, job, begin, Interrupted, step)[1]
 
 
 def train_with_a_flipped_bit(environ: Mapping[str, str], job: RankJob, step: int) -> str:
-    """Train while the lowest bit of one weight of rank 1 flips in `step`; what the rank says when it stops."""
+    """Train while the lowest bit of a weight of rank 1 flips in `step`; the rank's last words."""
     models: list[torch.nn.Module] = []
     build: Any = vars(rank_module)["build_trainable"]
 
@@ -146,8 +154,10 @@ def train_with_a_flipped_bit(environ: Mapping[str, str], job: RankJob, step: int
     return stopped(environ, job, flip, TrainingError, step)[1]
 
 
-def train_and_run_out(environ: Mapping[str, str], job: RankJob, event: str, step: int, text: str) -> str:
-    """Train until the memory of a GPU is made to look full at `event` of `step`; what the rank says."""
+def train_and_run_out(
+    environ: Mapping[str, str], job: RankJob, event: str, step: int, text: str
+) -> str:
+    """Train until a GPU's memory is made to look full at `event` of `step`; the rank's words."""
 
     def fill() -> None:
         raise torch.OutOfMemoryError(text)
@@ -174,7 +184,11 @@ def load_weights(out: Path) -> dict[str, torch.Tensor]:
     """The whole tensors that a run left, whatever ranks wrote them."""
     folder = out / "weights"
     metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(e.size) for name, e in metadata.items() if isinstance(e, TensorStorageMetadata)}
+    tensors = {
+        name: torch.empty(e.size)
+        for name, e in metadata.items()
+        if isinstance(e, TensorStorageMetadata)
+    }
     load_tensors(folder, tensors)
     return tensors
 

@@ -22,7 +22,9 @@ DEADLINE_S = 600.0
 
 def seal(folder: Path, stage: str, digest: str) -> None:
     """Seal whatever `folder` holds."""
-    write_manifest(folder, Manifest(stage=stage, digest=digest, spec={}, files=describe_files(folder)))
+    write_manifest(
+        folder, Manifest(stage=stage, digest=digest, spec={}, files=describe_files(folder))
+    )
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,26 @@ class Stage:
     def command(self) -> list[str]:
         spec_path = self.arena.store.spec_path(self.spec.digest)
         plan = f"{self.plan_dir}.ok"
-        return [sys.executable, "-m", "pipeline_lib", "train", "--spec", str(spec_path), "--plan", plan]
+        return [
+            sys.executable,
+            "-m",
+            "pipeline_lib",
+            "train",
+            "--spec",
+            str(spec_path),
+            "--plan",
+            plan,
+        ]
 
     def start(self, **environ: str) -> "subprocess.Popen[bytes]":
         """Start it; what it says goes to `log`."""
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                self.command, cwd=ROOT, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT
+                self.command,
+                cwd=ROOT,
+                env={**os.environ, **environ},
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def run(self, **environ: str) -> int:
@@ -82,11 +97,13 @@ class Stage:
             time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
-        """All that work for this run, but the process of the stage itself; `info` is as it was when they were found."""
+        """All that work for this run, except the stage's process; `info` is from when found."""
         return [
             process
             for process in psutil.process_iter(["cmdline", "status", "environ"])
-            if any(str(self.arena.store.root.parent) in part for part in process.info["cmdline"] or [])
+            if any(
+                str(self.arena.store.root.parent) in part for part in process.info["cmdline"] or []
+            )
             and process.info["status"] != psutil.STATUS_ZOMBIE
             and "train" not in process.info["cmdline"]
         ]
@@ -98,7 +115,9 @@ class Stage:
 
 def _is_rank(info: dict[str, Any], named_by: str, rank: int) -> bool:
     command = [part for part in info["cmdline"] if part != "-u"]
-    return command[1:4] == ["-m", "pipeline_lib", "rank"] and (info["environ"] or {}).get(named_by) == str(rank)
+    return command[1:4] == ["-m", "pipeline_lib", "rank"] and (info["environ"] or {}).get(
+        named_by
+    ) == str(rank)
 
 
 def make_stage(
@@ -109,7 +128,10 @@ def make_stage(
     nodes: int = 1,
     **settings: Any,
 ) -> Stage:
-    """A stage over the inputs of `arena`, with the given keys of `train`; they are sealed if they are not yet."""
+    """A stage over the inputs of `arena`, with these keys of `train`, which it seals if needed.
+
+    It seals the inputs.
+    """
     store = arena.store
     for ref in (arena.model, arena.shard):
         if not (store.sealed(ref) / "manifest.json").exists():

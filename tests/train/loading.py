@@ -41,11 +41,13 @@ SIZES: dict[str, Any] = {
 
 def write_dense(folder: Path, tied: bool, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
     """A small Qwen3."""
-    return write_random(folder, Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)), dtype, **save)
+    return write_random(
+        folder, Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)), dtype, **save
+    )
 
 
 def multimodal(sizes: dict[str, Any], has_experts: bool = False) -> PreTrainedModel:
-    """A small Qwen3.5 with a model of pictures; its layers are recurrent, but for the last of each two."""
+    """A small Qwen3.5 with a picture model; every layer is recurrent but each second one."""
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     experts["shared_expert_intermediate_size"] = 12
     linear: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -64,7 +66,13 @@ def multimodal(sizes: dict[str, Any], has_experts: bool = False) -> PreTrainedMo
             "rope_parameters": {**rope, "mrope_section": [1, 1, 0]},
         },
         vision_config={
-            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 4},
+            **{
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "num_position_embeddings": 4,
+            },
             **{"out_hidden_size": sizes["hidden_size"]},
         },
         image_token_id=60,
@@ -77,7 +85,9 @@ def multimodal(sizes: dict[str, Any], has_experts: bool = False) -> PreTrainedMo
     return built
 
 
-def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, has_experts: bool = False, **save: Any) -> Path:
+def write_multimodal(
+    folder: Path, dtype: torch.dtype = torch.float32, has_experts: bool = False, **save: Any
+) -> Path:
     """A small Qwen3.5 as repositories have it, with random values everywhere."""
     write_random(folder, multimodal(SIZES, has_experts), dtype, **save)
     add_other_parts(folder, dtype)
@@ -85,10 +95,16 @@ def write_multimodal(folder: Path, dtype: torch.dtype = torch.float32, has_exper
 
 
 def add_other_parts(folder: Path, dtype: torch.dtype) -> None:
-    """Add to the model of pictures and text in `folder` a head that predicts several tokens, and a file of pictures."""
+    """Add a multi-token head and a file of pictures to the model of both in `folder`.
+
+    The model is one of pictures and text.
+    """
     (folder / "preprocessor_config.json").write_text('{"patch_size": 16}')
     *_, last = sorted(folder.glob("*.safetensors"))
-    several = {"mtp.fc.weight": torch.randn(32, 64).to(dtype), "mtp.norm.weight": torch.randn(32).to(dtype)}
+    several = {
+        "mtp.fc.weight": torch.randn(32, 64).to(dtype),
+        "mtp.norm.weight": torch.randn(32).to(dtype),
+    }
     save_file({**load_file(last), **several}, last, {"format": "pt"})
     if (index := folder / "model.safetensors.index.json").exists():
         content = read_json(index)
@@ -98,7 +114,13 @@ def add_other_parts(folder: Path, dtype: torch.dtype) -> None:
 
 def write_large(folder: Path, layers: int) -> int:
     """A Qwen3 of 5 M parameters a layer, stored in bf16; how many it has."""
-    sizes = {**SIZES, "vocab_size": 2000, "hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": layers}
+    sizes = {
+        **SIZES,
+        "vocab_size": 2000,
+        "hidden_size": 640,
+        "intermediate_size": 2560,
+        "num_hidden_layers": layers,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False))
     write_random(folder, model, torch.bfloat16)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -123,8 +145,10 @@ def spread(folder: Path, world: World, train: Train, strategy: str) -> tuple[nn.
     return model, wrapped
 
 
-def grown_bytes(environ: Mapping[str, str], folder: Path, train: Train, strategy: str, device: str) -> int:
-    """By how much the most host memory that this process ever held grew while it loaded `folder`/large."""
+def grown_bytes(
+    environ: Mapping[str, str], folder: Path, train: Train, strategy: str, device: str
+) -> int:
+    """By how much the peak host memory of this process grew while it loaded `folder`/large."""
     world = World.from_env(environ, device)
     with process_group(world, 60):
 
@@ -138,8 +162,9 @@ def grown_bytes(environ: Mapping[str, str], folder: Path, train: Train, strategy
 def grown_during(first: Callable[[], object], measured: Callable[[], object]) -> int:
     """By how much the most memory that this process ever held grew in `measured`, in bytes.
 
-    `first` has the imports and the libraries' own memory behind it. Memory that is freed goes back to the system at
-    once: what glibc would keep of it depends on which thread frees first, 17 MB in one run and none in the next.
+    `first` has the imports and the libraries' own memory behind it. Memory that is freed goes back
+    to the system at once: what glibc would keep of it depends on which thread frees first, 17 MB in
+    one run and none in the next.
     """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     first()

@@ -1,4 +1,4 @@
-"""Steps of one of torch's own strategies by hand, where a test needs more than a curve; run by ranks."""
+"""Steps of one of torch's strategies by hand, for tests that need more than a curve."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,11 @@ from tests.train.conftest import Arena
 
 
 def state_of(native: Native, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Any]:
-    """What this rank holds of the state in fp32, by checkpoint name: the tensors in use, copies of 8-bit moments."""
+    """This rank's state in fp32, by checkpoint name: tensors in use, copies of 8-bit moments."""
     stored = native._stored(kinds)
-    return {name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()}
+    return {
+        name: values_of(tensor) if is_8bit(tensor) else tensor for name, tensor in stored.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Hand:
         """Gradients of this rank's blocks of a step."""
         first = step * self.world.size * micro_batches + self.world.rank * micro_batches
         for micro in range(micro_batches):
-            batch = read_batch(self.reader, [(first + micro) % len(self.reader)]).to(self.world.device)
+            batch = read_batch(self.reader, [(first + micro) % len(self.reader)]).to(
+                self.world.device
+            )
             with self.strategy.accumulating(micro == micro_batches - 1):
                 with self.strategy.autocast():
                     loss = loss_sum(self.wrapped, batch)
@@ -60,7 +64,9 @@ class Hand:
 
     def weights(self) -> dict[str, Tensor]:
         """What this rank holds of the weights."""
-        return {name: tensor.clone() for name, tensor in state_of(self.strategy, ("weights",)).items()}
+        return {
+            name: tensor.clone() for name, tensor in state_of(self.strategy, ("weights",)).items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """What this rank holds of all."""
@@ -68,7 +74,9 @@ class Hand:
 
 
 @contextmanager
-def by_hand(environ: Mapping[str, str], arena: Arena, device: str = "cpu", **settings: Any) -> Iterator[Hand]:
+def by_hand(
+    environ: Mapping[str, str], arena: Arena, device: str = "cpu", **settings: Any
+) -> Iterator[Hand]:
     """A rank's strategy, spread and warmed up."""
     world = World.from_env(environ, device)
     train = Train.model_validate({"precision": "fp32", **settings})
@@ -79,7 +87,9 @@ def by_hand(environ: Mapping[str, str], arena: Arena, device: str = "cpu", **set
         folder = arena.store.sealed(arena.model)
         load = partial(load_weights, folder=folder, device=world.device, adapter_seed=train.seed)
         wrapped = strategy.spread(build_trainable(folder, train), load)
-        hand = Hand(strategy, wrapped, world, BlockReader(arena.store.sealed(arena.shard) / "train"))
+        hand = Hand(
+            strategy, wrapped, world, BlockReader(arena.store.sealed(arena.shard) / "train")
+        )
         hand.accumulate(0)
         strategy.discard()
         yield hand

@@ -1,4 +1,4 @@
-"""Training in which chosen steps go wrong on one rank: a loss or a gradient that is not finite, a spike."""
+"""Training in which chosen steps go wrong on one rank: a loss or gradient not finite, a spike."""
 
 import signal
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _LOSS_FACTORS = {NAN_LOSS: float("nan"), SPIKE: 50.0}
 
 @dataclass
 class Poison:
-    """What goes wrong in which step, on rank 1; at which event the run is killed, and when it is asked to stop."""
+    """What goes wrong in which step, on rank 1; at which event it is killed, when asked to stop."""
 
     steps: Mapping[int, str]
     killed_at: tuple[str, int] | None = None  # name and step of an event
@@ -29,7 +29,7 @@ class Poison:
 
 @dataclass
 class Course:
-    """What a rank saw: a digest of its weights and moments when each step began, and the events by name."""
+    """What a rank saw: a digest of weights and moments as each step began, events by name."""
 
     digests: dict[int, str] = field(default_factory=dict)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Course:
 
 
 def train_poisoned(environ: Mapping[str, str], job: RankJob, poison: Poison) -> Course:
-    """Train with `poison`, in a process of its own, since functions of the package are replaced in it."""
+    """Train with `poison`, in its own process, as functions of the package are replaced there."""
     course, now = Course(), {"step": 0}
     strategies: list[Any] = []
 

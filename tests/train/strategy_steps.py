@@ -1,4 +1,4 @@
-"""Steps of a strategy without the loop around them, several runs in one set of processes, and what they leave."""
+"""Steps of a strategy without a loop, several runs in one set of processes, and their traces."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ BATCH_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What to run: `count` steps from step `first` on, of the model and the blocks in those folders."""
+    """What to run: `count` steps from `first` on, of the model and blocks in those folders."""
 
     model: Path
     blocks: Path
@@ -39,11 +39,13 @@ class Run:
     load: Path | None = None  # state to begin from, after `first` updates
     save: Path | None = None  # where to leave the state
     device: str = "cpu"
-    discards: bool = False  # throw a step away before each, every other one with gradients that are not finite
+    discards: bool = (
+        False  # throw a step away before each, every other one with gradients that are not finite
+    )
 
 
 def do_runs(environ: Mapping[str, str], *runs: Run) -> list[dict[str, Any]]:
-    """As a rank: of each run the `losses` and `norms` of its steps, and the `names` and `bytes` of state it kept."""
+    """As a rank: each run's `losses` and `norms`, and the `names` and `bytes` of state it kept."""
     torch.set_num_threads(1)
     world = World.from_env(environ, runs[0].device)
     with process_group(world, 60):
@@ -54,11 +56,15 @@ def _do(world: World, run: Run) -> dict[str, Any]:
     train, reader = run.train, BlockReader(run.blocks)
     strategy = make_strategy(world, train, train.accumulation(BATCH_BLOCKS, world.size))
     model = build_trainable(run.model, train)
-    wrapped = strategy.spread(model, lambda empty: load_weights(empty, run.model, world.device, train.seed))
+    wrapped = strategy.spread(
+        model, lambda empty: load_weights(empty, run.model, world.device, train.seed)
+    )
     wrapped.train()
     frozen = frozen_bits(model)
     stepper = Stepper(wrapped, strategy, world, StopRequest())
-    batches = Batches(reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, portion_of(world, train))
+    batches = Batches(
+        reader, train.seed, BATCH_BLOCKS, train.micro_batch_blocks, portion_of(world, train)
+    )
     stepper.warm_up(batches.of_step(run.first)[0])
     if run.load is not None:
         folder = run.load
@@ -68,14 +74,20 @@ def _do(world: World, run: Run) -> dict[str, Any]:
         if run.discards:
             throw_away(stepper, model, batches, step)
         rate = learning_rate(train, step + 1, run.first + run.count)
-        result = stepper.step(batches.of_step(step), rate, lambda *_: Judgement(Verdict.APPLY), False)
+        result = stepper.step(
+            batches.of_step(step), rate, lambda *_: Judgement(Verdict.APPLY), False
+        )
         found["losses"].append(result.loss)
         found["norms"].append(result.grad_norm)
     assert_same_bits(frozen_bits(model), frozen)
     state = strategy.snapshot()
     if run.save is not None:
         save_tensors(run.save, state)
-    return {**found, "names": sorted(state), "bytes": sum(tensor.nbytes for tensor in state.values())}
+    return {
+        **found,
+        "names": sorted(state),
+        "bytes": sum(tensor.nbytes for tensor in state.values()),
+    }
 
 
 def throw_away(stepper: Stepper, model: nn.Module, batches: Batches, step: int) -> None:
@@ -93,7 +105,7 @@ def throw_away(stepper: Stepper, model: nn.Module, batches: Batches, step: int) 
 
 
 def computed_with(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's weights in the arithmetic's precision, also those that DeepSpeed gathers when they are used."""
+    """This rank's weights in the arithmetic's precision, with those that DeepSpeed gathers."""
     for name, parameter in model.named_parameters():
         yield name, getattr(parameter, "ds_tensor", parameter.detach())
 
@@ -114,4 +126,8 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor.detach()
+    return (
+        tensor.to_local()
+        if isinstance(tensor, torch.distributed.tensor.DTensor)
+        else tensor.detach()
+    )

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, chosen by their bytes, and kept in number; and written beside the training."""
+"""Checkpoints are whole or absent, chosen by bytes, limited in number, written beside training."""
 
 import errno
 import os
@@ -41,22 +41,35 @@ from tests.ranks import rank_environment, run_ranks
 from tests.train.conftest import small_disk
 from tests.train.helpers import load_state, load_tensors, read_rows
 
-SPEC = Spec("train", 3, {"lr": 1e-4, "epochs": 2}, {"model": Ref("download", "m"), "shard": Ref("shard", "s")})
+SPEC = Spec(
+    "train",
+    3,
+    {"lr": 1e-4, "epochs": 2},
+    {"model": Ref("download", "m"), "shard": Ref("shard", "s")},
+)
 
 
 def snapshot_of(world: World, step: int, size: int) -> Snapshot:
-    """A state after `step`: a tensor full of the step's number on one rank, a sharded one, and the rank's own."""
+    """A state after `step`: a tensor full of its number on one rank, a sharded one, the rank's."""
     mesh = init_device_mesh("cpu", (world.size,))
-    whole = {"weights.a": torch.full((size,), float(step))} if world.rank == step % world.size else {}
+    whole = (
+        {"weights.a": torch.full((size,), float(step))} if world.rank == step % world.size else {}
+    )
     sharded = distribute_tensor(torch.arange(6.0).reshape(3, 2) + step, mesh, [Shard(0)])
-    own = {"random.cpu": torch.get_rng_state(), "strategy.residual": torch.full((3,), float(world.rank))}
+    own = {
+        "random.cpu": torch.get_rng_state(),
+        "strategy.residual": torch.full((3,), float(world.rank)),
+    }
     rows = SavedRows(latest=({"step": step},))
     parts = [{**whole, "weights.b": sharded}]
     return Snapshot(step, parts, 4 * (size + 6), own, {"attempt": 1, "strategy": "ddp"}, rows)
 
 
 def lock_of(folder: Path) -> Lock:
-    """The lock of the checkpoints in `folder`, held by each rank that asks; not on the disk that some tests fill."""
+    """The checkpoints' lock in `folder`, held by each rank that asks; not on a filled disk.
+
+    Some tests fill their disk.
+    """
     return hold(folder.parent.parent / f"{folder.parent.name}.lock")
 
 
@@ -69,7 +82,7 @@ def save(environ: Mapping[str, str], folder: Path, steps: list[int], size: int) 
 
 
 def what_saving_without_the_lock_says(environ: Mapping[str, str], folder: Path) -> str:
-    """The error of a save, and of what is deleted after it, where another owner has taken the lock over."""
+    """The error of a save, and of deletions after it, where another owner took the lock."""
     world = World.from_env(environ, "cpu")
     with process_group(world, 30):
         lock = lock_of(folder)
@@ -95,7 +108,9 @@ def test_nothing_is_published_without_the_lock(folder: Path) -> None:
     assert {path: sha256_file(path) for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("is_lost_to", ["remove_dir", "publish_dir"], ids=["before", "while the old one goes"])
+@pytest.mark.parametrize(
+    "is_lost_to", ["remove_dir", "publish_dir"], ids=["before", "while the old one goes"]
+)
 def test_a_lock_that_is_lost_at_the_last_moment_keeps_the_checkpoint_from_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost_to: str
 ) -> None:
@@ -108,16 +123,22 @@ def test_a_lock_that_is_lost_at_the_last_moment_keeps_the_checkpoint_from_its_pl
         return act(*arguments)
 
     monkeypatch.setattr(checkpoint, is_lost_to, act_late)
-    snapshot = Snapshot(9, [{"weights.a": torch.zeros(8)}], 32, {}, {"strategy": "ddp"}, SavedRows(latest=()))
+    snapshot = Snapshot(
+        9, [{"weights.a": torch.zeros(8)}], 32, {}, {"strategy": "ddp"}, SavedRows(latest=())
+    )
     with pytest.raises(LockLost):
         publish_checkpoint(folder, world, SPEC, snapshot, lock)
     assert names_in(folder) == []
 
 
-def test_what_the_next_owner_has_saved_is_not_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_next_owner_has_saved_is_not_forgotten(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lock is lost after a save, before older checkpoints are deleted."""
     lock, world = lock_of(folder), World(0, 0, 1, torch.device("cpu"))
-    saver = Saver(folder, world, Train(keep_last=1, save_async=False), SPEC, EventLog(None, ()), lock)
+    saver = Saver(
+        folder, world, Train(keep_last=1, save_async=False), SPEC, EventLog(None, ()), lock
+    )
     saver.group = None  # its ranks are this one alone
 
     def publish(*_: Any) -> int:
@@ -131,8 +152,10 @@ def test_what_the_next_owner_has_saved_is_not_forgotten(folder: Path, monkeypatc
     assert names_in(folder) == before
 
 
-def test_each_rank_puts_the_files_that_it_writes_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank, which publishes, may be on another machine: it cannot flush what this one remembers."""
+def test_each_rank_puts_the_files_that_it_writes_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank, which publishes, may be elsewhere: it cannot flush what others remember."""
     flushed = set[int]()
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
     path = tmp_path / "rank.safetensors"
@@ -150,13 +173,18 @@ def what_saving_says(environ: Mapping[str, str], folder: Path, size: int) -> str
 
 
 @contextmanager
-def saver_of(environ: Mapping[str, str], folder: Path, **settings: Any) -> Iterator[tuple[Saver, list[dict[str, Any]]]]:
+def saver_of(
+    environ: Mapping[str, str], folder: Path, **settings: Any
+) -> Iterator[tuple[Saver, list[dict[str, Any]]]]:
     """A saver within a process group, and the events that it emits."""
     world = World.from_env(environ, "cpu")
     events: list[dict[str, Any]] = []
     log = EventLog(None, (lambda name, fields: events.append(fields),))
     lock = lock_of(folder)
-    with process_group(world, 30), Saver(folder, world, Train(**settings), SPEC, log, lock) as saver:
+    with (
+        process_group(world, 30),
+        Saver(folder, world, Train(**settings), SPEC, log, lock) as saver,
+    ):
         yield saver, events
 
 
@@ -191,11 +219,18 @@ def test_the_newest_up_to_a_step_is_found_and_loads(folder: Path) -> None:
     load_state(found, tensors)
     assert tensors["weights.a"].tolist() == [6.0] * 8
     assert tensors["weights.b"].tolist() == [[6, 7], [8, 9], [10, 11]]
-    assert checkpoint.read_state(found) == {"step": 6, "world_size": 2, "attempt": 1, "strategy": "ddp"}
+    assert checkpoint.read_state(found) == {
+        "step": 6,
+        "world_size": 2,
+        "attempt": 1,
+        "strategy": "ddp",
+    }
     assert read_rows(found) == [{"step": 6}]
 
 
-def test_a_result_is_links_to_a_checkpoints_weights_where_it_has_such_files(folder: Path, tmp_path: Path) -> None:
+def test_a_result_is_links_to_a_checkpoints_weights_where_it_has_such_files(
+    folder: Path, tmp_path: Path
+) -> None:
     source, target = folder / "step-00000009", tmp_path / "out" / "weights"
     assert saved_tensors.link_weights(source, target)
     loaded = {"a": torch.zeros(8)}
@@ -218,9 +253,13 @@ def test_each_rank_gets_back_what_it_alone_has_if_there_are_as_many(saved: Path)
     assert checkpoint.read_own(path, World(0, 0, 3, torch.device("cpu"))) == {}
 
 
-@pytest.mark.parametrize("victim", ["weights/*.safetensors", "rank-00001.safetensors", "state.json", "metrics/*.jsonl"])
+@pytest.mark.parametrize(
+    "victim", ["weights/*.safetensors", "rank-00001.safetensors", "state.json", "metrics/*.jsonl"]
+)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
-def test_damage_to_any_file_is_seen_and_the_one_before_is_used(folder: Path, victim: str, damage: str) -> None:
+def test_damage_to_any_file_is_seen_and_the_one_before_is_used(
+    folder: Path, victim: str, damage: str
+) -> None:
     path = sorted((folder / "step-00000009").glob(victim))[0]
     content = path.read_bytes()
     if damage == "flip":
@@ -243,14 +282,18 @@ def test_a_damaged_manifest_is_seen_and_without_one_there_is_no_checkpoint(folde
     assert rejected(folder) == (folder / "step-00000003", [])
 
 
-@pytest.mark.parametrize("name", ["step-12", "step-00000012.bak", "xstep-00000012", "step-0000001x"])
+@pytest.mark.parametrize(
+    "name", ["step-12", "step-00000012.bak", "xstep-00000012", "step-0000001x"]
+)
 def test_other_names_are_not_mistaken_for_steps(folder: Path, name: str) -> None:
     (folder / "step-00000009").rename(folder / name)
     assert rejected(folder) == (folder / "step-00000006", [])
 
 
 @pytest.mark.parametrize(
-    "kept", [{"best_step": 3}, {"kept_with": lambda step: {step // 6 * 3}}], ids=["the best", "what guards go back to"]
+    "kept",
+    [{"best_step": 3}, {"kept_with": lambda step: {step // 6 * 3}}],
+    ids=["the best", "what guards go back to"],
 )
 def test_retention_keeps_the_newest_and(folder: Path, kept: dict[str, Any]) -> None:
     retain(folder, 1, step=9, **kept)
@@ -301,8 +344,15 @@ def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
 def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(saved: Path) -> None:
     path = saved / "step-00000009"
     checkpoint.refuse_foreign(path, SPEC)
-    checkpoint.refuse_foreign(path, Spec(SPEC.stage, 3, {**SPEC.settings, "until_step": 4}, SPEC.inputs))
-    foreign = Spec("train", 3, {"lr": 3e-4, "seed": 1, "epochs": 2}, {**SPEC.inputs, "shard": Ref("shard", "other")})
+    checkpoint.refuse_foreign(
+        path, Spec(SPEC.stage, 3, {**SPEC.settings, "until_step": 4}, SPEC.inputs)
+    )
+    foreign = Spec(
+        "train",
+        3,
+        {"lr": 3e-4, "seed": 1, "epochs": 2},
+        {**SPEC.inputs, "shard": Ref("shard", "other")},
+    )
     with pytest.raises(IntegrityError) as refused:
         checkpoint.refuse_foreign(path, foreign)
     for part in (
@@ -316,7 +366,7 @@ def test_the_checkpoint_of_another_run_is_refused_naming_what_differs(saved: Pat
 
 
 def save_in_turn(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Begin three saves, and change what was saved while they are written: what is seen of the saver on the way."""
+    """Begin three saves, and change the saved while they are written: what the saver shows."""
     with saver_of(environ, folder, keep_last=2) as (saver, events):
         seen: dict[str, Any] = {"after": []}
         for step in (1, 2, 3):
@@ -328,10 +378,16 @@ def save_in_turn(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
         return {**seen, "events": events}
 
 
-def test_the_loop_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+def test_the_loop_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(
+    tmp_path: Path,
+) -> None:
     for seen in run_ranks(save_in_turn, 2, tmp_path / "checkpoints").values():
         assert seen["after"] == [0, 1, 2]  # one in flight, told of when it was sealed
-        assert [(event["step"], event["wait_s"]) for event in seen["events"]] == [(1, 1), (2, 2), (3, 3)]
+        assert [(event["step"], event["wait_s"]) for event in seen["events"]] == [
+            (1, 1),
+            (2, 2),
+            (3, 3),
+        ]
     assert names_in(tmp_path / "checkpoints") == ["step-00000002", "step-00000003"]
     for step in (2, 3):
         loaded = {"weights.a": torch.zeros(3_000_000)}
@@ -370,8 +426,11 @@ def fail_beside_the_loop(environ: Mapping[str, str], folder: Path) -> str:
 
 
 def fail_to_forget(environ: Mapping[str, str], folder: Path) -> str:
-    """The error of a save after which old checkpoints cannot be deleted, which only the first rank does."""
-    with pytest.MonkeyPatch.context() as patch, saver_of(environ, folder, keep_last=1) as (saver, _):
+    """The error of a save after which old checkpoints stay, which only the first rank deletes."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        saver_of(environ, folder, keep_last=1) as (saver, _),
+    ):
         patch.setattr(files, "remove_dir", refuse)
         try:
             for step in (1, 2):
@@ -392,7 +451,9 @@ def test_a_failure_to_delete_reaches_all_ranks(tmp_path: Path) -> None:
     assert "rank 0" in said[0] and "Permission denied" in said[0]
 
 
-def test_a_failure_of_one_rank_in_the_thread_reaches_all_with_the_same_words(tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_in_the_thread_reaches_all_with_the_same_words(
+    tmp_path: Path,
+) -> None:
     """A file lies where the folder should be; only the first rank meets it."""
     (tmp_path / "checkpoints").write_text("no folder")
     said = run_ranks(fail_beside_the_loop, 2, tmp_path / "checkpoints")
@@ -404,9 +465,14 @@ def test_a_failure_of_one_rank_in_the_thread_reaches_all_with_the_same_words(tmp
 @pytest.mark.root
 @pytest.mark.parametrize(
     ("options", "said"),
-    [("size=3m", r"needs 5\.0 MB, and \d\.\d MB are free"), ("size=9m,nr_inodes=13", r"needs 5\.0 MB, \d\.\d MB were")],
+    [
+        ("size=3m", r"needs 5\.0 MB, and \d\.\d MB are free"),
+        ("size=9m,nr_inodes=13", r"needs 5\.0 MB, \d\.\d MB were"),
+    ],
 )
-def test_a_full_disk_is_told_on_every_rank_and_leaves_the_one_before(tmp_path: Path, options: str, said: str) -> None:
+def test_a_full_disk_is_told_on_every_rank_and_leaves_the_one_before(
+    tmp_path: Path, options: str, said: str
+) -> None:
     """The first is seen before anything is written, the second only when a file cannot be made."""
     with small_disk(tmp_path / "small", options) as disk:
         folder = disk / "checkpoints"
@@ -441,7 +507,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
         folder, acknowledged = tmp_path / str(seed), tmp_path / f"acknowledged-{seed}"
         port = free_port()
         ranks = [
-            context.Process(target=save_for_ever, args=(rank_environment(rank, 2, port), folder, acknowledged))
+            context.Process(
+                target=save_for_ever, args=(rank_environment(rank, 2, port), folder, acknowledged)
+            )
             for rank in range(2)
         ]
         for process in ranks:

@@ -19,7 +19,8 @@ from tests.train.native import by_hand, same, state_of
     ("ranks", "killed_in", "settings"),
     [
         pytest.param(  # residuals are in use since step 3
-            *(4, 6, {"gradient_compression": "powersgd", "powersgd_rank": 2}), marks=pytest.mark.slow
+            *(4, 6, {"gradient_compression": "powersgd", "powersgd_rank": 2}),
+            marks=pytest.mark.slow,
         ),
         (2, 6, {"local_sgd_steps": 2}),
         (2, 4, {"precision": "fp16"}),
@@ -27,10 +28,17 @@ from tests.train.native import by_hand, same, state_of
     ids=["powersgd", "local sgd", "fp16"],
 )
 def test_a_resumed_run_is_bitwise_one_that_was_not_stopped(
-    arena: Arena, whole: Callable[..., Path], tmp_path: Path, ranks: int, killed_in: int, settings: dict[str, Any]
+    arena: Arena,
+    whole: Callable[..., Path],
+    tmp_path: Path,
+    ranks: int,
+    killed_in: int,
+    settings: dict[str, Any],
 ) -> None:
     settings = {"strategy": "ddp", "save_every_steps": 2, **settings}
-    run_ranks(train_until_killed, ranks, arena.job(ranks, tmp_path / "killed", **settings), killed_in)
+    run_ranks(
+        train_until_killed, ranks, arena.job(ranks, tmp_path / "killed", **settings), killed_in
+    )
     run_ranks(train, ranks, arena.job(ranks, tmp_path / "resumed", **settings))
     assert_same_result(tmp_path / "resumed", whole(ranks, **settings))
 
@@ -40,8 +48,12 @@ def replicas_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[st
         return all_same(hand.state())
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "lora", "lora": {"rank": 4, "alpha": 8}}], ids=["full", "lora"])
-def test_replicas_begin_alike_though_nothing_is_sent(arena: Arena, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"method": "lora", "lora": {"rank": 4, "alpha": 8}}], ids=["full", "lora"]
+)
+def test_replicas_begin_alike_though_nothing_is_sent(
+    arena: Arena, settings: dict[str, Any]
+) -> None:
     assert run_ranks(replicas_by_hand, 2, arena, settings) == {0: True, 1: True}
 
 
@@ -49,7 +61,8 @@ def test_replicas_begin_alike_though_nothing_is_sent(arena: Arena, settings: dic
 
 
 SLOWER = [
-    pytest.param(strategy, "bf16", 2e-3, marks=pytest.mark.slow) for strategy in ("hsdp", "zero1", "zero2", "zero3")
+    pytest.param(strategy, "bf16", 2e-3, marks=pytest.mark.slow)
+    for strategy in ("hsdp", "zero1", "zero2", "zero3")
 ]
 
 
@@ -135,10 +148,17 @@ def test_fp16_is_near_the_fp32_curve(whole: Callable[..., Path]) -> None:
     assert rounded == pytest.approx(exact, rel=1e-2)
 
 
-def overflow_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[list[float], list[float], bool]:
-    """Norms and loss scales of steps that begin with far too large a scale; and if what was skipped kept all bits."""
+def overflow_by_hand(
+    environ: Mapping[str, str], arena: Arena
+) -> tuple[list[float], list[float], bool]:
+    """Norms and loss scales of steps from far too large a scale; if what was skipped kept bits.
+
+    That is, all bits.
+    """
     with by_hand(environ, arena, precision="fp16", strategy="ddp") as hand:
-        hand.strategy.load_own_state({"loss_scale": torch.tensor([2.0**40, 0.0], dtype=torch.float64)})
+        hand.strategy.load_own_state(
+            {"loss_scale": torch.tensor([2.0**40, 0.0], dtype=torch.float64)}
+        )
         before = hand.state()
         norms, scales, kept = [], [], True
         while hand.strategy.updates < 2:
@@ -156,7 +176,8 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(arena: Arena
     assert kept
     assert overflows >= 5
     assert scales == [2.0 ** (40 - number) for number in range(1, overflows + 1)] + [scales[-1]] * 2
-    assert all(0.01 < norm < 100 for norm in norms[overflows:])  # the gradients' own, without the scale
+    # the gradients' own, without the scale
+    assert all(0.01 < norm < 100 for norm in norms[overflows:])
 
 
 def test_the_first_loss_scale_is_that_of_torch() -> None:
@@ -169,19 +190,30 @@ def test_the_first_loss_scale_is_that_of_torch() -> None:
 def test_shares_are_balanced_and_cover_everything() -> None:
     sizes = {f"layer.{number}": 100 for number in range(7)} | {"embedding": 250, "norm": 1}
     keepers = balanced(sizes, 3)
-    kept = [sum(size for name, size in sizes.items() if keepers[name] == holder) for holder in range(3)]
+    kept = [
+        sum(size for name, size in sizes.items() if keepers[name] == holder) for holder in range(3)
+    ]
     assert sum(kept) == sum(sizes.values())
     assert max(kept) - min(kept) <= 100
     assert balanced(dict(reversed(sizes.items())), 3) == keepers
 
 
-def snapshot_by_hand(environ: Mapping[str, str], arena: Arena, strategy: str) -> tuple[dict[str, int], list[str]]:
+def snapshot_by_hand(
+    environ: Mapping[str, str], arena: Arena, strategy: str
+) -> tuple[dict[str, int], list[str]]:
     """Bytes that this rank would write, and all names."""
-    with by_hand(environ, arena, strategy=strategy, shard_ranks=2 if strategy == "hsdp" else None) as hand:
+    with by_hand(
+        environ, arena, strategy=strategy, shard_ranks=2 if strategy == "hsdp" else None
+    ) as hand:
         hand.step(0)
         written = hand.strategy.snapshot()
-        local = {name: tensor.to_local() if strategy == "hsdp" else tensor for name, tensor in written.items()}
-        return {name: tensor.nbytes for name, tensor in local.items()}, list(state_of(hand.strategy))
+        local = {
+            name: tensor.to_local() if strategy == "hsdp" else tensor
+            for name, tensor in written.items()
+        }
+        return {name: tensor.nbytes for name, tensor in local.items()}, list(
+            state_of(hand.strategy)
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
@@ -189,6 +221,7 @@ def test_what_several_ranks_hold_one_of_them_writes(arena: Arena, strategy: str)
     found = run_ranks(snapshot_by_hand, 4, arena, strategy)
     names = found[0][1]
     writers = [name for written, _ in found.values() for name in written]
-    assert sorted(writers) == sorted(names * (2 if strategy == "hsdp" else 1))  # two shards of each, in hsdp
+    # two shards of each, in hsdp
+    assert sorted(writers) == sorted(names * (2 if strategy == "hsdp" else 1))
     sizes = [sum(written.values()) for written, _ in found.values()]
     assert max(sizes) < 1.2 * min(sizes)

@@ -1,4 +1,7 @@
-"""`train.deterministic` reaches torch in the ranks. What it is for is tested on GPUs (tests/gpu/test_native.py)."""
+"""`train.deterministic` reaches torch in the ranks.
+
+What it is for is tested on GPUs (tests/gpu/test_native.py).
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

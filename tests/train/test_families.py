@@ -1,4 +1,4 @@
-"""Models with recurrent layers train as a plain loop over transformers does, whose documents are alone."""
+"""Models with recurrent layers train as a plain transformers loop over lone documents does."""
 
 import shutil
 from pathlib import Path
@@ -30,14 +30,16 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """The curves of two ranks, with hsdp of four, by placement and method, and those of plain loops.
+    """The curves of two ranks, or four by hsdp, by placement and method, and of plain loops.
 
     A plain loop's key is whether the model has experts.
     """
     root = tmp_path_factory.mktemp("hybrid")
     for has_experts in (False, True):
         torch.manual_seed(0)
-        multimodal({**SIZES, "vocab_size": VOCAB}, has_experts).save_pretrained(root / str(has_experts))
+        multimodal({**SIZES, "vocab_size": VOCAB}, has_experts).save_pretrained(
+            root / str(has_experts)
+        )
         add_other_parts(root / str(has_experts), torch.float32)
     write_blocks(root / "packed", make_documents(BLOCKS, 1), BLOCK_TOKENS, 1)
     runs: dict[Any, Run] = {}
@@ -50,10 +52,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     of_two = {key: run for key, run in runs.items() if key not in of_four}
     results: dict[Any, Any] = {}
     for ranks, ones in ((2, of_two), (4, of_four)):
-        results |= zip(ones, run_ranks(do_runs, ranks, *ones.values(), timeout_s=500.0)[0], strict=True)
+        results |= zip(
+            ones, run_ranks(do_runs, ranks, *ones.values(), timeout_s=500.0)[0], strict=True
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    plain = {has_experts: plain_loop(root / str(has_experts), root / "packed")[0] for has_experts in (False, True)}
+    plain = {
+        has_experts: plain_loop(root / str(has_experts), root / "packed")[0]
+        for has_experts in (False, True)
+    }
     torch.set_num_threads(threads)
     return {**results, **plain}
 
@@ -72,7 +79,8 @@ def test_adapters_learn_alike_and_the_gates_have_none(found: dict[Any, Any], nam
         assert run["losses"] == pytest.approx(found["ddp", "lora"]["losses"], rel=CURVE)
     assert run["losses"][-1] != run["losses"][0]
     modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in run["names"]}
-    of_attention, of_delta = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"in_proj_qkv", "in_proj_z", "out_proj"}
+    of_attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    of_delta = {"in_proj_qkv", "in_proj_z", "out_proj"}
     # A rank writes some of the adapters.
     assert modules <= of_attention | of_delta | {"gate_proj", "up_proj", "down_proj"}
     assert modules & of_delta

@@ -20,22 +20,30 @@ from tests.train.native import by_hand, state_of
 
 
 @pytest.mark.parametrize(
-    "settings", [{"unit_layers": 2}, {"unit_layers": 5}, {"offload": "optimizer+params"}], ids=["2", "5", "offload"]
+    "settings",
+    [{"unit_layers": 2}, {"unit_layers": 5}, {"offload": "optimizer+params"}],
+    ids=["2", "5", "offload"],
 )
-def test_units_and_offload_change_no_bit(whole: Callable[..., Path], settings: dict[str, Any]) -> None:
+def test_units_and_offload_change_no_bit(
+    whole: Callable[..., Path], settings: dict[str, Any]
+) -> None:
     """What is gathered at a time, and where shards lie, is no part of the arithmetic."""
     assert_same_result(whole(2, strategy="fsdp", **settings), whole(2, strategy="fsdp"))
 
 
-def accumulated_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> dict[str, bytes]:
-    """This rank's weights after steps of three micro-batches, each followed by a pass without gradients."""
+def accumulated_by_hand(
+    environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]
+) -> dict[str, bytes]:
+    """This rank's weights after steps of 3 micro-batches, each followed by a no-gradient pass."""
     with by_hand(environ, arena, strategy="fsdp", **settings) as hand:
         for step in range(3):
             hand.accumulate(step, 3)
             hand.strategy.update(1e-2, float(hand.strategy.grad_norm()))
             with torch.no_grad():
                 loss_sum(hand.wrapped, read_batch(hand.reader, [0]))
-        return {name: local_part(tensor)[0].numpy().tobytes() for name, tensor in hand.weights().items()}
+        return {
+            name: local_part(tensor)[0].numpy().tobytes() for name, tensor in hand.weights().items()
+        }
 
 
 @pytest.mark.slow
@@ -47,7 +55,8 @@ def accumulated_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict
 def test_layers_that_stay_gathered_change_no_bit(arena: Arena, settings: dict[str, Any]) -> None:
     """They are gathered anew after every update, though kept over the micro-batches of a step."""
     given_back, kept = (
-        run_ranks(accumulated_by_hand, 2, arena, {**settings, "reshard": value}) for value in (True, False)
+        run_ranks(accumulated_by_hand, 2, arena, {**settings, "reshard": value})
+        for value in (True, False)
     )
     assert given_back == kept
     assert any(given_back[0].values())
@@ -57,13 +66,17 @@ OFFLOADED = {"offload": "optimizer+params"}
 
 
 def test_offloaded_gradients_of_several_micro_batches_have_the_same_sum(arena: Arena) -> None:
-    """Those of a micro-batch come by themselves and are added to the earlier ones; bit by bit the same update."""
-    plain, offloaded = (run_ranks(accumulated_by_hand, 2, arena, settings) for settings in ({}, OFFLOADED))
+    """A micro-batch's come by themselves and join the earlier ones; bit by bit the same update."""
+    plain, offloaded = (
+        run_ranks(accumulated_by_hand, 2, arena, settings) for settings in ({}, OFFLOADED)
+    )
     assert offloaded == plain
 
 
 def test_offloaded_gradients_are_kept_where_a_micro_batch_does_not_use_a_parameter() -> None:
-    strategy = Fsdp(World(0, 0, 1, torch.device("cpu")), Train(strategy="fsdp", offload="optimizer+params"), 3)
+    strategy = Fsdp(
+        World(0, 0, 1, torch.device("cpu")), Train(strategy="fsdp", offload="optimizer+params"), 3
+    )
     one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     strategy.parameters = {"one": one, "other": other}
     strategy.optimizer = torch.optim.AdamW([one, other])
@@ -72,8 +85,10 @@ def test_offloaded_gradients_are_kept_where_a_micro_batch_does_not_use_a_paramet
     assert [gradient.tolist() for gradient in strategy.gradients()] == [[7.0] * 3, [4.0] * 3]
 
 
-def norms_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> tuple[float, float]:
-    """The gradient norm, as it is computed of offloaded gradients on a GPU, and as torch computes it."""
+def norms_by_hand(
+    environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]
+) -> tuple[float, float]:
+    """The gradient norm, as of offloaded gradients on a GPU, and as torch computes it."""
     with by_hand(environ, arena, **settings) as hand:
         hand.accumulate(0)
         assert isinstance(hand.strategy, Fsdp)
@@ -90,7 +105,9 @@ def norms_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, 
     ],
     ids=["1", "2", "lora", "hsdp"],
 )
-def test_the_norm_of_offloaded_gradients_is_torchs(arena: Arena, ranks: int, settings: dict[str, Any]) -> None:
+def test_the_norm_of_offloaded_gradients_is_torchs(
+    arena: Arena, ranks: int, settings: dict[str, Any]
+) -> None:
     found = run_ranks(norms_by_hand, ranks, arena, {"strategy": "fsdp", **OFFLOADED, **settings})
     for on_device, by_torch in found.values():
         assert on_device == pytest.approx(by_torch, rel=1e-6)
@@ -98,8 +115,10 @@ def test_the_norm_of_offloaded_gradients_is_torchs(arena: Arena, ranks: int, set
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 1e-2)])
-def test_half_precision_is_near_the_fp32_curve(whole: Callable[..., Path], precision: str, tolerance: float) -> None:
-    """Products are rounded by 2**-9 and 2**-12 of themselves; masters, sums and updates are in fp32."""
+def test_half_precision_is_near_the_fp32_curve(
+    whole: Callable[..., Path], precision: str, tolerance: float
+) -> None:
+    """Products round by 2**-9 and 2**-12 of themselves; masters, sums and updates are fp32."""
     exact = losses(whole(2, strategy="fsdp"))
     rounded = losses(whole(2, strategy="fsdp", precision=precision))
     assert rounded != exact
@@ -115,9 +134,15 @@ def test_half_precision_is_near_the_fp32_curve(whole: Callable[..., Path], preci
     ids=["ddp to hsdp", "hsdp to ddp"],
 )
 def test_a_run_moves_between_strategies(
-    arena: Arena, whole: Callable[..., Path], tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+    arena: Arena,
+    whole: Callable[..., Path],
+    tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
 ) -> None:
-    run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", save_every_steps=2, **before), 4)
+    run_ranks(
+        train_until_killed, 4, arena.job(4, tmp_path / "killed", save_every_steps=2, **before), 4
+    )
     run_ranks(train, 4, arena.job(4, tmp_path / "moved", save_every_steps=2, **after))
     assert losses(tmp_path / "moved") == pytest.approx(losses(whole(4, strategy="ddp")), rel=2e-5)
 

@@ -34,13 +34,22 @@ def window_after(losses: list[float | None], **settings: Any) -> Window:
 
 
 def verdict(
-    window: Window, step: int, loss: float, grad_norm: float = 1.0, is_fp16: bool = False, tokens: int = TOKENS
+    window: Window,
+    step: int,
+    loss: float,
+    grad_norm: float = 1.0,
+    is_fp16: bool = False,
+    tokens: int = TOKENS,
 ) -> Verdict:
     return judge(window, is_fp16, step, loss, grad_norm, tokens).verdict
 
 
-@pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (INF, 1.0), (2.0, NAN), (2.0, INF), (NAN, NAN)])
-def test_what_is_not_finite_is_skipped_from_the_first_step_on(loss: float, grad_norm: float) -> None:
+@pytest.mark.parametrize(
+    ("loss", "grad_norm"), [(NAN, 1.0), (INF, 1.0), (2.0, NAN), (2.0, INF), (NAN, NAN)]
+)
+def test_what_is_not_finite_is_skipped_from_the_first_step_on(
+    loss: float, grad_norm: float
+) -> None:
     assert verdict(window_after([]), 1, loss, grad_norm) == Verdict.SKIP
 
 
@@ -100,7 +109,8 @@ def test_skips_far_apart_are_forgiven() -> None:
         found = verdict(window, step, NAN if loss is None else loss)
         assert found == (Verdict.SKIP if loss is None else Verdict.APPLY)
         window.add(
-            {"step": step, "loss": loss, "supervised_tokens": TOKENS} | ({"verdict": found} if loss is None else {})
+            {"step": step, "loss": loss, "supervised_tokens": TOKENS}
+            | ({"verdict": found} if loss is None else {})
         )
 
 
@@ -115,8 +125,14 @@ def test_whatever_was_refused_right_before_an_overflow_is_no_longer_forgiven() -
     settings = {"max_skips": MAX_OVERFLOWS + 1}
     step = MAX_OVERFLOWS + 1
     assert verdict(window_after(refused, **settings), step, 2.0, INF, is_fp16=True) == Verdict.SKIP
-    assert verdict(window_after(refused[1:], **settings), step, 2.0, INF, is_fp16=True) == Verdict.OVERFLOW
-    assert verdict(window_after([*refused, 2.0], **settings), step + 1, 2.0, INF, is_fp16=True) == Verdict.OVERFLOW
+    assert (
+        verdict(window_after(refused[1:], **settings), step, 2.0, INF, is_fp16=True)
+        == Verdict.OVERFLOW
+    )
+    assert (
+        verdict(window_after([*refused, 2.0], **settings), step + 1, 2.0, INF, is_fp16=True)
+        == Verdict.OVERFLOW
+    )
 
 
 def test_a_window_reads_back_from_a_checkpoint_as_it_was() -> None:
@@ -139,7 +155,9 @@ def test_overflows_of_fp16_count_apart_until_there_are_too_many() -> None:
     assert verdict(window_after([2.0]), 2, 2.0, INF, is_fp16=False) == Verdict.SKIP
 
 
-def poisoned(arena: Arena, out: Path, poison: Poison, ranks: int = 2, **settings: Any) -> list[Course]:
+def poisoned(
+    arena: Arena, out: Path, poison: Poison, ranks: int = 2, **settings: Any
+) -> list[Course]:
     """The course of each rank of a training with `poison`."""
     courses = run_ranks(train_poisoned, ranks, arena.job(ranks, out, **settings), poison)
     return [courses[rank] for rank in range(ranks)]
@@ -150,9 +168,13 @@ def test_a_bad_step_on_one_rank_is_skipped_by_all_and_changes_no_bit(
     arena: Arena, tmp_path: Path, strategy: str
 ) -> None:
     poison = Poison({4: NAN_LOSS, 6: INF_GRADIENT, 14: SPIKE})
-    courses = poisoned(arena, tmp_path / "out", poison, strategy=strategy, epochs=3, warmup_fraction=0.0)
+    courses = poisoned(
+        arena, tmp_path / "out", poison, strategy=strategy, epochs=3, warmup_fraction=0.0
+    )
     for course in courses:
-        changed = {step for step in range(1, 18) if course.digests[step + 1] != course.digests[step]}
+        changed = {
+            step for step in range(1, 18) if course.digests[step + 1] != course.digests[step]
+        }
         assert changed == set(range(1, 18)) - {4, 6, 14}
     skipped = [course.named("step.skipped") for course in courses]
     assert skipped[0] == skipped[1]
@@ -173,7 +195,11 @@ def test_a_bad_step_on_one_rank_is_skipped_by_all_and_changes_no_bit(
         assert "Infinity" not in (tmp_path / "out" / name).read_text()
 
 
-ROLLING_BACK: dict[str, Any] = {"guards": {"max_skips": 1, "rollback_every_steps": 3}, "epochs": 2, "keep_last": 9}
+ROLLING_BACK: dict[str, Any] = {
+    "guards": {"max_skips": 1, "rollback_every_steps": 3},
+    "epochs": 2,
+    "keep_last": 9,
+}
 TWICE_BAD = {8: NAN_LOSS, 9: INF_GRADIENT}
 
 
@@ -181,7 +207,9 @@ TWICE_BAD = {8: NAN_LOSS, 9: INF_GRADIENT}
 def test_too_many_bad_steps_take_the_run_back_and_their_batches_stay_used(
     arena: Arena, tmp_path: Path, strategy: str
 ) -> None:
-    courses = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), strategy=strategy, **ROLLING_BACK)
+    courses = poisoned(
+        arena, tmp_path / "out", Poison(TWICE_BAD), strategy=strategy, **ROLLING_BACK
+    )
     for course in courses:
         assert course.digests[10] == course.digests[7] != course.digests[8]
         assert course.digests[11] != course.digests[10]
@@ -193,12 +221,18 @@ def test_too_many_bad_steps_take_the_run_back_and_their_batches_stay_used(
     assert marked == {7: "undone", 8: "skip", 9: "roll_back"}
     run_dir = arena.job(2, tmp_path / "out", strategy=strategy, **ROLLING_BACK).run_dir
     window = read_state(run_dir / "checkpoints" / "step-00000009")["window"]
-    assert window["accepted"] == [row["loss"] for row in metrics[:6]], "what was undone is compared with no more"
+    assert window["accepted"] == [row["loss"] for row in metrics[:6]], (
+        "what was undone is compared with no more"
+    )
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["updates"] == 9
 
 
 ADAPTERS: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
-WITH_DROPOUT: dict[str, Any] = {**ROLLING_BACK, **ADAPTERS, "guards": {"max_skips": 1, "rollback_every_steps": 6}}
+WITH_DROPOUT: dict[str, Any] = {
+    **ROLLING_BACK,
+    **ADAPTERS,
+    "guards": {"max_skips": 1, "rollback_every_steps": 6},
+}
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +242,9 @@ def not_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-@pytest.mark.parametrize("killed_at", [("run.rolled_back", 9), ("step.begin", 10), ("step.begin", 12)])
+@pytest.mark.parametrize(
+    "killed_at", [("run.rolled_back", 9), ("step.begin", 10), ("step.begin", 12)]
+)
 def test_a_kill_after_going_back_changes_nothing_of_the_result(
     arena: Arena, not_killed: Path, tmp_path: Path, killed_at: tuple[str, int]
 ) -> None:
@@ -217,19 +253,30 @@ def test_a_kill_after_going_back_changes_nothing_of_the_result(
     [event] = resumed[0].named("run.resumed")
     assert event["step"] == (6 if killed_at[0] == "run.rolled_back" else 9)
     assert_same_result(tmp_path / "resumed", not_killed)
-    found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "resumed", not_killed))
+    found, expected = (
+        [row.get("verdict") for row in rows(out)] for out in (tmp_path / "resumed", not_killed)
+    )
     assert found == expected
     counted = ("steps", "updates", "skipped_steps")
-    summaries = [json.loads((out / "summary.json").read_text()) for out in (tmp_path / "resumed", not_killed)]
+    summaries = [
+        json.loads((out / "summary.json").read_text()) for out in (tmp_path / "resumed", not_killed)
+    ]
     assert [summaries[0][key] for key in counted] == [summaries[1][key] for key in counted]
 
 
-def test_a_second_time_the_run_gives_up_and_says_where_to_look(arena: Arena, tmp_path: Path) -> None:
+def test_a_second_time_the_run_gives_up_and_says_where_to_look(
+    arena: Arena, tmp_path: Path
+) -> None:
     poison = Poison({**TWICE_BAD, 11: NAN_LOSS, 12: NAN_LOSS})
     courses = poisoned(arena, tmp_path / "out", poison, strategy="ddp", **ROLLING_BACK)
     assert courses[0].error == courses[1].error
     assert courses[0].exit_code == TrainingError.exit_code == 70
-    for part in ("gave up at step 12", "loss nan", "after going back to a checkpoint once", "lower train.lr"):
+    for part in (
+        "gave up at step 12",
+        "loss nan",
+        "after going back to a checkpoint once",
+        "lower train.lr",
+    ):
         assert part in courses[0].error
     for event in courses[0].named("step.skipped")[-2:]:
         assert f"step {event['step']}: {', '.join(map(str, event['blocks']))}" in courses[0].error
@@ -251,7 +298,9 @@ def test_early_trouble_takes_the_run_back_to_the_model_as_it_was(
     arena: Arena, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """No checkpoint of step 0 is written for that."""
-    courses = poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), epochs=2, guards={"max_skips": 1}, **settings)
+    courses = poisoned(
+        arena, tmp_path / "out", Poison(TWICE_BAD), epochs=2, guards={"max_skips": 1}, **settings
+    )
     for course in courses:
         assert course.digests[10] == course.digests[1] != course.digests[7]
         assert [event["to_step"] for event in course.named("run.rolled_back")] == [0]
@@ -259,7 +308,11 @@ def test_early_trouble_takes_the_run_back_to_the_model_as_it_was(
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["updates"] == 3
 
 
-BY_THE_DIGEST: dict[str, Any] = {"guards": {"max_skips": 1, "rollback_every_steps": 5}, "epochs": 2, "keep_last": 1}
+BY_THE_DIGEST: dict[str, Any] = {
+    "guards": {"max_skips": 1, "rollback_every_steps": 5},
+    "epochs": 2,
+    "keep_last": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -289,23 +342,40 @@ def test_how_far_the_run_goes_back_does_not_depend_on_what_happened_to_be_saved(
         poisoned(arena, tmp_path / "ended", Poison(TWICE_BAD, **ends_in), **settings)
     poisoned(arena, tmp_path / "out", Poison(TWICE_BAD), **settings)
     assert_same_result(tmp_path / "out", back_to_five)
-    found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "out", back_to_five))
+    found, expected = (
+        [row.get("verdict") for row in rows(out)] for out in (tmp_path / "out", back_to_five)
+    )
     assert found == expected
 
 
-def test_the_step_to_go_back_to_outlives_newer_ones_while_a_refused_step_counts(arena: Arena, tmp_path: Path) -> None:
+def test_the_step_to_go_back_to_outlives_newer_ones_while_a_refused_step_counts(
+    arena: Arena, tmp_path: Path
+) -> None:
     """Step 8 is refused and saved, and step 4 is needed until the refusal is forgotten."""
-    settings = {**BY_THE_DIGEST, "guards": {"max_skips": 1, "rollback_every_steps": 4}, "save_every_steps": 1}
+    settings = {
+        **BY_THE_DIGEST,
+        "guards": {"max_skips": 1, "rollback_every_steps": 4},
+        "save_every_steps": 1,
+    }
     courses = poisoned(arena, tmp_path / "out", Poison({8: NAN_LOSS, 11: NAN_LOSS}), **settings)
-    assert [(event["step"], event["to_step"]) for event in courses[0].named("run.rolled_back")] == [(11, 4)]
+    assert [(event["step"], event["to_step"]) for event in courses[0].named("run.rolled_back")] == [
+        (11, 4)
+    ]
 
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["missing", "damaged"])
 @pytest.mark.parametrize(
-    ("save_every_steps", "back_to"), [(7, []), (4, [4])], ids=["from the start", "from a checkpoint before"]
+    ("save_every_steps", "back_to"),
+    [(7, []), (4, [4])],
+    ids=["from the start", "from a checkpoint before"],
 )
 def test_without_the_checkpoint_to_go_back_to_the_steps_before_are_computed_again(
-    arena: Arena, back_to_five: Path, tmp_path: Path, save_every_steps: int, back_to: list[int], is_damaged: bool
+    arena: Arena,
+    back_to_five: Path,
+    tmp_path: Path,
+    save_every_steps: int,
+    back_to: list[int],
+    is_damaged: bool,
 ) -> None:
     """As in a run of a version that saved multiples of `save_every_steps` alone."""
     settings = {**BY_THE_DIGEST, "save_every_steps": save_every_steps, "keep_last": 9}
@@ -328,5 +398,7 @@ def test_without_the_checkpoint_to_go_back_to_the_steps_before_are_computed_agai
     assert [event["step"] for event in again.named("run.resumed")] == back_to
     assert [event["to_step"] for event in again.named("run.rolled_back")] == [5]
     assert_same_result(tmp_path / "out", back_to_five)
-    found, expected = ([row.get("verdict") for row in rows(out)] for out in (tmp_path / "out", back_to_five))
+    found, expected = (
+        [row.get("verdict") for row in rows(out)] for out in (tmp_path / "out", back_to_five)
+    )
     assert found == expected

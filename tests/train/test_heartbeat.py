@@ -18,7 +18,9 @@ from tests.train.launching import make_stage
 EVERY_S = 1.0
 
 
-def sign(rank: int, heard_s: float, step: int = 41, doing: str = "training", for_s: float = 9.0) -> Sign:
+def sign(
+    rank: int, heard_s: float, step: int = 41, doing: str = "training", for_s: float = 9.0
+) -> Sign:
     return Sign(rank, f"n{rank}", 100 + rank, step, doing, EVERY_S, for_s, heard_s)
 
 
@@ -62,7 +64,10 @@ def beat(run_dir: Path) -> None:
 
 def test_a_frozen_process_stops_beating_and_a_free_one_goes_on(tmp_path: Path) -> None:
     with running(beat, tmp_path) as process:
-        wait_for(lambda: 3 in (signs := read_signs(tmp_path, 4)) and signs[3].step == 5, "a sign in step 5")
+        wait_for(
+            lambda: 3 in (signs := read_signs(tmp_path, 4)) and signs[3].step == 5,
+            "a sign in step 5",
+        )
         first = read_signs(tmp_path, 4)[3]
         assert (first.host, first.pid, first.doing) == ("n7", process.pid, "training")
         wait_for(lambda: read_signs(tmp_path, 4)[3].heard_s > first.heard_s, "another sign")
@@ -75,8 +80,10 @@ def test_a_frozen_process_stops_beating_and_a_free_one_goes_on(tmp_path: Path) -
     assert frozen.heard_s - last.heard_s < 0.2
 
 
-def test_a_rank_that_goes_on_after_long_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before its next sign, it is not taken for one that others waited for while it was starting."""
+def test_a_rank_that_goes_on_after_long_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its next sign, it is not taken for one that was awaited as it started."""
     monkeypatch.setattr(heartbeat, "EVERY_S", 1000.0)
     with Heartbeat(tmp_path, 0, "n1", timeout_s=10_000) as beating:
         beating.observe("rank.doing", {"what": "loading"})
@@ -105,19 +112,35 @@ def test_a_sign_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_frozen_rank_is_named_soon_after_the_timeout(arena: Arena) -> None:
-    """F02. The process group gives up after 4 s; that the frozen one goes on later harms nothing."""
-    stage = make_stage(arena, "spawn", 3, epochs=1000, timeout_s=4, save_every_steps=100_000, global_batch_tokens=384)
+    """F02.
+
+    The process group gives up after 4 s; that the frozen one goes on later harms nothing.
+    """
+    stage = make_stage(
+        arena,
+        "spawn",
+        3,
+        epochs=1000,
+        timeout_s=4,
+        save_every_steps=100_000,
+        global_batch_tokens=384,
+    )
     process = stage.start()
     stage.wait_for_step(2)
     wait_for(lambda: read_signs(stage.run_dir, 3)[1].step > 1, "a sign of rank 1 in a step")
     victim = stage.rank(1)
     victim.send_signal(signal.SIGSTOP)
-    (stage.run_dir / "heartbeats" / "rank-9.json").write_text("{}")  # of a larger world: not looked at
+    # of a larger world: not looked at
+    (stage.run_dir / "heartbeats" / "rank-9.json").write_text("{}")
     assert process.wait(120) == 75, stage.output  # a start would have 900 s
 
     assert "error: rank 1 on " in stage.output
     assert " s before the others, in step " in stage.output
-    [lost] = [event for event in read_events(stage.run_dir / "events.jsonl") if event["event"] == "rank.lost"]
+    [lost] = [
+        event
+        for event in read_events(stage.run_dir / "events.jsonl")
+        if event["event"] == "rank.lost"
+    ]
     assert (lost["rank"], lost["why"], lost["pid"]) == (1, "silent", victim.pid)
     assert lost["silent_s"] > 2
     if victim.is_running():

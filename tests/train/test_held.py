@@ -1,4 +1,4 @@
-"""Ranks are started while what they will read is verified, and open none of it before they are told."""
+"""Ranks start while their input is verified, and open none of it before they are told."""
 
 import os
 import time
@@ -46,12 +46,24 @@ def noting(stage: Stage, tmp_path: Path) -> dict[str, str]:
 
 
 def notes(noting: Mapping[str, str]) -> list[str]:
-    return [line for path in Path(noting["NOTED_IN"]).iterdir() for line in path.read_text().splitlines()]
+    return [
+        line
+        for path in Path(noting["NOTED_IN"]).iterdir()
+        for line in path.read_text().splitlines()
+    ]
 
 
 def test_a_rank_opens_nothing_before_the_word(stage: Stage, noting: dict[str, str]) -> None:
     store, spec = stage.arena.store, stage.spec
-    program = ["rank", "--spec", str(store.spec_path(spec.digest)), "--plan", str(stage.plan_dir), "--out", "out"]
+    program = [
+        "rank",
+        "--spec",
+        str(store.spec_path(spec.digest)),
+        "--plan",
+        str(stage.plan_dir),
+        "--out",
+        "out",
+    ]
     program += ["--attempt", "1", "--lock-token", "none"]
     with private_rendezvous() as rendezvous:
         environ = {**os.environ, **noting, **rendezvous}
@@ -70,14 +82,17 @@ def test_told_they_read_and_train(stage: Stage, noting: dict[str, str]) -> None:
     assert stage.processes() == []
 
 
-def test_what_is_not_whole_ends_the_stage_as_if_no_rank_had_been_started(stage: Stage, noting: dict[str, str]) -> None:
+def test_what_is_not_whole_ends_the_stage_as_if_no_rank_had_been_started(
+    stage: Stage, noting: dict[str, str]
+) -> None:
     folder = stage.arena.store.sealed(stage.arena.model)
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert stage.run(**noting) == 66, stage.output
     assert (
-        f"error: {path}: content differs from what was sealed; delete {folder} and run snakemake again" in stage.output
+        f"error: {path}: content differs from what was sealed; delete {folder} and run snakemake "
+        "again" in stage.output
     )
     assert not [line for line in notes(noting) if "'rank'" in line and "opens" in line]
     assert not (stage.run_dir / "events.jsonl").exists()

@@ -1,4 +1,7 @@
-"""At each resume another number of layers may keep the results of attention, on several ranks: no bit changes."""
+"""At each resume another number of layers may keep attention's results: no bit changes.
+
+It holds on several ranks.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +22,7 @@ MICRO_BATCHES = 1 + 2  # of each rank: one that is tried before the first step, 
 
 
 def train_as_on_a_gpu(environ: Mapping[str, str], job: RankJob) -> int:
-    """Train as if every document were long; how often backward passes computed a layer's attention again."""
+    """Train as if all documents were long; how often backward passes recomputed attention."""
     repeated = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recompute, "KEPT_FROM", 1)
@@ -40,11 +43,20 @@ def train_as_on_a_gpu(environ: Mapping[str, str], job: RankJob) -> int:
 def test_a_resume_may_keep_the_attention_of_another_number_of_layers(
     arena: Arena, tmp_path: Path, strategy: str
 ) -> None:
-    trained: dict[str, Any] = {"strategy": strategy, "precision": "bf16", "micro_batch_blocks": 1, "max_steps": 3}
+    trained: dict[str, Any] = {
+        "strategy": strategy,
+        "precision": "bf16",
+        "micro_batch_blocks": 1,
+        "max_steps": 3,
+    }
     plain = make_arena(tmp_path / "plain").job(RANKS, tmp_path / "plain" / "out", **trained)
     assert set(run_ranks(train_as_on_a_gpu, RANKS, plain).values()) == {0}
     for step, (kept, repeated) in enumerate((("auto", 0), (0, LAYERS), (1, LAYERS - 1)), start=1):
-        settings: dict[str, Any] = {"recompute": "full", "kept_attention_layers": kept, "until_step": step}
+        settings: dict[str, Any] = {
+            "recompute": "full",
+            "kept_attention_layers": kept,
+            "until_step": step,
+        }
         job = arena.job(RANKS, tmp_path / "moved", **trained, **settings)
         assert (job.resume_from is None) == (step == 1)
         assert set(run_ranks(train_as_on_a_gpu, RANKS, job).values()) == {repeated * MICRO_BATCHES}

@@ -1,4 +1,4 @@
-"""The ranks of one machine train the same, save when asked to, leave no orphan, and show a rank's error as one line."""
+"""One machine's ranks train alike, save when asked, leave no orphan, show an error as one line."""
 
 import json
 import os
@@ -22,7 +22,9 @@ def stage(arena: Arena) -> Callable[..., Stage]:
     return lambda **settings: make_stage(arena, **settings)
 
 
-def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable[..., Path]) -> None:
+def test_trains_to_the_same_weights(
+    stage: Callable[..., Stage], whole: Callable[..., Path]
+) -> None:
     made = stage()
     assert made.run() == 0, made.output
 
@@ -32,7 +34,9 @@ def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable
     launched = json.loads((made.result / "events.jsonl").read_text().splitlines()[0])
     assert (launched["event"], launched["launcher"]) == ("run.launched", "spawn")
     assert made.processes() == []
-    saved = newest_valid(made.run_dir / "checkpoints", 1000, lambda _path, reason: pytest.fail(reason))
+    saved = newest_valid(
+        made.run_dir / "checkpoints", 1000, lambda _path, reason: pytest.fail(reason)
+    )
     assert saved is not None
     assert (made.result / WEIGHTS).exists()
     for path in (made.result / WEIGHTS).iterdir():
@@ -41,8 +45,12 @@ def test_trains_to_the_same_weights(stage: Callable[..., Stage], whole: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])  # test_takeover.py sends SIGTERM
-def test_a_signal_saves_and_ends_with_75(stage: Callable[..., Stage], number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, signal.SIGHUP]
+)  # test_takeover.py sends SIGTERM
+def test_a_signal_saves_and_ends_with_75(
+    stage: Callable[..., Stage], number: signal.Signals
+) -> None:
     made = stage(ranks=1, epochs=1000, save_every_steps=100_000)
     process = made.start()
     made.wait_for_step(2)

@@ -55,12 +55,18 @@ def loss_of(model: nn.Module, arena: Arena) -> Tensor:
 
 def gradients(model: nn.Module, arena: Arena) -> dict[str, Tensor]:
     loss_of(model, arena).backward()  # type: ignore[no-untyped-call]
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def kept_bytes(model: nn.Module, arena: Arena) -> int:
-    """By how much what is allocated grows in a forward pass: all that is kept for the backward pass."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    """By how much allocations grow in a forward pass: all that the backward pass keeps."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         loss = loss_of(model, arena)
     del loss
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
@@ -72,7 +78,9 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.name().startswith(("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product"))
+        self.count += func.name().startswith(
+            ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -84,7 +92,9 @@ def counted() -> Iterator[Products]:
 
 @pytest.mark.parametrize("settings", [{}, DROPOUT], ids=["full", "lora with dropout"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_layers_give_the_same_bits(arena: Arena, recompute: str, settings: dict[str, Any]) -> None:
+def test_recomputed_layers_give_the_same_bits(
+    arena: Arena, recompute: str, settings: dict[str, Any]
+) -> None:
     plain = gradients(prepared(arena, **settings), arena)
     found = gradients(prepared(arena, recompute=recompute, **settings), arena)
     assert found.keys() == plain.keys()
@@ -92,7 +102,9 @@ def test_recomputed_layers_give_the_same_bits(arena: Arena, recompute: str, sett
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_experts_give_the_same_bits(arena: Arena, tmp_path: Path, recompute: str) -> None:
+def test_recomputed_experts_give_the_same_bits(
+    arena: Arena, tmp_path: Path, recompute: str
+) -> None:
     """The routers' loss hangs on values from within the layers."""
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, num_hidden_layers=2, tie_word_embeddings=False)
     folder = write_random(tmp_path, Qwen3MoeForCausalLM(config), torch.float32)
@@ -108,7 +120,10 @@ def test_recomputed_experts_give_the_same_bits(arena: Arena, tmp_path: Path, rec
 
 
 def test_the_more_is_recomputed_the_less_is_kept(arena: Arena) -> None:
-    kept = {how: kept_bytes(prepared(arena, recompute=how), arena) for how in ("none", "selective", "full")}
+    kept = {
+        how: kept_bytes(prepared(arena, recompute=how), arena)
+        for how in ("none", "selective", "full")
+    }
     print(kept)
     assert kept["full"] < 0.75 * kept["selective"]
     assert kept["selective"] < 0.75 * kept["none"]
@@ -124,27 +139,37 @@ def test_selective_computes_no_product_again(arena: Arena) -> None:
     assert counts["selective"] == counts["none"] < counts["full"]
 
 
-@pytest.mark.parametrize("settings", [{"recompute": "full"}, {"recompute": "selective"}, {"compile": True}])
+@pytest.mark.parametrize(
+    "settings", [{"recompute": "full"}, {"recompute": "selective"}, {"compile": True}]
+)
 def test_names_stay(arena: Arena, settings: dict[str, Any]) -> None:
     plain, found = prepared(arena), prepared(arena, **settings)
     assert list(found.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in found.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert [name for name, _ in found.named_modules()] == [
+        name for name, _ in plain.named_modules()
+    ]
 
 
 def test_layers_are_found_beneath_adapters(arena: Arena) -> None:
-    assert len(decoder_layers(prepared(arena))) == len(decoder_layers(prepared(arena, **DROPOUT))) == 2
+    assert (
+        len(decoder_layers(prepared(arena))) == len(decoder_layers(prepared(arena, **DROPOUT))) == 2
+    )
     assert decoder_layers(nn.Linear(2, 2)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 def test_compiled_layers_give_the_same_up_to_rounding(arena: Arena) -> None:
     """Fused sums are rounded in another order: a few times 2**-24 of the largest part."""
     plain = gradients(prepared(arena), arena)
     found = gradients(prepared(arena, compile=True), arena)
     assert [name for name in plain if not torch.equal(found[name], plain[name])] != []
     for name in plain:
-        assert float((found[name] - plain[name]).abs().max()) <= 1e-5 * float(plain[name].abs().max())
+        assert float((found[name] - plain[name]).abs().max()) <= 1e-5 * float(
+            plain[name].abs().max()
+        )
 
 
 @pytest.mark.slow
@@ -155,7 +180,7 @@ def test_compiled_layers_give_the_same_up_to_rounding(arena: Arena) -> None:
 def test_all_layers_share_one_compiled_graph(
     monkeypatch: pytest.MonkeyPatch, has_experts: bool, recompute: str
 ) -> None:
-    """A graph for each would be given up after the first eight; routers' logits leave it without a break."""
+    """A graph for each would end after the first eight; routers' logits pass without a break."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

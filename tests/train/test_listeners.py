@@ -1,4 +1,4 @@
-"""Nobody gets in: what a training listens on, what another user can do there, and that no rank unpickles."""
+"""Nobody gets in: where a training listens, what another user can do, and no rank unpickles."""
 
 import signal
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ from tests.train.launching import make_stage
 @pytest.mark.root
 def test_a_training_on_one_machine_has_no_store_that_others_reach(arena: Arena) -> None:
     stage = make_stage(arena, epochs=1000)
-    process = stage.start(GLOO_SOCKET_IFNAME="eth0")  # as on a cluster, where runs on several nodes want it
+    # as on a cluster, where runs on several nodes want it
+    process = stage.start(GLOO_SOCKET_IFNAME="eth0")
     stage.wait_for_step(2)
     processes = stage.processes()
     found = listeners([psutil.Process(process.pid), *processes])

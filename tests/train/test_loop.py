@@ -33,11 +33,15 @@ from tests.train.helpers import (
 )
 
 
-def run(arena: Arena, out: Path, ranks: int, resumes_at: int | None = None, **settings: Any) -> Path:
+def run(
+    arena: Arena, out: Path, ranks: int, resumes_at: int | None = None, **settings: Any
+) -> Path:
     """Train; what it says of where it began has to be `resumes_at`."""
     job = arena.job(ranks, out, **settings)
     run_ranks(train, ranks, job)
-    resumed = [e["step"] for e in read_events(job.run_dir / "events.jsonl") if e["event"] == "run.resumed"]
+    resumed = [
+        e["step"] for e in read_events(job.run_dir / "events.jsonl") if e["event"] == "run.resumed"
+    ]
     assert resumed == ([] if resumes_at is None else [resumes_at])
     return out
 
@@ -50,7 +54,9 @@ def test_it_learns_and_records_every_step(whole: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_loss_is_the_same_however_the_batch_is_spread(whole: Callable[..., Path], strategy: str) -> None:
+def test_loss_is_the_same_however_the_batch_is_spread(
+    whole: Callable[..., Path], strategy: str
+) -> None:
     spread = losses(whole(2, strategy=strategy, micro_batch_blocks=2))
     assert spread == pytest.approx(losses(whole(1, strategy="ddp")), rel=2e-5)
 
@@ -62,11 +68,18 @@ def test_ranks_without_a_block_change_nothing(whole: Callable[..., Path], strate
     assert idle == pytest.approx(losses(whole(1, strategy="ddp", **settings)), rel=2e-5)
 
 
-@pytest.mark.parametrize(("strategy", "save_async"), [("ddp", True), ("fsdp", True), ("ddp", False)])
+@pytest.mark.parametrize(
+    ("strategy", "save_async"), [("ddp", True), ("fsdp", True), ("ddp", False)]
+)
 def test_resume_on_the_same_world_is_bitwise(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str, save_async: bool
 ) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "save_every_steps": 2, "epochs": 2, "save_async": save_async}
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "save_every_steps": 2,
+        "epochs": 2,
+        "save_async": save_async,
+    }
     run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", **settings), 5)
     resumed = run(arena, tmp_path / "resumed", 4, resumes_at=4, **settings)
     assert_same_result(resumed, whole(4, strategy=strategy, epochs=2))
@@ -77,7 +90,12 @@ def test_by_auto_all_ranks_save_when_the_first_ones_clock_says_so(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, save_async: bool
 ) -> None:
     """A step of a rank that waited for the others in vain would never end."""
-    settings: dict[str, Any] = {"save_every_steps": "auto", "epochs": 2, "save_async": save_async, "keep_last": 20}
+    settings: dict[str, Any] = {
+        "save_every_steps": "auto",
+        "epochs": 2,
+        "save_async": save_async,
+        "keep_last": 20,
+    }
     job = arena.job(2, tmp_path / "out", **settings)
     run_ranks(train_and_save_often, 2, job)
     events = read_events(job.run_dir / "events.jsonl")
@@ -97,15 +115,21 @@ def test_resume_on_another_world_and_strategy_keeps_the_curve(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2}
-    run_ranks(train_until_killed, 4, arena.job(4, tmp_path / "killed", strategy="ddp", **settings), 5)
+    run_ranks(
+        train_until_killed, 4, arena.job(4, tmp_path / "killed", strategy="ddp", **settings), 5
+    )
     moved = run(arena, tmp_path / "moved", 2, resumes_at=4, strategy="fsdp", **settings)
     assert losses(moved) == pytest.approx(losses(whole(4, strategy="ddp", epochs=2)), rel=2e-5)
     assert [row["step"] for row in rows(moved)] == list(range(1, 13))
 
 
-def test_a_resume_on_another_kind_of_processor_is_recorded_and_said(arena: Arena, tmp_path: Path) -> None:
+def test_a_resume_on_another_kind_of_processor_is_recorded_and_said(
+    arena: Arena, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"save_every_steps": 2, "epochs": 2}
-    run_ranks(train_until_killed_on_an_older_cpu, 2, arena.job(2, tmp_path / "killed", **settings), 3)
+    run_ranks(
+        train_until_killed_on_an_older_cpu, 2, arena.job(2, tmp_path / "killed", **settings), 3
+    )
     run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "other", **settings), 5)
     job = arena.job(2, tmp_path / "same", **settings)
     said = run_ranks(train_and_listen, 2, job)[0]
@@ -136,21 +160,40 @@ def test_until_step_stops_and_a_later_run_continues_from_there(
 def test_a_step_of_samples_is_the_same_on_ranks_that_cannot_share_it_evenly(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str
 ) -> None:
-    """Five blocks a step, and the schedule ends in the second epoch, whose steps go on where the first one's end."""
+    """Five blocks a step, and the schedule ends in the second epoch, which continues the first."""
     reader = BlockReader(arena.store.sealed(arena.shard) / "train")
     samples = round(5 * reader.index.documents / len(reader))
-    settings: dict[str, Any] = {"strategy": strategy, "global_batch_samples": samples, "max_steps": 12}
-    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", save_every_steps=2, **settings), 5)
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "global_batch_samples": samples,
+        "max_steps": 12,
+    }
+    run_ranks(
+        train_until_killed, 2, arena.job(2, tmp_path / "killed", save_every_steps=2, **settings), 5
+    )
     resumed = run(arena, tmp_path / "resumed", 2, resumes_at=4, save_every_steps=2, **settings)
     assert_same_result(resumed, whole(2, **settings))
     summary = read_json(resumed / "summary.json")
-    assert (summary["batch_blocks"], summary["steps"], summary["epochs"]) == (5, 12, round(12 * 5 / 22, 2))
-    assert losses(resumed) == pytest.approx(losses(whole(1, **{**settings, "strategy": "ddp"})), rel=2e-5)
+    assert (summary["batch_blocks"], summary["steps"], summary["epochs"]) == (
+        5,
+        12,
+        round(12 * 5 / 22, 2),
+    )
+    assert losses(resumed) == pytest.approx(
+        losses(whole(1, **{**settings, "strategy": "ddp"})), rel=2e-5
+    )
 
 
-def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(arena: Arena, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_every_rank_and_names_it(
+    arena: Arena, tmp_path: Path
+) -> None:
     """It begins anew once, as no step was saved before the trouble."""
-    settings: dict[str, Any] = {"lr": 1e30, "warmup_fraction": 0.0, "max_grad_norm": 1e30, "epochs": 4}
+    settings: dict[str, Any] = {
+        "lr": 1e30,
+        "warmup_fraction": 0.0,
+        "max_grad_norm": 1e30,
+        "epochs": 4,
+    }
     with pytest.raises(AssertionError, match=r"Diverged: gave up at step \d+: the .* not finite"):
         run(arena, tmp_path / "out", 2, strategy="ddp", **settings)
 
@@ -159,14 +202,20 @@ def test_dropout_continues_with_the_same_random_numbers(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
     lora: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}}
-    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", save_every_steps=2, **lora), 4)
+    run_ranks(
+        train_until_killed, 2, arena.job(2, tmp_path / "killed", save_every_steps=2, **lora), 4
+    )
     resumed = run(arena, tmp_path / "resumed", 2, resumes_at=2, save_every_steps=2, **lora)
     assert_same_result(resumed, whole(2, **lora))
 
 
 @pytest.mark.parametrize(
     ("ranks", "placement"),
-    [(2, {"micro_batch_blocks": 2}), (2, {"context_ranks": 2}), (4, {"strategy": "fsdp", "recompute": "full"})],
+    [
+        (2, {"micro_batch_blocks": 2}),
+        (2, {"context_ranks": 2}),
+        (4, {"strategy": "fsdp", "recompute": "full"}),
+    ],
 )
 def test_dropout_is_the_same_however_the_batch_is_spread(
     whole: Callable[..., Path], ranks: int, placement: dict[str, Any]
@@ -189,7 +238,10 @@ def test_a_run_told_to_stop_earlier_keeps_its_own_checkpoints(arena: Arena, tmp_
     run(arena, tmp_path / "long", 2, **settings)
     short = run(arena, tmp_path / "short", 2, until_step=2, **settings)
     assert [row["step"] for row in rows(short)] == [1, 2]
-    steps = sorted(path.name for path in arena.job(2, tmp_path / "x", **settings).run_dir.glob("checkpoints/step-*"))
+    steps = sorted(
+        path.name
+        for path in arena.job(2, tmp_path / "x", **settings).run_dir.glob("checkpoints/step-*")
+    )
     assert steps == ["step-00000002", "step-00000006"]
 
 
@@ -204,7 +256,8 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_the_next_is_bitwise(
     assert "rank 0 lost a peer" in message
     assert died == {1: "ended with code -9 and no answer"}
     saved = sorted(path.name for path in (job.run_dir / "checkpoints").glob("step-*"))
-    assert saved in (["step-00000003"], ["step-00000003", "step-00000006"])  # the last was perhaps being written
+    # the last was perhaps being written
+    assert saved in (["step-00000003"], ["step-00000003", "step-00000006"])
     resumed = run(arena, tmp_path / "resumed", 2, resumes_at=int(saved[-1][-8:]), **settings)
     assert_same_result(resumed, whole(2, epochs=2))
 
@@ -239,7 +292,9 @@ def test_a_flipped_byte_costs_one_checkpoint_and_no_bit_of_the_result(
 
 
 @pytest.mark.root
-def test_a_full_disk_stops_every_rank_and_with_more_room_the_run_goes_on(arena: Arena, tmp_path: Path) -> None:
+def test_a_full_disk_stops_every_rank_and_with_more_room_the_run_goes_on(
+    arena: Arena, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"save_every_steps": 2, "keep_last": 1}
     with small_disk(tmp_path / "runs", "size=1m"):
         job = arena.job(2, tmp_path / "out", **settings)
@@ -253,10 +308,14 @@ def test_a_full_disk_stops_every_rank_and_with_more_room_the_run_goes_on(arena: 
         assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == ["step-00000006"]
 
 
-def test_a_checkpoint_of_other_settings_or_data_is_refused_by_every_rank(arena: Arena, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_or_data_is_refused_by_every_rank(
+    arena: Arena, tmp_path: Path
+) -> None:
     run(arena, tmp_path / "out", 2, until_step=2)
     own = arena.job(2, tmp_path / "out", until_step=2)
-    other = replace(arena.job(2, tmp_path / "other", lr=1e-3, save_every_steps=5), resume_from=own.resume_from)
+    other = replace(
+        arena.job(2, tmp_path / "other", lr=1e-3, save_every_steps=5), resume_from=own.resume_from
+    )
     said = run_ranks(train_and_say, 2, other)
     assert said[0] == said[1]
     assert "IntegrityError" in said[0]
@@ -271,10 +330,14 @@ def test_the_wait_for_checkpoints_is_measured(arena: Arena, tmp_path: Path) -> N
     events = read_events(arena.job(2, out, save_every_steps=2).run_dir / "events.jsonl")
     saved = [event for event in events if event["event"] == "checkpoint.saved"]
     assert [event["step"] for event in saved] == [2, 4, 6]
-    assert all(event["bytes"] > 0 and event["wait_s"] > 0 and event["duration_s"] > 0 for event in saved)
+    assert all(
+        event["bytes"] > 0 and event["wait_s"] > 0 and event["duration_s"] > 0 for event in saved
+    )
 
 
-def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(arena: Arena, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(
+    arena: Arena, tmp_path: Path
+) -> None:
     job = arena.job(2, tmp_path / "out", strategy="ddp", save_every_steps=2)
     said = run_ranks(train_with_a_flipped_bit, 2, job, 3)
     assert said[0] == said[1]
@@ -282,8 +345,15 @@ def test_a_flipped_bit_on_one_replica_is_found_at_the_next_save(arena: Arena, tm
     assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_local_sgd_saves_and_stops_only_where_the_models_are_one(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"local_sgd_steps": 2, "save_every_steps": 3, "epochs": 2, "keep_last": 9}
+def test_local_sgd_saves_and_stops_only_where_the_models_are_one(
+    arena: Arena, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "local_sgd_steps": 2,
+        "save_every_steps": 3,
+        "epochs": 2,
+        "keep_last": 9,
+    }
     uninterrupted = run(arena, tmp_path / "whole", 2, replica="whole", **settings)
     saved = arena.job(2, uninterrupted, replica="whole", **settings).run_dir / "checkpoints"
     assert sorted(int(path.name[-8:]) for path in saved.iterdir()) == [4, 6, 10, 12]
@@ -295,8 +365,16 @@ def test_local_sgd_saves_and_stops_only_where_the_models_are_one(arena: Arena, t
 
 
 @pytest.mark.parametrize("save_async", [True, False])
-def test_local_sgd_makes_the_models_one_where_the_guards_save(arena: Arena, tmp_path: Path, save_async: bool) -> None:
-    settings: dict[str, Any] = {"local_sgd_steps": 2, "guards": {"rollback_every_steps": 3}, "keep_last": 9}
-    out = run(arena, tmp_path / "out", 2, save_async=save_async, replica=str(save_async), **settings)
+def test_local_sgd_makes_the_models_one_where_the_guards_save(
+    arena: Arena, tmp_path: Path, save_async: bool
+) -> None:
+    settings: dict[str, Any] = {
+        "local_sgd_steps": 2,
+        "guards": {"rollback_every_steps": 3},
+        "keep_last": 9,
+    }
+    out = run(
+        arena, tmp_path / "out", 2, save_async=save_async, replica=str(save_async), **settings
+    )
     saved = arena.job(2, out, replica=str(save_async), **settings).run_dir / "checkpoints"
     assert sorted(int(path.name[-8:]) for path in saved.iterdir()) == [3, 6]

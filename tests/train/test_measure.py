@@ -77,7 +77,12 @@ def test_a_gpu_tells_what_is_allocated_what_is_reserved_and_what_is_in_use() -> 
     device = torch.device("cuda", 0)
     held = torch.zeros(2**28, dtype=torch.uint8, device=device)
     found = memory_fields(World(0, 0, 1, device))
-    assert held.nbytes <= found["peak_memory_bytes"] <= found["reserved_memory_bytes"] < found["device_memory_bytes"]
+    assert (
+        held.nbytes
+        <= found["peak_memory_bytes"]
+        <= found["reserved_memory_bytes"]
+        < found["device_memory_bytes"]
+    )
 
 
 def test_instruments_measure_without_a_gpu_and_leave_no_thread() -> None:
@@ -133,8 +138,20 @@ def test_a_gpu_that_cannot_be_sampled_leaves_its_values_out() -> None:
 
 
 ROW: dict[str, Any] = {
-    **{"step": 1, "loss": 1.23456, "lr": 1e-5, "grad_norm": None, "tokens_per_s": 71432.1, "step_s": 2.0},
-    **{"peak_memory_bytes": 58.2e9, "elapsed_s": 4.0, "data_wait_s": 0.001, "checkpoint_wait_s": 1.5},
+    **{
+        "step": 1,
+        "loss": 1.23456,
+        "lr": 1e-5,
+        "grad_norm": None,
+        "tokens_per_s": 71432.1,
+        "step_s": 2.0,
+    },
+    **{
+        "peak_memory_bytes": 58.2e9,
+        "elapsed_s": 4.0,
+        "data_wait_s": 0.001,
+        "checkpoint_wait_s": 1.5,
+    },
 }
 
 
@@ -150,7 +167,8 @@ def test_the_line_of_a_step() -> None:
     gpu = {"mfu": 0.475, "gpu_power_w": 651.3}
     (line,) = lines_of(("step.end", ROW | gpu))
     assert line == (
-        "step 1/3  loss 1.2346  lr 1.00e-05  grad not finite  71,432 tokens/s  MFU 47.5%  54.2 GiB  651 W  "
+        "step 1/3  loss 1.2346  lr 1.00e-05  grad not finite  71,432 tokens/s  MFU 47.5%  54.2 GiB "
+        " 651 W  "
         "checkpoint wait 1.50 s  ETA 0:08"
     )
     assert "MFU" not in lines_of(("step.end", ROW))[0]
@@ -158,7 +176,9 @@ def test_the_line_of_a_step() -> None:
 
 def test_the_time_left_counts_what_is_between_steps() -> None:
     lines = lines_of(
-        ("step.end", ROW), ("step.end", ROW | {"step": 2, "elapsed_s": 14.0}), ("step.end", ROW | {"step": 3})
+        ("step.end", ROW),
+        ("step.end", ROW | {"step": 2, "elapsed_s": 14.0}),
+        ("step.end", ROW | {"step": 3}),
     )
     assert len(lines) == 2  # the first, and the last
     assert lines[-1].endswith("ETA 0:00")
@@ -166,7 +186,12 @@ def test_the_time_left_counts_what_is_between_steps() -> None:
 
 def test_what_is_special_is_said_at_once() -> None:
     profile = {
-        **{"step": 2, "step_s": 1.5, "compute_fraction": 0.8, "exposed_communication_fraction": 0.1},
+        **{
+            "step": 2,
+            "step_s": 1.5,
+            "compute_fraction": 0.8,
+            "exposed_communication_fraction": 0.1,
+        },
         **{"exposed_copy_fraction": 0.02, "idle_fraction": 0.08},
     }
     lines = lines_of(

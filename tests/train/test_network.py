@@ -9,7 +9,9 @@ from pipeline_lib.train.sent_bytes import SYS, SentMeter, sent_bytes
 ETHERNET, INFINIBAND, LOOPBACK = 1, 32, 772
 
 
-def interface(sys: Path, name: str, sent: int, kind: int = ETHERNET, is_hardware: bool = False) -> None:
+def interface(
+    sys: Path, name: str, sent: int, kind: int = ETHERNET, is_hardware: bool = False
+) -> None:
     folder = sys / "net" / name
     (folder / "statistics").mkdir(parents=True, exist_ok=True)
     (folder / "type").write_text(f"{kind}\n")
@@ -39,7 +41,9 @@ def test_a_container_has_no_hardware_and_counts_what_it_has(tmp_path: Path) -> N
     assert sent_bytes(tmp_path) == 33
 
 
-def test_a_port_of_infiniband_counts_words_and_the_interface_over_it_is_not_counted_twice(tmp_path: Path) -> None:
+def test_a_port_of_infiniband_counts_words_and_the_interface_over_it_is_not_counted_twice(
+    tmp_path: Path,
+) -> None:
     interface(tmp_path, "ib0", 4000, INFINIBAND, is_hardware=True)
     interface(tmp_path, "eth0", 10, is_hardware=True)
     port(tmp_path, "mlx5_0", "1000\n")
@@ -53,7 +57,9 @@ def test_where_nothing_counts_nothing_is_known(tmp_path: Path) -> None:
     assert meter.take() == meter.take() == {}
 
 
-def test_steps_have_what_was_sent_between_them_if_there_is_anyone_to_send_to(tmp_path: Path) -> None:
+def test_steps_have_what_was_sent_between_them_if_there_is_anyone_to_send_to(
+    tmp_path: Path,
+) -> None:
     interface(tmp_path, "eth0", 100)
     alone, meter = SentMeter(False, tmp_path), SentMeter(True, tmp_path)
     assert meter.take() == {}

@@ -1,4 +1,7 @@
-"""Training adapters on a base in 4 bits: the same under every strategy, compiled, recomputed, and resumed bitwise."""
+"""Training adapters on a 4-bit base: equal under every strategy, compiled, resumed bitwise.
+
+It is also the same when recomputed.
+"""
 
 import functools
 import shutil
@@ -27,7 +30,12 @@ PLAIN: dict[str, Any] = {**NF4, "lora": {"rank": 4, "alpha": 8}}
 def widen(arena: Arena) -> Arena:
     """The same data, with a model whose inputs are multiples of 64."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = Qwen3Config(**sizes, **heads, tie_word_embeddings=True, max_position_embeddings=128)
     folder = arena.store.sealed(arena.model)
@@ -71,8 +79,12 @@ def test_every_strategy_has_the_losses_of_one_rank(
     assert losses(trained(ranks, **settings)) == pytest.approx(expected, rel=2e-5)
 
 
-def test_the_losses_are_not_those_of_an_unquantized_base_but_near(trained: Callable[..., Path], tmp_path: Path) -> None:
-    run_ranks(train, 1, widen(make_arena(tmp_path)).job(1, tmp_path / "out", **PLAIN, strategy="ddp"))
+def test_the_losses_are_not_those_of_an_unquantized_base_but_near(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    run_ranks(
+        train, 1, widen(make_arena(tmp_path)).job(1, tmp_path / "out", **PLAIN, strategy="ddp")
+    )
     plain, found = losses(tmp_path / "out"), losses(trained(1, strategy="ddp"))
     assert found != plain
     assert found == pytest.approx(plain, rel=2e-2)
@@ -80,14 +92,18 @@ def test_the_losses_are_not_those_of_an_unquantized_base_but_near(trained: Calla
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_half_precision_is_near_the_fp32_curve(trained: Callable[..., Path], strategy: str, precision: str) -> None:
+def test_half_precision_is_near_the_fp32_curve(
+    trained: Callable[..., Path], strategy: str, precision: str
+) -> None:
     """FSDP2's mixed precision leaves the bytes alone."""
     found = losses(trained(2, strategy=strategy, precision=precision))
     assert found == pytest.approx(losses(trained(1, strategy="ddp")), rel=3e-2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_killed_run_resumes_bitwise(trained: Callable[..., Path], tmp_path: Path, strategy: str) -> None:
+def test_a_killed_run_resumes_bitwise(
+    trained: Callable[..., Path], tmp_path: Path, strategy: str
+) -> None:
     arena = widen(make_arena(tmp_path))
     settings = {**NF4, "strategy": strategy, "save_every_steps": 2}
     run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", **settings), 4)
@@ -122,13 +138,18 @@ def test_selective_computes_no_product_again_and_keeps_less(wide: Arena) -> None
             loss.backward()  # type: ignore[no-untyped-call]
         counts[how] = products.count
     assert counts["selective"] == counts["none"]
-    kept = {how: kept_bytes(prepared(wide, recompute=how, **NF4), wide) for how in ("none", "selective", "full")}
+    kept = {
+        how: kept_bytes(prepared(wide, recompute=how, **NF4), wide)
+        for how in ("none", "selective", "full")
+    }
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
 def test_no_more_is_kept_for_the_backward_pass_than_with_an_unquantized_base(wide: Arena) -> None:
     """No dequantized weight among it: a layer's have 0.5 MB in fp32."""
-    assert kept_bytes(prepared(wide, **NF4), wide) < kept_bytes(prepared(wide, **PLAIN), wide) + 50_000
+    assert (
+        kept_bytes(prepared(wide, **NF4), wide) < kept_bytes(prepared(wide, **PLAIN), wide) + 50_000
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -139,32 +160,52 @@ def test_compiled_layers_give_the_same_up_to_rounding(
     plain = gradients(prepared(wide, **NF4), wide)
     found = gradients(prepared(wide, compile=True, recompute=recompute, **NF4), wide)
     for name in plain:
-        assert float((found[name] - plain[name]).abs().max()) <= 1e-4 * float(plain[name].abs().max())
+        assert float((found[name] - plain[name]).abs().max()) <= 1e-4 * float(
+            plain[name].abs().max()
+        )
 
 
-def test_quantization_adds_no_graph_to_compiled_layers(wide: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_adds_no_graph_to_compiled_layers(
+    wide: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There are two: the first layer's input needs no gradient."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     for settings in (PLAIN, NF4):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = prepared(wide, compile=True, **settings)
-        model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+        model(
+            input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False
+        ).logits.sum().backward()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def held_by_hand(environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]) -> tuple[int, int, list[bytes]]:
-    """Bytes of the quantized weights that this rank holds and of all its state, and the base's bits after steps."""
+def held_by_hand(
+    environ: Mapping[str, str], arena: Arena, settings: dict[str, Any]
+) -> tuple[int, int, list[bytes]]:
+    """This rank's bytes of quantized weights and of all its state, and the base's bits later."""
     with by_hand(environ, arena, **settings) as hand:
         for step in range(2):
             hand.step(step)
         linears = quantized_linears(hand.wrapped)
-        local = [part.to_local() if hasattr(part, "to_local") else part for one, _ in linears for part in one.parts]
-        names = {name for name, parameter in hand.wrapped.named_parameters() if not parameter.is_floating_point()}
+        local = [
+            part.to_local() if hasattr(part, "to_local") else part
+            for one, _ in linears
+            for part in one.parts
+        ]
+        names = {
+            name
+            for name, parameter in hand.wrapped.named_parameters()
+            if not parameter.is_floating_point()
+        }
         assert names.isdisjoint(hand.strategy.parameters)
         state: dict[str, Tensor] = hand.state()
-        return sum(part.nbytes for part in local), len(state), [bytes(part.numpy().tobytes()) for part in local]
+        return (
+            sum(part.nbytes for part in local),
+            len(state),
+            [bytes(part.numpy().tobytes()) for part in local],
+        )
 
 
 def test_a_rank_holds_its_part_of_four_bits(wide: Arena) -> None:

@@ -1,4 +1,4 @@
-"""Weights and moments that are not finite are refused: when a checkpoint is loaded, and before a result is left."""
+"""Weights and moments that are not finite are refused: at a checkpoint's load, before a result."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.train.helpers import train, train_and_say
 
 
 def poison(checkpoint: Path, kind: str) -> None:
-    """Put one NaN into a tensor of that kind, and seal the checkpoint again as if it had always been there."""
+    """Put one NaN into a tensor of that kind, and seal the checkpoint as if it always was."""
     place, prefix = (WEIGHTS, "") if kind == WEIGHTS else ("tensors", f"{kind}.")
     for path in sorted((checkpoint / place).glob("*.safetensors")):
         tensors = load_file(str(path))
@@ -39,7 +39,9 @@ def poison(checkpoint: Path, kind: str) -> None:
     raise AssertionError(f"{kind} is in no file")
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "weights"), ("fsdp", "exp_avg_sq"), ("zero2", "weights")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("ddp", "weights"), ("fsdp", "exp_avg_sq"), ("zero2", "weights")]
+)
 def test_a_checkpoint_that_holds_nan_is_refused_by_every_rank(
     arena: Arena, tmp_path: Path, strategy: str, kind: str
 ) -> None:
@@ -58,7 +60,7 @@ def test_a_checkpoint_that_holds_nan_is_refused_by_every_rank(
 
 
 def train_to_infinity(environ: Mapping[str, str], job: RankJob) -> str:
-    """Train with a rate that no weight survives, in the last update, after which no loss is computed."""
+    """Train with a rate that no weight survives, in the last update: no loss follows it."""
 
     def rate(*_: Any) -> float:
         return 1e39  # more than fp32 holds
@@ -79,7 +81,11 @@ def test_a_result_that_is_not_finite_is_not_left(arena: Arena, tmp_path: Path) -
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_are_found_wherever_they_are(value: float) -> None:
-    tensors = {"a": torch.ones(3, 4), "b": torch.ones(5, dtype=torch.bfloat16), "empty": torch.ones(0)}
+    tensors = {
+        "a": torch.ones(3, 4),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "empty": torch.ones(0),
+    }
     tensors["b"][3] = value
     tensors["numbers"] = torch.ones(2, dtype=torch.int64)
     assert not_finite(tensors) == ["b"]

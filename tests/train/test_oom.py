@@ -1,4 +1,4 @@
-"""The end of a run whose GPU is full: what torch says, and what is made of it. tests/gpu/test_oom.py runs out."""
+"""The end of a run with a full GPU: torch's words, and their use; on one: tests/gpu/test_oom.py."""
 
 import re
 from dataclasses import replace
@@ -24,21 +24,33 @@ GIB = 2**30
 QWEN3_8B = Geometry(151936, 4096, 12288, 36, 32, 8, 128, False, 40960)
 # As torch 2.9 to 2.13 put it (c10/cuda/CUDACachingAllocator.cpp).
 PLAIN = (
-    "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.06 GiB is "
-    "free. Process 4242 has 130.00 MiB memory in use. Including non-PyTorch memory, this process has 138.62 GiB memory "
-    "in use. Of the allocated memory 134.50 GiB is allocated by PyTorch, and 2.51 GiB is reserved by PyTorch but "
-    "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+    "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB of "
+    "which 1.06 GiB is "
+    "free. Process 4242 has 130.00 MiB memory in use. Including non-PyTorch memory, this process "
+    "has 138.62 GiB memory "
+    "in use. Of the allocated memory 134.50 GiB is allocated by PyTorch, and 2.51 GiB is reserved "
+    "by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True "
     "to avoid fragmentation.  See documentation for Memory Management  "
     "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf)"
 )
 LIMITED = (
-    "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 3 has a total capacity of 79.25 GiB of which 70.00 GiB is "
-    "free. Including non-PyTorch memory, this process has 8.20 GiB memory in use. 7.92 GiB allowed; Of the allocated "
-    "memory 7.60 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 3 has a total capacity of 79.25 GiB of "
+    "which 70.00 GiB is "
+    "free. Including non-PyTorch memory, this process has 8.20 GiB memory in use. 7.92 GiB "
+    "allowed; Of the allocated "
+    "memory 7.60 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but "
+    "unallocated."
 )
-SHARED = PLAIN.replace("Process 4242 has 130.00 MiB", "Process 17 has 40.00 GiB memory in use. Process 18 has 1.00 GiB")
+SHARED = PLAIN.replace(
+    "Process 4242 has 130.00 MiB", "Process 17 has 40.00 GiB memory in use. Process 18 has 1.00 GiB"
+)
 BLOCKS = 256  # of a step: several micro-batches for every rank
-NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error ... Cuda failure 2 'out of memory'"
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error ... Cuda failure 2 'out of "
+    "memory'"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +61,9 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch_of(train: Train | None = None, ranks: int = 8) -> MemoryWatch:
     world = World(0, 0, ranks, torch.device("cuda", 0), ranks)
-    return MemoryWatch(world, QWEN3_8B, train or Train(strategy="fsdp", micro_batch_blocks=4), 8192, BLOCKS)
+    return MemoryWatch(
+        world, QWEN3_8B, train or Train(strategy="fsdp", micro_batch_blocks=4), 8192, BLOCKS
+    )
 
 
 def test_what_torch_says_is_read() -> None:
@@ -79,7 +93,8 @@ def test_the_message_says_what_was_done_predicted_and_would_fit() -> None:
     watch("run.start", {})
     first, predicted, advice, *offers = explained(watch, torch.OutOfMemoryError(PLAIN)).splitlines()
     assert first == (
-        "GPU memory is full in the warm-up before the first step: 2.3 GiB more were wanted with 138.6 GiB of 139.8 GiB "
+        "GPU memory is full in the warm-up before the first step: 2.3 GiB more were wanted with "
+        "138.6 GiB of 139.8 GiB "
         "in use"
     )
     assert "predicted were 268." in predicted
@@ -117,8 +132,13 @@ def test_it_knows_what_was_being_done(event: str, fields: dict[str, int], doing:
 
 def test_another_process_on_the_gpu_is_named_and_its_memory_not_promised() -> None:
     train = Train(strategy="fsdp", micro_batch_blocks=8)
-    alone, shared = (explained(watch_of(train), torch.OutOfMemoryError(text)) for text in (PLAIN, SHARED))
-    promised = [[float(size) for size in re.findall(r"\(([0-9.]+) GiB a GPU", said)] for said in (alone, shared)]
+    alone, shared = (
+        explained(watch_of(train), torch.OutOfMemoryError(text)) for text in (PLAIN, SHARED)
+    )
+    promised = [
+        [float(size) for size in re.findall(r"\(([0-9.]+) GiB a GPU", said)]
+        for said in (alone, shared)
+    ]
     assert "and 41.0 GiB by other processes on this GPU" in shared
     assert "by other processes" not in alone
     assert len(promised[0]) == len(promised[1]) == 3
@@ -126,9 +146,13 @@ def test_another_process_on_the_gpu_is_named_and_its_memory_not_promised() -> No
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_deepspeed_is_offered_where_it_is_installed(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_is_offered_where_it_is_installed(
+    is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(out_of_memory, "find_spec", lambda name: object() if is_here else None)
-    said = explained(watch_of(Train(strategy="ddp", micro_batch_blocks=1)), torch.OutOfMemoryError(PLAIN))
+    said = explained(
+        watch_of(Train(strategy="ddp", micro_batch_blocks=1)), torch.OutOfMemoryError(PLAIN)
+    )
     assert ("train.strategy: zero" in said) == is_here
     assert "train.strategy: fsdp" in said
 
@@ -140,7 +164,9 @@ def test_if_nothing_fits_it_says_so() -> None:
 
 
 def test_a_text_without_numbers_is_told_as_it_is() -> None:
-    assert explained(watch_of(), RuntimeError(NCCL)).startswith("memory is full while the model was loaded (NCCL error")
+    assert explained(watch_of(), RuntimeError(NCCL)).startswith(
+        "memory is full while the model was loaded (NCCL error"
+    )
 
 
 def test_other_errors_pass() -> None:
@@ -150,13 +176,16 @@ def test_other_errors_pass() -> None:
 
 def test_on_a_cpu_nothing_is_announced() -> None:
     said: list[str] = []
-    MemoryWatch(World(0, 0, 1, torch.device("cpu")), QWEN3_8B, Train(), 8192, BLOCKS).announce(said.append)
+    MemoryWatch(World(0, 0, 1, torch.device("cpu")), QWEN3_8B, Train(), 8192, BLOCKS).announce(
+        said.append
+    )
     assert said == []
 
 
 def test_a_rank_that_runs_out_ends_with_the_message(arena: Arena, tmp_path: Path) -> None:
     said = run_ranks(train_and_run_out, 1, arena.job(1, tmp_path / "out"), "step.end", 2, PLAIN)[0]
     assert said.startswith(
-        "GPU memory is full after step 2, when it was saved or validated: 2.3 GiB more were wanted with 138.6 GiB of "
+        "GPU memory is full after step 2, when it was saved or validated: 2.3 GiB more were wanted "
+        "with 138.6 GiB of "
         "139.8 GiB in use"
     )

@@ -40,18 +40,27 @@ LORA_PLUS: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "
 def named(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Decay and rate of each parameter."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return {names[id(p)]: (group["weight_decay"], group["lr_ratio"]) for group in groups for p in group["params"]}
+    return {
+        names[id(p)]: (group["weight_decay"], group["lr_ratio"])
+        for group in groups
+        for p in group["params"]
+    }
 
 
 def test_decay_is_on_matrices_only() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     groups = parameter_groups(trainable(module), Train(weight_decay=0.1))
-    assert named(module, groups) == {"0.weight": (0.1, 1), "0.bias": (0, 1), "1.weight": (0, 1), "1.bias": (0, 1)}
+    assert named(module, groups) == {
+        "0.weight": (0.1, 1),
+        "0.bias": (0, 1),
+        "1.weight": (0, 1),
+        "1.bias": (0, 1),
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_epsilon_is_that_of_the_config(optimizer: Literal["adamw", "adamw_8bit"]) -> None:
-    """The first update of AdamW is lr * g / (|g| + eps): half of the rate where eps is as large as the gradient."""
+    """AdamW's first update is lr * g / (|g| + eps): half the rate if eps equals the gradient."""
     if optimizer == "adamw_8bit":
         pytest.importorskip("torchao")
     module = nn.Linear(64, 64, bias=False)
@@ -62,16 +71,24 @@ def test_epsilon_is_that_of_the_config(optimizer: Literal["adamw", "adamw_8bit"]
     set_learning_rate(made, train.lr)
     module.weight.grad = torch.full_like(module.weight, 0.25)
     update(made, 1.0)
-    torch.testing.assert_close(module.weight, torch.full_like(module.weight, -5e-3), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        module.weight, torch.full_like(module.weight, -5e-3), rtol=1e-2, atol=0
+    )
 
 
-def rates_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[dict[str, tuple[float, float]], list[float]]:
-    """Decay and rate of each parameter, and how far the first update at 1e-2 moved each B from zero."""
+def rates_by_hand(
+    environ: Mapping[str, str], arena: Arena
+) -> tuple[dict[str, tuple[float, float]], list[float]]:
+    """Decay and rate of each parameter, and how far the first update at 1e-2 moved each B."""
     with by_hand(environ, arena, **LORA_PLUS) as hand:
         hand.step(0)
-        moved = [float(tensor.abs().max()) for name, tensor in hand.weights().items() if "lora_B" in name]
+        moved = [
+            float(tensor.abs().max()) for name, tensor in hand.weights().items() if "lora_B" in name
+        ]
         set_learning_rate(hand.strategy.optimizer, 1e-3)
-        groups = [{**group, "lr_ratio": group["lr"]} for group in hand.strategy.optimizer.param_groups]
+        groups = [
+            {**group, "lr_ratio": group["lr"]} for group in hand.strategy.optimizer.param_groups
+        ]
         return named(hand.wrapped, groups), moved
 
 
@@ -80,18 +97,20 @@ def test_lora_plus_trains_b_at_its_own_rate(arena: Arena) -> None:
     assert len(rates) == 2 * 7 * 2
     for name, (_, rate) in rates.items():
         assert rate == (16e-3 if "lora_B" in name else 1e-3)
-    assert moved == pytest.approx([16e-2] * 14, rel=1e-3)  # Adam's first update is as long as its rate
+    # Adam's first update is as long as its rate
+    assert moved == pytest.approx([16e-2] * 14, rel=1e-3)
 
 
 def updated(environ: Mapping[str, str], sharded: bool) -> bool:
-    """Whether updates come to the bits of torch's own `step`, with clipped gradients and without any."""
+    """Whether updates have the bits of torch's own `step`, with clipped gradients or none."""
     world = World.from_env(environ, "cpu")
     train = Train(precision="fp32", weight_decay=0.1)
     states: list[dict[str, Tensor]] = []
     with process_group(world, 30):
         for is_own in (True, False):
             torch.manual_seed(0)
-            module = nn.Sequential(nn.Linear(16, 3), nn.LayerNorm(3), nn.Linear(3, 1))  # ranks without a row
+            # ranks without a row
+            module = nn.Sequential(nn.Linear(16, 3), nn.LayerNorm(3), nn.Linear(3, 1))
             unused = nn.Linear(4, 4)
             if sharded:
                 fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
@@ -106,7 +125,10 @@ def updated(environ: Mapping[str, str], sharded: bool) -> bool:
                     torch._foreach_mul_(native.gradients(), 0.3)
                     native.optimizer.step()
                 native.drop_gradients()
-            taken = {f"step.{n}": native.optimizer.state[p]["step"].clone() for n, p in native.parameters.items()}
+            taken = {
+                f"step.{n}": native.optimizer.state[p]["step"].clone()
+                for n, p in native.parameters.items()
+            }
             states.append(local({n: t.clone() for n, t in state_of(native).items()}) | taken)
     steps = [float(states[0][f"step.{name}.weight"]) for name in ("used.0", "unused")]
     return same(*states) and steps == [3.0, 0.0]
@@ -123,7 +145,9 @@ def test_an_update_has_the_bits_of_torchs_own(sharded: bool, ranks: int) -> None
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match=r"torchao, which is not installed: pip install -e '.\[optim8bit"):
+    with pytest.raises(
+        ConfigError, match=r"torchao, which is not installed: pip install -e '.\[optim8bit"
+    ):
         make_optimizer(trainable(nn.Linear(2, 2)), EIGHT)
 
 
@@ -147,7 +171,7 @@ def made(world: World, sharded: bool, train: Train = EIGHT) -> tuple[Native, nn.
 
 
 def continued_equals_whole(environ: Mapping[str, str], sharded: bool) -> tuple[bool, bool, bool]:
-    """Whether there are moments of 8 bits, a copy went on bit for bit, and all is near AdamW in fp32."""
+    """Whether moments have 8 bits, a copy went on bitwise, and all is near AdamW in fp32."""
     world = World.from_env(environ, "cpu")
     with process_group(world, 30):
         native, module = made(world, sharded)
@@ -184,7 +208,7 @@ AT_ONCE = 20_000  # bytes; the largest tensor of the little model has 8,192, its
 
 
 def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, int, bool, bool]:
-    """Most bytes of values of moments at a time, while ranks average theirs and while they resume; if both are right.
+    """Most bytes of moments' values at a time, as ranks average theirs and resume.
 
     Moments in fp32 stand for those of 8 bits.
     """
@@ -204,7 +228,11 @@ def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, in
             most = max(most, sum(tensor.nbytes for ref in made if (tensor := ref()) is not None))
             return found
 
-        moments = {id(each[kind]) for each in strategy.optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            id(each[kind])
+            for each in strategy.optimizer.state.values()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
         vars(native_module).update(  # in a process of its own
             VALUES_AT_ONCE_BYTES=AT_ONCE,
             is_8bit=lambda tensor: id(tensor) in moments,
@@ -215,7 +243,8 @@ def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, in
         strategy._average()
         to_average, most = most, 0
         averaged = {
-            name: tensor.clone() for name, tensor in strategy._stored(("weights", "exp_avg", "exp_avg_sq")).items()
+            name: tensor.clone()
+            for name, tensor in strategy._stored(("weights", "exp_avg", "exp_avg_sq")).items()
         }
         names: list[str] = []
 
@@ -225,21 +254,33 @@ def rewritten_by_hand(environ: Mapping[str, str], arena: Arena) -> tuple[int, in
                 names.append(name)
 
         strategy.restore(read, 1)
-        restored = {name: tensor - 1 for name, tensor in strategy._stored(("weights", "exp_avg", "exp_avg_sq")).items()}
-        is_read = sorted(names) == sorted(averaged) and same(restored, {n: (t + 1) - 1 for n, t in averaged.items()})
+        restored = {
+            name: tensor - 1
+            for name, tensor in strategy._stored(("weights", "exp_avg", "exp_avg_sq")).items()
+        }
+        is_read = sorted(names) == sorted(averaged) and same(
+            restored, {n: (t + 1) - 1 for n, t in averaged.items()}
+        )
         return to_average, most, same(averaged, expected), is_read
 
 
 def test_values_of_eight_bits_are_made_a_few_at_a_time(arena: Arena) -> None:
-    """All at once they would take as much memory as moments in fp32, which a run that fits need not have."""
-    for to_average, to_resume, is_average, is_read in run_ranks(rewritten_by_hand, 2, arena).values():
+    """Together they would take as much memory as fp32 moments, which a fitting run may lack."""
+    for to_average, to_resume, is_average, is_read in run_ranks(
+        rewritten_by_hand, 2, arena
+    ).values():
         assert 0 < to_average <= 4 * AT_ONCE  # gloo lets go of what it exchanged a moment later
         assert 0 < to_resume <= AT_ONCE
         assert is_average and is_read
 
 
 def test_groups_are_as_large_as_allowed_and_keep_the_order() -> None:
-    assert list(grouped({"a": 40, "b": 60, "c": 4, "d": 400, "e": 4}, 100)) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert list(grouped({"a": 40, "b": 60, "c": 4, "d": 400, "e": 4}, 100)) == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e"],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])

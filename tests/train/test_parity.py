@@ -1,4 +1,4 @@
-"""One loss curve for one global batch: on any ranks, under any strategy, packed or not, and by a loop not of ours."""
+"""One loss curve for one global batch: any ranks and strategy, packed or not, or a plain loop."""
 
 import math
 from collections.abc import Iterator
@@ -25,9 +25,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test wait
 STEPS, BLOCKS, LORA_STEPS = 8, 10, 4  # the last batch of each pass over the blocks is short
 STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 WORLDS = (1, 2, 4)
-# Strategy, ranks, and how many of them share a block; four ranks are more than the model has KV heads.
-CASES = [(strategy, ranks, 1) for strategy in STRATEGIES for ranks in WORLDS if strategy != "hsdp" or ranks == 4]
-CASES += [("ddp", 2, 2), ("fsdp", 2, 2), ("ddp", 4, 4), ("fsdp", 4, 2), ("fsdp", 4, 4), ("hsdp", 4, 2)]
+# Strategy, ranks, and how many of them share a block; four ranks are more than the model has KV
+# heads.
+CASES = [
+    (strategy, ranks, 1)
+    for strategy in STRATEGIES
+    for ranks in WORLDS
+    if strategy != "hsdp" or ranks == 4
+]
+CASES += [
+    ("ddp", 2, 2),
+    ("fsdp", 2, 2),
+    ("ddp", 4, 4),
+    ("fsdp", 4, 2),
+    ("fsdp", 4, 4),
+    ("hsdp", 4, 2),
+]
 # Padding is where the data is: every way to spread it meets it once.
 UNPACKED = [case for case in CASES if case[1] == 2 or case[0] == "hsdp" or case == ("ddp", 1, 1)]
 WITH_DATA = [(*case, "packed") for case in CASES] + [(*case, "unpacked") for case in UNPACKED]
@@ -40,9 +53,10 @@ SETTINGS: dict[str, Any] = {
     "weight_decay": 0.1,
     "max_grad_norm": 0.5,  # gradients are clipped in every step
 }
-# fp32 keeps 24 bits, 6e-8 of a number: sums of many terms in another order differ by a few times that. Measured are
-# 1.4e-7 of the loss within 20 updates, and 4e-6 of what training changed in a weight matrix (Adam divides a gradient by
-# its own size, so that tiny ones differ more); the bounds leave a factor of ten.
+# fp32 keeps 24 bits, 6e-8 of a number: sums of many terms in another order differ by a few times
+# that. Measured are 1.4e-7 of the loss within 20 updates, and 4e-6 of what training changed in a
+# weight matrix (Adam divides a gradient by its own size, so that tiny ones differ more); the bounds
+# leave a factor of ten.
 CURVE = 2e-6
 WEIGHTS_CHANGE = 1e-4
 
@@ -72,7 +86,9 @@ def found(root: Path) -> dict[Key, dict[str, Any]]:
     results: dict[Key, dict[str, Any]] = {}
     for ranks in WORLDS:
         runs = dict(runs_of(root, ranks))
-        results.update(zip(runs, run_ranks(do_runs, ranks, *runs.values(), timeout_s=800.0)[0], strict=True))
+        results.update(
+            zip(runs, run_ranks(do_runs, ranks, *runs.values(), timeout_s=800.0)[0], strict=True)
+        )
     return results
 
 
@@ -80,13 +96,23 @@ def runs_of(root: Path, ranks: int) -> Iterator[tuple[Key, Run]]:
     for strategy, on_ranks, parts, data in WITH_DATA:
         if on_ranks != ranks:
             continue
-        placement = {"strategy": strategy, "shard_ranks": 2 if strategy == "hsdp" else None, "context_ranks": parts}
+        placement = {
+            "strategy": strategy,
+            "shard_ranks": 2 if strategy == "hsdp" else None,
+            "context_ranks": parts,
+        }
         train = Train.model_validate({**SETTINGS, **placement})
         save = root / f"{strategy}-{ranks}-{parts}-{data}"
-        yield (strategy, ranks, parts, data), Run(root / "model", root / data, train, STEPS, save=save)
+        yield (
+            (strategy, ranks, parts, data),
+            Run(root / "model", root / data, train, STEPS, save=save),
+        )
         if data == "packed":
             lora = train.model_copy(update={"method": "lora", "lora": Lora(rank=4, alpha=8)})
-            yield (strategy, ranks, parts, "lora"), Run(root / "model", root / data, lora, LORA_STEPS)
+            yield (
+                (strategy, ranks, parts, "lora"),
+                Run(root / "model", root / data, lora, LORA_STEPS),
+            )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +124,10 @@ def reference(root: Path) -> Iterator[dict[str, tuple[list[float], dict[str, Ten
 
 
 def plain_loop(model_folder: Path, blocks: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights of transformers and torch alone: one document at a time, neither packed nor padded."""
+    """Losses and final weights of transformers and torch alone: lone documents, not padded.
+
+    They are not packed either.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -116,7 +145,9 @@ def plain_loop(model_folder: Path, blocks: Path) -> tuple[list[float], dict[str,
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         curve.append(total / count)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
         for gradient in gradients:
             gradient.mul_(min(1.0, 0.5 / norm))
@@ -135,7 +166,7 @@ def rate(step: int) -> float:
 
 
 def samples_of(reader: BlockReader, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The documents of a global batch: their tokens, and the places whose next token counts, with those tokens."""
+    """A global batch's documents: tokens, and places whose next token counts, with those."""
     samples = []
     for number in order.step_blocks(0, step, reader.index.groups, BATCH_BLOCKS):
         if number == order.PADDING:
@@ -151,7 +182,12 @@ def samples_of(reader: BlockReader, step: int) -> list[tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize(("strategy", "ranks", "parts", "data"), WITH_DATA)
 def test_the_curve_is_that_of_a_plain_loop_over_transformers(
-    found: dict[Any, Any], reference: dict[str, Any], strategy: str, ranks: int, parts: int, data: str
+    found: dict[Any, Any],
+    reference: dict[str, Any],
+    strategy: str,
+    ranks: int,
+    parts: int,
+    data: str,
 ) -> None:
     curve, _ = reference[data]
     assert found[strategy, ranks, parts, data]["losses"] == pytest.approx(curve, rel=CURVE)
@@ -159,28 +195,44 @@ def test_the_curve_is_that_of_a_plain_loop_over_transformers(
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "parts", "data"), WITH_DATA)
-def test_the_curve_is_that_of_one_rank(found: dict[Any, Any], strategy: str, ranks: int, parts: int, data: str) -> None:
+def test_the_curve_is_that_of_one_rank(
+    found: dict[Any, Any], strategy: str, ranks: int, parts: int, data: str
+) -> None:
     expected = found["ddp", 1, 1, data]
-    assert found[strategy, ranks, parts, data]["losses"] == pytest.approx(expected["losses"], rel=CURVE)
-    assert found[strategy, ranks, parts, data]["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+    assert found[strategy, ranks, parts, data]["losses"] == pytest.approx(
+        expected["losses"], rel=CURVE
+    )
+    assert found[strategy, ranks, parts, data]["norms"] == pytest.approx(
+        expected["norms"], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "parts", "data"), WITH_DATA)
 def test_the_trained_weights_are_those_of_a_plain_loop(
-    found: dict[Any, Any], reference: dict[str, Any], root: Path, strategy: str, ranks: int, parts: int, data: str
+    found: dict[Any, Any],
+    reference: dict[str, Any],
+    root: Path,
+    strategy: str,
+    ranks: int,
+    parts: int,
+    data: str,
 ) -> None:
     assert found[strategy, ranks, parts, data]
     _, expected = reference[data]
     trained = {f"weights.{name}": torch.empty_like(tensor) for name, tensor in expected.items()}
     load_tensors(root / f"{strategy}-{ranks}-{parts}-{data}", trained)
-    first = dict(AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32).named_parameters())
+    first = dict(
+        AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32).named_parameters()
+    )
     for name, tensor in expected.items():
         change = (tensor - first[name].detach()).norm()
         assert (trained[f"weights.{name}"] - tensor).norm() < WEIGHTS_CHANGE * change, name
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "parts"), CASES)
-def test_lora_trains_adapters_alone_and_alike(found: dict[Any, Any], strategy: str, ranks: int, parts: int) -> None:
+def test_lora_trains_adapters_alone_and_alike(
+    found: dict[Any, Any], strategy: str, ranks: int, parts: int
+) -> None:
     """That no bit of the base changed is seen by each rank of the run itself."""
     run, expected = found[strategy, ranks, parts, "lora"], found["ddp", 2, 1, "lora"]
     assert run["losses"] == pytest.approx(expected["losses"], rel=CURVE)

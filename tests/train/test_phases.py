@@ -65,7 +65,9 @@ def test_the_phases_of_a_real_step_fill_it(arena: Arena, tmp_path: Path, strateg
     assert share > 0.5  # the rest is counting tokens together, and moving batches
 
 
-def test_a_run_records_what_each_figure_of_a_plan_is_held_against(arena: Arena, tmp_path: Path) -> None:
+def test_a_run_records_what_each_figure_of_a_plan_is_held_against(
+    arena: Arena, tmp_path: Path
+) -> None:
     job = arena.job(2, tmp_path / "out", strategy="ddp", save_every_steps=3)
     run_ranks(train, 2, job)
     placed = {key: getattr(job.train, key) for key in ("strategy", *CHOSEN_KEYS)}

@@ -1,4 +1,4 @@
-"""Batches that are read ahead: the same ones, in any order of asking, and errors that are not lost."""
+"""Batches read ahead: the same ones, in any order of asking, and no error is lost."""
 
 import threading
 import time

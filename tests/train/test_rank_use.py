@@ -53,13 +53,18 @@ def test_each_tenth_row_and_the_last_have_every_rank_and_the_result_is_the_same(
     assert_same_result(job.out, whole(4, strategy="ddp", epochs=4))
     [memory, *_] = [row[MEMORY] for row in rows(job.out) if MEMORY in row]
     assert [value > 10**7 for value in memory] == [True] * 4
-    assert rows(job.out)[-1]["peak_memory_bytes"] >= rows(job.out)[-1][MEMORY][0]  # measured after the step
-    assert [row["gpu_utilization"] for row in rows(job.out)[9:]] == [0.97] * 15  # of the first rank, as ever
+    # measured after the step
+    assert rows(job.out)[-1]["peak_memory_bytes"] >= rows(job.out)[-1][MEMORY][0]
+    assert [row["gpu_utilization"] for row in rows(job.out)[9:]] == [
+        0.97
+    ] * 15  # of the first rank, as ever
     warned = RankUse.of(rows(job.out)).warnings()
     assert "61% on rank 1, 100% on rank 3" in warned["uneven GPU utilization"]
 
 
-def test_without_gpus_only_the_memory_is_told_and_nothing_warned(arena: Arena, tmp_path: Path) -> None:
+def test_without_gpus_only_the_memory_is_told_and_nothing_warned(
+    arena: Arena, tmp_path: Path
+) -> None:
     job = arena.job(2, tmp_path / "out", epochs=4)
     run_ranks(train, 2, job)
     assert readings(job.out) == {}
@@ -68,7 +73,9 @@ def test_without_gpus_only_the_memory_is_told_and_nothing_warned(arena: Arena, t
     assert RankUse.of(rows(job.out)).warnings() == {}
 
 
-def test_a_gpu_that_tells_nothing_leaves_the_utilization_of_all_unknown(arena: Arena, tmp_path: Path) -> None:
+def test_a_gpu_that_tells_nothing_leaves_the_utilization_of_all_unknown(
+    arena: Arena, tmp_path: Path
+) -> None:
     job = arena.job(2, tmp_path / "out")
     run_ranks(train_with_gpus, 2, job, [0.9, None])
     assert readings(job.out) == {}

@@ -11,7 +11,9 @@ TYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64]
 
 
 @given(st.sampled_from(TYPES), st.integers(1, 70), st.integers(0, 7), st.data())
-def test_any_one_bit_changes_the_sum(dtype: torch.dtype, size: int, offset: int, data: st.DataObject) -> None:
+def test_any_one_bit_changes_the_sum(
+    dtype: torch.dtype, size: int, offset: int, data: st.DataObject
+) -> None:
     """Of a tensor of any type and size, also of one that begins within another's memory."""
     whole = torch.zeros(offset + size, dtype=torch.int64).random_().to(dtype)
     tensor = whole[offset:]

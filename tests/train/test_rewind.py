@@ -1,4 +1,4 @@
-"""A run that is rewound continues with the bits of one that was interrupted at the named checkpoint."""
+"""A rewound run continues with the bits of one that was interrupted at the named checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +23,28 @@ def rewound(job: RankJob, step: int) -> list[str]:
 
 
 def resumed_steps(job: RankJob) -> list[int]:
-    return [event["step"] for event in read_events(job.run_dir / "events.jsonl") if event["event"] == "run.resumed"]
+    return [
+        event["step"]
+        for event in read_events(job.run_dir / "events.jsonl")
+        if event["event"] == "run.resumed"
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_run_that_is_rewound_ends_with_the_bits_of_an_uninterrupted_one(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str
 ) -> None:
-    adapters: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}, "epochs": 2}
-    settings: dict[str, Any] = {**adapters, "strategy": strategy, "save_every_steps": 2, "keep_last": 9}
+    adapters: dict[str, Any] = {
+        "method": "lora",
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.3},
+        "epochs": 2,
+    }
+    settings: dict[str, Any] = {
+        **adapters,
+        "strategy": strategy,
+        "save_every_steps": 2,
+        "keep_last": 9,
+    }
     settings |= {"save_async": False}
     run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", **settings), 10)
     aside = rewound(arena.job(2, tmp_path / "rewound", **settings), 4)
@@ -41,7 +54,8 @@ def test_a_killed_run_that_is_rewound_ends_with_the_bits_of_an_uninterrupted_one
     assert resumed_steps(job) == [4]
     assert_same_result(job.out, whole(2, strategy=strategy, **adapters))
     live = [row["step"] for row in read_jsonl(job.run_dir / "metrics.jsonl")]
-    assert live == [*range(1, 10), *range(5, 13)]  # what was after the checkpoint stays, as after a kill
+    # what was after the checkpoint stays, as after a kill
+    assert live == [*range(1, 10), *range(5, 13)]
     assert [row["step"] for row in rows(job.out)] == list(range(1, 13))
 
 
@@ -66,7 +80,10 @@ GUARDED["guards"] = {"max_skips": 1, "rollback_every_steps": 3}
 
 
 def test_refused_steps_and_the_way_back_are_the_same_again(arena: Arena, tmp_path: Path) -> None:
-    """Step 8 is refused and saved; step 9 takes the run back to step 6, and is made again after the rewinding."""
+    """Step 8 is refused and saved; step 9 takes the run back to 6, and is made again later.
+
+    It is made again after the rewinding.
+    """
     run_ranks(train_poisoned, 2, arena.job(2, tmp_path / "whole", **GUARDED), BAD)
     aside = rewound(arena.job(2, tmp_path / "x", **GUARDED), 8)
     assert aside == ["step-00000009", "step-00000010", "step-00000012"]
@@ -74,17 +91,27 @@ def test_refused_steps_and_the_way_back_are_the_same_again(arena: Arena, tmp_pat
     again = run_ranks(train_poisoned, 2, job, BAD)
     assert again[0].error == ""
     assert resumed_steps(job) == [8]
-    assert [(event["step"], event["to_step"]) for event in again[0].named("run.rolled_back")] == [(9, 6)]
+    assert [(event["step"], event["to_step"]) for event in again[0].named("run.rolled_back")] == [
+        (9, 6)
+    ]
     assert_same_result(job.out, tmp_path / "whole")
     verdicts = [[row.get("verdict") for row in rows(out)] for out in (job.out, tmp_path / "whole")]
     assert verdicts[0] == verdicts[1]
 
 
 def test_the_best_step_is_the_same_again(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"validate_every_steps": 2, "lr": 2e-2, "epochs": 4, "save_every_steps": 5}
+    settings: dict[str, Any] = {
+        "validate_every_steps": 2,
+        "lr": 2e-2,
+        "epochs": 4,
+        "save_every_steps": 5,
+    }
     settings |= {"keep_best": True, "keep_last": 2}
     run_ranks(train, 2, arena.job(2, tmp_path / "whole", **settings))
-    saved = sorted(int(path.name[-8:]) for path in arena.job(2, tmp_path / "x", **settings).run_dir.glob("c*/step-*"))
+    saved = sorted(
+        int(path.name[-8:])
+        for path in arena.job(2, tmp_path / "x", **settings).run_dir.glob("c*/step-*")
+    )
     assert len(saved) == 3, "the best and the last two"
     rewound(arena.job(2, tmp_path / "x", **settings), saved[0])
     job = arena.job(2, tmp_path / "again", **settings)

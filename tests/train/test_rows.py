@@ -1,4 +1,4 @@
-"""The metrics rows in checkpoints: all of them in each, though a save writes no more than the latest."""
+"""The metrics rows in checkpoints: each has all, though a save writes only the latest."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -46,7 +46,9 @@ def test_a_save_writes_the_latest_rows_and_links_the_others(tmp_path: Path) -> N
     for step in range(1, 3 * ROWS_OF_A_FILE + 6):
         run.add(row(step))
     first, _, second = [sealed(run, tmp_path / name) for name in ("first", "between", "second")]
-    assert read_rows(second) == run.all() == [row(step) for step in range(1, 3 * ROWS_OF_A_FILE + 6)]
+    assert (
+        read_rows(second) == run.all() == [row(step) for step in range(1, 3 * ROWS_OF_A_FILE + 6)]
+    )
     *full, latest = sorted((second / "metrics").iterdir())
     assert len(full) == 3
     assert all(path.samefile(first / "metrics" / path.name) for path in full)
@@ -61,7 +63,9 @@ def damage(path: Path) -> None:
         file.write(bytes([content[0] ^ 1]))
 
 
-def test_a_damaged_file_spoils_no_neighbouring_checkpoint(tmp_path: Path, short_files: None) -> None:
+def test_a_damaged_file_spoils_no_neighbouring_checkpoint(
+    tmp_path: Path, short_files: None
+) -> None:
     run, resumed = MetricsRows(tmp_path / "metrics"), MetricsRows(tmp_path / "resumed")
     for step in range(1, SHORT + 2):
         run.add(row(step))
@@ -87,7 +91,9 @@ def test_a_damaged_file_is_read_from_its_copy(tmp_path: Path, short_files: None)
 
     assert run.all() == known
     run.undo_after(SHORT + 1)
-    assert [each["step"] for each in run.all() if "verdict" not in each] == list(range(1, SHORT + 2))
+    assert [each["step"] for each in run.all() if "verdict" not in each] == list(
+        range(1, SHORT + 2)
+    )
 
     damage(tmp_path / "metrics" / "b" / first.name)
     with pytest.raises(IntegrityError, match=f"{first}: .* missing or damaged"):
@@ -120,7 +126,8 @@ def test_what_is_undone_is_marked_and_older_checkpoints_keep_their_rows(
     before, known = sealed(run, tmp_path / "before"), run.all()
     run.undo_after(last_kept)
     expected = [
-        {**each, "verdict": "undone"} if each["step"] > last_kept and each["step"] != 6 else each for each in known
+        {**each, "verdict": "undone"} if each["step"] > last_kept and each["step"] != 6 else each
+        for each in known
     ]
     assert run.all() == read_rows(sealed(run, tmp_path / "after")) == expected
     verify(before)
@@ -140,7 +147,12 @@ def with_short_files(environ: Mapping[str, str], job: RankJob, step: int | None 
 def test_a_resumed_run_has_every_row_once(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, killed_at: int
 ) -> None:
-    settings: dict[str, Any] = {"save_every_steps": 3, "epochs": 2, "keep_last": 9, "validate_every_steps": 2}
+    settings: dict[str, Any] = {
+        "save_every_steps": 3,
+        "epochs": 2,
+        "keep_last": 9,
+        "validate_every_steps": 2,
+    }
     run_ranks(with_short_files, 2, arena.job(2, tmp_path / "killed", **settings), killed_at)
     job = arena.job(2, tmp_path / "resumed", **settings)
     run_ranks(with_short_files, 2, job)
@@ -163,18 +175,25 @@ def test_going_back_marks_rows_of_full_files(arena: Arena, tmp_path: Path) -> No
     poison = Poison({10: NAN_LOSS, 11: INF_GRADIENT})
     run_ranks(poisoned_with_short_files, 2, arena.job(2, tmp_path / "out", **settings), poison)
     assert [found["step"] for found in rows(tmp_path / "out")] == list(range(1, 13))
-    marked = {found["step"]: found["verdict"] for found in rows(tmp_path / "out") if "verdict" in found}
+    marked = {
+        found["step"]: found["verdict"] for found in rows(tmp_path / "out") if "verdict" in found
+    }
     assert marked == {7: "undone", 8: "undone", 9: "undone", 10: "skip", 11: "roll_back"}
 
 
 def test_what_guards_and_validation_know_is_the_same_from_a_checkpoint_as_from_all_rows() -> None:
-    found = [{**row(step), **({"validation_loss": 2.0 / step} if step % 5 == 0 else {})} for step in range(1, 300)]
+    found = [
+        {**row(step), **({"validation_loss": 2.0 / step} if step % 5 == 0 else {})}
+        for step in range(1, 300)
+    ]
     found[250] |= {"verdict": "skip"}
     found[298] |= {"verdict": "overflow"}
     window, course = Window(Guards()), Validations()
     for each in found:
         window.add(each)
         course.add(each)
-    assert vars(Window.from_json(Guards(), json.loads(json.dumps(window.to_json())))) == vars(window)
+    assert vars(Window.from_json(Guards(), json.loads(json.dumps(window.to_json())))) == vars(
+        window
+    )
     assert Validations.from_json(json.loads(json.dumps(course.to_json()))) == course
     assert Validations.from_json(json.loads(json.dumps(Validations().to_json()))) == Validations()

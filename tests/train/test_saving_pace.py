@@ -1,4 +1,4 @@
-"""How often a training is saved by `auto`, and what is said of a disk that does not take what is asked for."""
+"""How often `auto` saves a training, and what is said of a disk that cannot take the saves."""
 
 import pytest
 
@@ -13,12 +13,18 @@ EPOCH_STEPS = 1000
 
 def train_of(every_steps: int | str, is_async: bool = True) -> Train:
     return Train.model_validate(
-        {"strategy": "zero2", "global_batch_tokens": 1024, "save_every_steps": every_steps, "save_async": is_async}
+        {
+            "strategy": "zero2",
+            "global_batch_tokens": 1024,
+            "save_every_steps": every_steps,
+            "save_async": is_async,
+        }
     )
 
 
 @pytest.mark.parametrize(
-    ("save_s", "is_async", "apart_s"), [(0.2, True, 60), (0.2, False, 60), (67, True, 670), (67, False, 1340)]
+    ("save_s", "is_async", "apart_s"),
+    [(0.2, True, 60), (0.2, False, 60), (67, True, 670), (67, False, 1340)],
 )
 def test_auto_saves_once_a_minute_or_as_seldom_as_the_disk_asks_for(
     save_s: float, is_async: bool, apart_s: float
@@ -51,7 +57,10 @@ def test_what_the_guards_ask_for_is_named_where_it_is_too_often() -> None:
 def test_a_training_that_waits_while_it_saves_needs_ten_times_as_long_between() -> None:
     said = slow_saves(train_of(50, is_async=False), EPOCH_STEPS, 57 * GB, save_s=67.0, step_s=10.0)
     assert "train.save_every_steps: 67, " in said
-    assert slow_saves(train_of(67, is_async=False), EPOCH_STEPS, 57 * GB, save_s=67.0, step_s=10.0) == ""
+    assert (
+        slow_saves(train_of(67, is_async=False), EPOCH_STEPS, 57 * GB, save_s=67.0, step_s=10.0)
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("save_s", "times"), [(67.0, 1), (1.0, 0)])
@@ -61,5 +70,8 @@ def test_it_is_said_once_and_only_of_a_slow_disk(save_s: float, times: int) -> N
     for step in range(1, 10):
         observe(EventName.STEP_END, {"step": step, "step_s": 0.2})
         if step % 3 == 0:
-            observe(EventName.CHECKPOINT_SAVED, {"step": step, "bytes": GB, "duration_s": save_s, "wait_s": 0.0})
+            observe(
+                EventName.CHECKPOINT_SAVED,
+                {"step": step, "bytes": GB, "duration_s": save_s, "wait_s": 0.0},
+            )
     assert len(lines) == times

@@ -53,7 +53,9 @@ def test_wsd_without_an_end_is_constant() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_in_steps_is_that_in_parts(schedule: str) -> None:
-    assert curve(50, lr_schedule=schedule, warmup_steps=10) == curve(50, lr_schedule=schedule, warmup_fraction=0.2)
+    assert curve(50, lr_schedule=schedule, warmup_steps=10) == curve(
+        50, lr_schedule=schedule, warmup_fraction=0.2
+    )
     assert curve(50, lr_schedule=schedule, warmup_steps=0)[0] == pytest.approx(1.0, rel=0.03)
 
 
@@ -92,4 +94,6 @@ def test_rates_are_those_of_transformers_but_for_the_update_that_it_wastes(
         rates.append(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
-    assert curve(steps, lr_schedule=schedule, warmup_steps=warmup_steps) == pytest.approx(rates[wasted:])
+    assert curve(steps, lr_schedule=schedule, warmup_steps=warmup_steps) == pytest.approx(
+        rates[wasted:]
+    )

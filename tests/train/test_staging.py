@@ -1,4 +1,4 @@
-"""Copies for a save lie in memory that is used again, and are right; files are hashed as they are written."""
+"""Copies for a save lie in reused memory, and are right; files are hashed while written."""
 
 import json
 import math
@@ -95,7 +95,10 @@ def state() -> dict[str, Tensor]:
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Also of numbers, which have no dimension."""
-    flat = ({name: local(tensor).flatten() for name, tensor in tensors.items()} for tensors in (found, expected))
+    flat = (
+        {name: local(tensor).flatten() for name, tensor in tensors.items()}
+        for tensors in (found, expected)
+    )
     assert_same_bits(*flat)
 
 
@@ -125,7 +128,9 @@ def test_copies_have_the_same_bits_and_the_next_ones_take_their_place(small_piec
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("has_failed", [False, True])
-def test_a_rank_that_ends_does_not_wait_for_its_buffers(alone: World, tmp_path: Path, has_failed: bool) -> None:
+def test_a_rank_that_ends_does_not_wait_for_its_buffers(
+    alone: World, tmp_path: Path, has_failed: bool
+) -> None:
     locked: list[Tensor] = []
     deadline_s = time.monotonic() + 20
 
@@ -136,7 +141,14 @@ def test_a_rank_that_ends_does_not_wait_for_its_buffers(alone: World, tmp_path: 
 
     buffers = HostBuffers(WORLD, lock, lock_nothing, lambda: 10**9)
     saver = Saver(
-        tmp_path, alone, Train(), Spec("train", 1), EventLog(None), hold(tmp_path / "lock"), 100 * PIECE, buffers
+        tmp_path,
+        alone,
+        Train(),
+        Spec("train", 1),
+        EventLog(None),
+        hold(tmp_path / "lock"),
+        100 * PIECE,
+        buffers,
     )
     with pytest.raises(RuntimeError) if has_failed else nullcontext(), saver:
         saver.tell()
@@ -157,7 +169,8 @@ def test_more_than_was_expected_finds_more_memory_which_is_kept_too(small_pieces
 
 
 def test_a_host_without_room_gets_new_copies_each_time_and_says_so_once(small_pieces: None) -> None:
-    buffers, tensors = buffers_of(World(0, 0, 8, torch.device("cpu"), local_size=8), free_bytes=16 * 10_000), state()
+    buffers = buffers_of(World(0, 0, 8, torch.device("cpu"), local_size=8), free_bytes=16 * 10_000)
+    tensors = state()
     first = buffers.copies(tensors.items())
     second = buffers.copies(tensors.items())
     same(first, second)
@@ -192,7 +205,7 @@ def test_the_host_has_some_memory_left() -> None:
 
 
 def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Three saves whose tensors are changed as soon as `save` returns; what was told, and where the copies were."""
+    """Three saves whose tensors change once `save` returns; what was told, where copies were."""
     world = World.from_env(environ, "cpu")
     events: list[dict[str, Any]] = []
     log = EventLog(None, (lambda name, fields: events.append(fields),))
@@ -201,7 +214,14 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
     with (
         process_group(world, 30),
         Saver(
-            folder, world, Train(), spec, log, hold(folder.parent / "lock"), 600_000, buffers_of(world, 10**10)
+            folder,
+            world,
+            Train(),
+            spec,
+            log,
+            hold(folder.parent / "lock"),
+            600_000,
+            buffers_of(world, 10**10),
         ) as saver,
     ):
         mesh = init_device_mesh("cpu", (world.size,))
@@ -217,7 +237,11 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
             copied = saver.copies(mine.items())
             found["places"].append(places({"part": copied["weights.part"].to_local()}))  # type: ignore[attr-defined]
             saver.save(
-                Snapshot(step, [copied], 4 * 900_000, checkpoint.own_tensors(world, {}), {}, SavedRows()), 0, 0.0
+                Snapshot(
+                    step, [copied], 4 * 900_000, checkpoint.own_tensors(world, {}), {}, SavedRows()
+                ),
+                0,
+                0.0,
             )
             part.to_local().fill_(-1.0)  # the training goes on
             if weight is not None:
@@ -243,14 +267,18 @@ def test_what_the_training_changes_meanwhile_is_in_no_checkpoint(tmp_path: Path)
             assert all(tensor.eq(step).all() for tensor in loaded.values())
 
 
-def compare_snapshots(environ: Mapping[str, str], folder: Path, runs: list[dict[str, Any]]) -> list[list[str]]:
-    """Of each strategy, that staged copies are what plain ones are, before and after a step; their names."""
+def compare_snapshots(
+    environ: Mapping[str, str], folder: Path, runs: list[dict[str, Any]]
+) -> list[list[str]]:
+    """Of each strategy, that staged copies equal plain ones, before and after a step; names."""
     torch.set_num_threads(1)
     world = World.from_env(environ, "cpu")
     batch, found = batch_of_documents(64, 32, 0.5, 2048), []
     with process_group(world, 60):
         for settings in runs:
-            stepper = random_stepper(folder, Train.model_validate({"precision": "fp32", **settings}), 1, world)
+            stepper = random_stepper(
+                folder, Train.model_validate({"precision": "fp32", **settings}), 1, world
+            )
             strategy: Any = stepper.strategy
             buffers = buffers_of(world, 10**10)
             stepper.warm_up(batch)
@@ -270,7 +298,9 @@ def test_every_strategy_stages_what_it_would_copy(tmp_path: Path) -> None:
     lora = {"method": "lora", "lora": {"rank": 2, "alpha": 4}}
     runs: list[dict[str, Any]] = [{"strategy": name} for name in ("ddp", "fsdp", "zero1", "zero3")]
     said = run_ranks(compare_snapshots, 2, tmp_path, [*runs, {"strategy": "fsdp", **lora}])
-    ddp, fsdp, *_, adapters = ({tuple(names) for names in found} for found in zip(*said.values(), strict=True))
+    ddp, fsdp, *_, adapters = (
+        {tuple(names) for names in found} for found in zip(*said.values(), strict=True)
+    )
     assert len(ddp) == 2  # each rank has others of the whole tensors
     assert len(fsdp) == 1  # and a part of each
     assert all("lora_" in name for names in adapters for name in names)
@@ -283,15 +313,19 @@ def _note(events: list[dict[str, Any]], name: str, fields: dict[str, Any]) -> No
     events.append(fields)
 
 
-def save_at_once_and_in_parts(environ: Mapping[str, str], folder: Path, runs: list[dict[str, Any]]) -> list[list[int]]:
-    """Save the state of each strategy in both ways; the bytes of each part that this rank copied."""
+def save_at_once_and_in_parts(
+    environ: Mapping[str, str], folder: Path, runs: list[dict[str, Any]]
+) -> list[list[int]]:
+    """Save each strategy's state in both ways; the bytes of each part that this rank copied."""
     torch.set_num_threads(1)
     saving.COPIED_AT_ONCE_BYTES = AT_ONCE_BYTES  # type: ignore[attr-defined]
     world = World.from_env(environ, "cpu")
     batch, spec, found = batch_of_documents(64, 32, 0.5, 2048), Spec("train", 1, {}, {}), []
     with process_group(world, 60):
         for number, settings in enumerate(runs):
-            stepper = random_stepper(folder, Train.model_validate({"precision": "fp32", **settings}), 1, world)
+            stepper = random_stepper(
+                folder, Train.model_validate({"precision": "fp32", **settings}), 1, world
+            )
             strategy = stepper.strategy
             stepper.warm_up(batch)
             take_step(stepper, [batch])
@@ -314,7 +348,8 @@ def save_at_once_and_in_parts(environ: Mapping[str, str], folder: Path, runs: li
                     parts = measured(saver.parts(strategy))
                     own = checkpoint.own_tensors(world, strategy.own_state())
                     saver.save(Snapshot(1, parts, tensor_bytes, own, {}, SavedRows()), 0, 0.0)
-                    assert is_async or events[0]["wait_s"] == events[0]["duration_s"]  # complete on return
+                    # complete on return
+                    assert is_async or events[0]["wait_s"] == events[0]["duration_s"]
             found.append(list(sizes))
     return found
 
@@ -341,9 +376,13 @@ def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: 
     runs: list[dict[str, Any]] = [{"strategy": name} for name in ("ddp", "fsdp", "zero2", "zero3")]
     of_ranks = run_ranks(save_at_once_and_in_parts, 2, tmp_path, runs)
     for number in range(len(runs)):
-        at_once, in_parts = (tmp_path / f"{number}-{is_async}" / "step-00000001" for is_async in (True, False))
+        at_once, in_parts = (
+            tmp_path / f"{number}-{is_async}" / "step-00000001" for is_async in (True, False)
+        )
         shapes = {name: saved.shape for name, saved in saved_tensors.find_state(at_once).items()}
-        assert {name: saved.shape for name, saved in saved_tensors.find_state(in_parts).items()} == shapes
+        assert {
+            name: saved.shape for name, saved in saved_tensors.find_state(in_parts).items()
+        } == shapes
         largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
         for sizes in (found[number] for found in of_ranks.values()):
             assert len(sizes) > 5
@@ -359,8 +398,14 @@ def test_a_checkpoint_is_the_same_if_little_of_it_is_copied_at_a_time(tmp_path: 
 def header_of(path: Path) -> tuple[Any, dict[str, Any], bytes]:
     """Tensors and metadata of a safetensors file, and the bytes of the data."""
     with safe_open(path, "pt") as file:
-        metadata = {key: json.loads(text) if text[0] == "{" else text for key, text in file.metadata().items()}
-        named = {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        metadata = {
+            key: json.loads(text) if text[0] == "{" else text
+            for key, text in file.metadata().items()
+        }
+        named = {
+            name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype())
+            for name in file.keys()  # noqa: SIM118 - it is no mapping
+        }
     content = path.read_bytes()
     return named, metadata, content[8 + int.from_bytes(content[:8], "little") :]
 
@@ -370,7 +415,10 @@ def test_a_file_is_what_the_library_writes_and_is_hashed_on_the_way(tmp_path: Pa
     entry = write_file(tmp_path / "ours", tensors, {"format": "pt"})
     (tmp_path / "theirs").write_bytes(save_by_library(tensors, {"format": "pt"}))
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert (entry.sha256, entry.bytes) == (sha256_file(tmp_path / "ours"), (tmp_path / "ours").stat().st_size)
+    assert (entry.sha256, entry.bytes) == (
+        sha256_file(tmp_path / "ours"),
+        (tmp_path / "ours").stat().st_size,
+    )
     write_file(tmp_path / "bare", tensors, {})
     assert (tmp_path / "bare").read_bytes() == save_by_library(tensors)
 
@@ -379,20 +427,27 @@ def test_the_folder_is_what_torch_writes(alone: World, tmp_path: Path) -> None:
     part = distribute_tensor(torch.randn(20, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
     tensors = {**{name: tensor.contiguous() for name, tensor in state().items()}, "part": part}
     written = save_tensors(tmp_path / "ours", tensors)
-    save_by_torch(tensors, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True))
+    save_by_torch(
+        tensors,
+        storage_writer=HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True),
+    )
     names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names == sorted(written)
     for name in names:
         assert header_of(tmp_path / "ours" / name) == header_of(tmp_path / "theirs" / name)
 
 
-def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_is_written_to_several_files_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shard_files, "LEAST_FILE_BYTES", 5000)
     monkeypatch.setattr(files, "COPIED_AT_ONCE", 1000)
     tensors = {f"weights.{number}": torch.randn(number, 100) for number in range(1, 12)}
     assert [len(file) for file in split({})] == []
     written = save_tensors(tmp_path, tensors)
-    assert sorted(written) == [f"shard-00001-model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    assert sorted(written) == [
+        f"shard-00001-model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)
+    ]
     assert all(entry.sha256 == sha256_file(tmp_path / name) for name, entry in written.items())
     sizes = [entry.bytes for entry in written.values()]
     assert max(sizes) < 1.5 * min(sizes)

@@ -1,4 +1,4 @@
-"""A step on several ranks is that of one batch, they agree on all that is said of it, and it seldom waits."""
+"""A step on several ranks is that of one batch; they agree on what is said, and wait seldom."""
 
 import signal
 import sys
@@ -34,7 +34,9 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, called: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(called, "__name__", "")
         reader = Path(sys._getframe(1).f_code.co_filename).name
         if name in READS and reader != "attention.py":
@@ -56,15 +58,16 @@ def reads_of_a_step(environ: Mapping[str, str], arena: Arena, strategy: str) -> 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_a_step_waits_for_its_device_once_and_late(arena: Arena, strategy: str) -> None:
-    """What the hosts exchange among themselves (dist.py) is theirs, and the device is in its forward pass by then."""
+    """What hosts exchange (dist.py) is theirs; the device is in its forward pass by then."""
     for seen in run_ranks(reads_of_a_step, 2, arena, strategy).values():
         assert seen == ["forward", "dist.py", "forward", "step.py"]
 
 
 def two_steps(environ: Mapping[str, str], arena: Arena) -> dict[str, Any]:
-    """Two steps of two micro-batches, refused: their results, what was judged, and loss and norm by plain torch.
+    """Two refused steps of two micro-batches: results, judgements, plain torch's loss and norm.
 
-    Only in the first does rank 1 have something to say: a signal came, a save failed, another is due.
+    Only in the first does rank 1 have something to say: a signal came, a save failed, another is
+    due.
     """
     with by_hand(environ, arena, strategy="ddp") as hand:
         stop, judged = StopRequest(), []
@@ -79,7 +82,9 @@ def two_steps(environ: Mapping[str, str], arena: Arena) -> dict[str, Any]:
         stop.signal_number = signal.SIGTERM * hand.world.rank
         speaks = hand.world.rank == 1
         readings = [10.0 + hand.world.rank]
-        first = stepper.step(mine, 1e-3, refuse, save_failed=speaks, save_due=speaks, readings=readings)
+        first = stepper.step(
+            mine, 1e-3, refuse, save_failed=speaks, save_due=speaks, readings=readings
+        )
         stop.signal_number = 0
         second = stepper.step(mine, 1e-3, refuse, save_failed=False)
 
@@ -103,21 +108,32 @@ def test_a_step_is_that_of_one_batch_and_the_ranks_agree_on_it(arena: Arena) -> 
         first, second = found[rank]["results"]
         counts = found[rank]["counts"]
         supervised, tokens = (sum(each) for each in zip(*counts, strict=True))
-        assert len({count for count, _ in counts}) > 1, "micro-batches of one size hide a wrong divisor"
+        assert len({count for count, _ in counts}) > 1, (
+            "micro-batches of one size hide a wrong divisor"
+        )
         loss, norm = found[rank]["plain"]
         assert (first.loss, first.grad_norm) == pytest.approx((loss, norm), rel=1e-5)
-        assert found[rank]["judged"] == [(each.loss, each.grad_norm, supervised) for each in (first, second)]
+        assert found[rank]["judged"] == [
+            (each.loss, each.grad_norm, supervised) for each in (first, second)
+        ]
         assert (first.supervised_tokens, first.tokens) == (supervised, tokens)
         assert (first.stop_agreed, first.save_failed, first.save_due) == (True, True, True)
         assert (second.stop_agreed, second.save_failed, second.save_due) == (False, False, False)
         assert first.readings == (10.0, 11.0)
-        assert (second.loss, second.grad_norm) == pytest.approx((first.loss, first.grad_norm), rel=1e-6)
+        assert (second.loss, second.grad_norm) == pytest.approx(
+            (first.loss, first.grad_norm), rel=1e-6
+        )
 
 
 def overflow(environ: Mapping[str, str], arena: Arena) -> tuple[list[Verdict], list[float], bool]:
-    """Steps in fp16 from far too large a loss scale on: verdicts, scales, and if no refused step changed a bit."""
+    """fp16 steps from far too large a loss scale on: verdicts, scales, if refusals kept bits.
+
+    No refused step may change a bit.
+    """
     with by_hand(environ, arena, precision="fp16", strategy="ddp") as hand:
-        hand.strategy.load_own_state({"loss_scale": torch.tensor([2.0**30, 0.0], dtype=torch.float64)})
+        hand.strategy.load_own_state(
+            {"loss_scale": torch.tensor([2.0**30, 0.0], dtype=torch.float64)}
+        )
         stepper = Stepper(hand.wrapped, hand.strategy, hand.world, StopRequest())
         before, verdicts, scales, is_kept = hand.state(), list[Verdict](), list[float](), True
         while Verdict.APPLY not in verdicts and len(verdicts) < 20:
@@ -134,5 +150,7 @@ def test_an_overflow_of_fp16_lowers_the_loss_scale_until_a_step_is_accepted(aren
     overflows = len(verdicts) - 1
     assert verdicts == [Verdict.OVERFLOW] * overflows + [Verdict.APPLY]
     assert overflows >= 1
-    assert scales == [2.0 ** (29 - number) for number in range(overflows)] + [2.0 ** (30 - overflows)]
+    assert scales == [2.0 ** (29 - number) for number in range(overflows)] + [
+        2.0 ** (30 - overflows)
+    ]
     assert is_kept

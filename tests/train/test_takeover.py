@@ -1,4 +1,4 @@
-"""A run whose lock another host took over: the first owner ends, and nothing of it reaches the second one's work."""
+"""A run whose lock another host took over: the first owner ends, and leaves the second's work."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def owner_of(lock: Path) -> dict[str, Any]:
 
 
 def silence(owner: "subprocess.Popen[bytes]", lock: Path) -> None:
-    """Stop the process that owns `lock`, and let it look like one on another host that was silent for long."""
+    """Stop the process that owns `lock`, and make it look like a silent one on another host."""
     owner.send_signal(signal.SIGSTOP)
     lock.write_text(json.dumps(owner_of(lock) | {"host": "elsewhere"}))
     os.utime(lock, (0, 0))
@@ -54,23 +54,32 @@ def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena:
         silence(stopped, lock)
 
         second = make_stage(arena, ranks=1, epochs=1000, save_every_steps=5)
-        second = type(second)(second.arena, second.spec, second.plan_dir, second.log.with_suffix(".second"))
+        second = type(second)(
+            second.arena, second.spec, second.plan_dir, second.log.with_suffix(".second")
+        )
         going_on = ends.enter_context(killed_at_the_end(second.start()))
         wait_for(lambda: owner_of(lock).get("pid") == going_on.pid, "the second owner")
         taken = owner_of(lock)
         wait_for(
-            lambda: not {rank.pid for rank in first.processes()} & set(ranks_of_first), "the end of the first ranks"
+            lambda: not {rank.pid for rank in first.processes()} & set(ranks_of_first),
+            "the end of the first ranks",
         )
         first_ended_s = time.time()
         stopped.send_signal(signal.SIGCONT)
 
         assert stopped.wait(120) == 75, first.output
-        assert f"error: the lock {lock} was taken over by process {going_on.pid} on " in first.output
+        assert (
+            f"error: the lock {lock} was taken over by process {going_on.pid} on " in first.output
+        )
         assert "Traceback" not in first.output
         assert owner_of(lock) == taken
         events = read_events(second.run_dir / "events.jsonl")
         launched = next(number for number, event in enumerate(events) if event.get("attempt") == 2)
-        assert [event for event in events[launched:] if event["event"] in ("run.failed", "run.interrupted")] == []
+        assert [
+            event
+            for event in events[launched:]
+            if event["event"] in ("run.failed", "run.interrupted")
+        ] == []
         assert not (second.run_dir / "errors").exists()
 
         done = max(second.steps_done())
@@ -79,7 +88,9 @@ def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena:
         assert going_on.wait(120) == 75, second.output
         assert "stopped by a signal after step" in second.output
         checkpoints = sorted(second.run_dir.glob("checkpoints/step-*"))
-        attempts = [json.loads((path / "state.json").read_text())["attempt"] for path in checkpoints]
+        attempts = [
+            json.loads((path / "state.json").read_text())["attempt"] for path in checkpoints
+        ]
         assert attempts[-1] == 2
         for path, attempt in zip(checkpoints, attempts, strict=True):
             verify(path)

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other: long at the start, short between steps, and as long as disks take to save.
+"""How long ranks wait for each other: long at the start, short in steps, and as disks need to save.
 
 Gloo only: there is no GPU here to see NCCL's watchdog take a changed timeout.
 """
@@ -44,7 +44,9 @@ def wait_for_the_late(
     return None
 
 
-def waited(which: int, *events: tuple[str, dict[str, Any]], start_s: float = START_S) -> float | None:
+def waited(
+    which: int, *events: tuple[str, dict[str, Any]], start_s: float = START_S
+) -> float | None:
     answer: float | None = run_ranks(wait_for_the_late, 2, which, list(events), start_s)[0]
     return answer
 

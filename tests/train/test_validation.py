@@ -1,4 +1,4 @@
-"""The held-out loss while training: the same in every world, no trace of it in the result, and what follows of it."""
+"""The held-out loss in training: equal in every world, without trace in the result; its effects."""
 
 import json
 import shutil
@@ -65,7 +65,9 @@ def mean_loss(model: Any, reader: BlockReader) -> float:
     return nats / sum(batch.supervised_tokens for batch in batches)
 
 
-def test_it_is_the_loss_of_the_result_in_every_world(arena: Arena, whole: Callable[..., Path]) -> None:
+def test_it_is_the_loss_of_the_result_in_every_world(
+    arena: Arena, whole: Callable[..., Path]
+) -> None:
     settings: dict[str, Any] = {"validate_every_steps": 4, "lr": 1e-2}
     one = whole(1, **settings)
     two = whole(2, strategy="ddp", micro_batch_blocks=2, **settings)
@@ -82,17 +84,28 @@ def test_looking_changes_no_bit_of_the_result(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, strategy: str
 ) -> None:
     write_tokenizer(arena)
-    adapters: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8, "dropout": 0.3}, "strategy": strategy}
+    adapters: dict[str, Any] = {
+        "method": "lora",
+        "lora": {"rank": 4, "alpha": 8, "dropout": 0.3},
+        "strategy": strategy,
+    }
     seen = run(arena, tmp_path / "seen", validate_every_steps=2, sample_every_steps=3, **adapters)
     assert len(held_out(seen)) == 3
     assert_same_result(seen, whole(2, **adapters))
 
 
-OVERFITTING: dict[str, Any] = {"validate_every_steps": 2, "lr": 2e-2, "epochs": 4, "save_every_steps": 5}
+OVERFITTING: dict[str, Any] = {
+    "validate_every_steps": 2,
+    "lr": 2e-2,
+    "epochs": 4,
+    "save_every_steps": 5,
+}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_best_step_is_kept_and_is_the_result(arena: Arena, tmp_path: Path, strategy: str) -> None:
+def test_the_best_step_is_kept_and_is_the_result(
+    arena: Arena, tmp_path: Path, strategy: str
+) -> None:
     settings = {**OVERFITTING, "strategy": strategy, "keep_best": True, "keep_last": 1}
     out = run(arena, tmp_path / "out", **settings)
     course = held_out(out)
@@ -101,13 +114,17 @@ def test_the_best_step_is_kept_and_is_the_result(arena: Arena, tmp_path: Path, s
     found = summary(out)
     assert (found["best_step"], found["result_step"], found["steps"]) == (best, best, 24)
     assert found["best_validation_loss"] == course[best]
-    saved = sorted(path.name for path in arena.job(2, out, **settings).run_dir.glob("checkpoints/step-*"))
+    saved = sorted(
+        path.name for path in arena.job(2, out, **settings).run_dir.glob("checkpoints/step-*")
+    )
     assert saved == [f"step-{best:08d}", "step-00000024"]
     model = model_of(arena, out)
     reader = BlockReader(arena.store.sealed(arena.shard) / "validation")
     assert mean_loss(model, reader) == pytest.approx(course[best], rel=1e-5)
     block, logits = load_probe(out)
-    torch.testing.assert_close(probe_logits(model, block, torch.device("cpu")), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        probe_logits(model, block, torch.device("cpu")), logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_result_and_that_is_told(
@@ -129,10 +146,14 @@ def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_result_and_that_is_t
     told = warning_of_lost_best(read_train(job.spec.settings), found)
     assert told is not None
     assert f"step {best}" in told and f"the result is step {found['result_step']}" in told
-    assert warning_of_lost_best(read_train(job.spec.settings), {**found, "result_step": best}) is None
+    assert (
+        warning_of_lost_best(read_train(job.spec.settings), {**found, "result_step": best}) is None
+    )
 
 
-def test_training_stops_when_nothing_is_gained_and_stays_stopped(arena: Arena, tmp_path: Path) -> None:
+def test_training_stops_when_nothing_is_gained_and_stays_stopped(
+    arena: Arena, tmp_path: Path
+) -> None:
     settings = {**OVERFITTING, "early_stop_validations": 2}
     stopped = run(arena, tmp_path / "stopped", replica="stopped", **settings)
     course = held_out(stopped)
@@ -144,7 +165,12 @@ def test_training_stops_when_nothing_is_gained_and_stays_stopped(arena: Arena, t
     again = run(arena, tmp_path / "again", replica="stopped", **settings)
     assert rows(again) == rows(stopped)
     assert_same_result(again, stopped)
-    run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", replica="killed", **settings), best + 4)
+    run_ranks(
+        train_until_killed,
+        2,
+        arena.job(2, tmp_path / "killed", replica="killed", **settings),
+        best + 4,
+    )
     resumed = run(arena, tmp_path / "resumed", replica="killed", **settings)
     assert held_out(resumed) == course
     assert_same_result(resumed, stopped)
@@ -154,12 +180,19 @@ def test_a_validation_that_is_not_finite_is_no_gain() -> None:
     course = Validations()
     for step, loss in [(1, 3.0), (2, None), (3, 2.0), (4, 2.0), (5, None)]:
         course.add({"step": step, "validation_loss": loss})
-    assert (course.best_step, course.best_loss, course.without_gain, course.last_step) == (3, 2.0, 2, 5)
+    assert (course.best_step, course.best_loss, course.without_gain, course.last_step) == (
+        3,
+        2.0,
+        2,
+        5,
+    )
 
 
 def write_tokenizer(arena: Arena) -> None:
     """A tokenizer for the model: token n is the word wn."""
-    tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(arena.store.sealed(arena.model) / "tokenizer.json"))
 
@@ -169,11 +202,15 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            tokens.append(
+                int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+            )
     return tokens[len(prompt) :]
 
 
-def test_held_out_prompts_are_answered_greedily_and_alike_under_every_strategy(arena: Arena, tmp_path: Path) -> None:
+def test_held_out_prompts_are_answered_greedily_and_alike_under_every_strategy(
+    arena: Arena, tmp_path: Path
+) -> None:
     write_tokenizer(arena)
     settings: dict[str, Any] = {"sample_every_steps": 3, "lr": 1e-2}
     ddp = run(arena, tmp_path / "ddp", strategy="ddp", replica="ddp", **settings)
@@ -186,7 +223,9 @@ def test_held_out_prompts_are_answered_greedily_and_alike_under_every_strategy(a
     for document, row in zip(list(documents_of(reader[0]))[:2], answers[2:], strict=True):
         prompt = document.tokens[: prompt_length(document)].tolist()
         assert row["prompt"] == " ".join(f"w{token}" for token in prompt)
-        assert row["reference"] == " ".join(f"w{token}" for token in document.tokens[len(prompt) :].tolist())
+        assert row["reference"] == " ".join(
+            f"w{token}" for token in document.tokens[len(prompt) :].tolist()
+        )
         said = greedy(model, prompt, BLOCK_TOKENS - len(prompt))
         assert row["answer"] == " ".join(f"w{token}" for token in said)
 
@@ -196,7 +235,11 @@ def test_by_epoch_a_run_is_saved_and_validated_after_the_last_step_of_each(
     arena: Arena, tmp_path: Path, local_sgd_steps: int
 ) -> None:
     """An epoch has 22 blocks, 6 steps; with local SGD, the turn comes with the next averaging."""
-    settings: dict[str, Any] = {"save_every_steps": "epoch", "validate_every_steps": "epoch", "epochs": 3}
+    settings: dict[str, Any] = {
+        "save_every_steps": "epoch",
+        "validate_every_steps": "epoch",
+        "epochs": 3,
+    }
     settings |= {"strategy": "ddp", "keep_last": 9, "local_sgd_steps": local_sgd_steps}
     out = run(arena, tmp_path / "out", **settings)
     after = [6, 12, 18] if local_sgd_steps == 1 else [8, 12, 18]
@@ -206,7 +249,11 @@ def test_by_epoch_a_run_is_saved_and_validated_after_the_last_step_of_each(
 
 
 def test_a_run_by_epoch_that_was_killed_comes_to_the_same(arena: Arena, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_every_steps": "epoch", "validate_every_steps": "epoch", "epochs": 2}
+    settings: dict[str, Any] = {
+        "save_every_steps": "epoch",
+        "validate_every_steps": "epoch",
+        "epochs": 2,
+    }
     whole = run(make_arena(tmp_path / "other"), tmp_path / "whole", **settings)
     run_ranks(train_until_killed, 2, arena.job(2, tmp_path / "killed", **settings), 8)
     job = arena.job(2, tmp_path / "resumed", **settings)
@@ -216,13 +263,18 @@ def test_a_run_by_epoch_that_was_killed_comes_to_the_same(arena: Arena, tmp_path
     assert held_out(resumed) == held_out(whole) and list(held_out(whole)) == [6, 12]
 
 
-def test_without_held_out_blocks_a_training_block_proves_the_export(arena: Arena, tmp_path: Path) -> None:
+def test_without_held_out_blocks_a_training_block_proves_the_export(
+    arena: Arena, tmp_path: Path
+) -> None:
     folder = arena.store.sealed(arena.shard) / "validation"
     shutil.rmtree(folder)
     write_blocks(folder, [], BLOCK_TOKENS, 1)
     out = run(arena, tmp_path / "out")
     assert held_out(out) == {} and summary(out)["best_validation_loss"] is None
     block, logits = load_probe(out)
-    assert set(block.tokens.tolist()) <= {0, *BlockReader(folder.parent / "train")[0].tokens.tolist()}
+    assert set(block.tokens.tolist()) <= {
+        0,
+        *BlockReader(folder.parent / "train")[0].tokens.tolist(),
+    }
     again = probe_logits(model_of(arena, out), block, torch.device("cpu"))
     torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-4)

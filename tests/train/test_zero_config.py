@@ -19,7 +19,9 @@ def written(folder: Path, value: Any) -> Path:
 
 
 def test_it_follows_from_our_keys() -> None:
-    train = Train(strategy="zero3", offload="optimizer+params", micro_batch_blocks=2, max_grad_norm=0.5)
+    train = Train(
+        strategy="zero3", offload="optimizer+params", micro_batch_blocks=2, max_grad_norm=0.5
+    )
     config = zero_config(train, world_size=4, accumulation=3, chosen={})
     assert config["train_batch_size"] == 24
     assert config["gradient_accumulation_steps"] == 3
@@ -86,7 +88,14 @@ def test_every_key_that_is_not_of_placement_is_refused_at_once(tmp_path: Path) -
     )
     problems = json_problems(str(path), "zero2", "none")
     assert [problem.split(": ", 2)[1] for problem in problems] == [
-        *("train_batch_size", "optimizer", "bf16", "gradient_clipping", "comms_loger", "zero_optimization.stage"),
+        *(
+            "train_batch_size",
+            "optimizer",
+            "bf16",
+            "gradient_clipping",
+            "comms_loger",
+            "zero_optimization.stage",
+        ),
         *("zero_optimization.zero_quantized_gradients", "zero_optimization.offload_param.device"),
         *("zero_optimization.overlap_comm", "zero_optimization.sub_group_size"),
     ]
@@ -109,7 +118,9 @@ def test_what_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_the_stage_may_be_named_if_it_is_that_of_the_strategy(tmp_path: Path, strategy: str) -> None:
+def test_the_stage_may_be_named_if_it_is_that_of_the_strategy(
+    tmp_path: Path, strategy: str
+) -> None:
     path = str(written(tmp_path, {"zero_optimization": {"stage": int(strategy[-1])}}))
     assert json_problems(path, strategy, "none") == []
     for other in {"zero1", "zero2", "zero3"} - {strategy}:
@@ -120,15 +131,23 @@ def test_the_stage_may_be_named_if_it_is_that_of_the_strategy(tmp_path: Path, st
 def test_no_key_that_deepspeed_knows_is_called_unknown(tmp_path: Path) -> None:
     config = pytest.importorskip("deepspeed.runtime.zero.config")
     fields = config.DeepSpeedZeroConfig.model_fields.items()
-    names = sorted({field.alias or name for name, field in fields} - {"stage", "offload_optimizer", "offload_param"})
-    found = json_problems(str(written(tmp_path, {"zero_optimization": dict.fromkeys(names, 1)})), "zero2", "none")
+    names = sorted(
+        {field.alias or name for name, field in fields}
+        - {"stage", "offload_optimizer", "offload_param"}
+    )
+    found = json_problems(
+        str(written(tmp_path, {"zero_optimization": dict.fromkeys(names, 1)})), "zero2", "none"
+    )
     assert found
     assert not [problem for problem in found if "unknown" in problem]
 
 
 def test_keys_of_ours_lead_to_the_command_that_converts_them(tmp_path: Path) -> None:
     path = written(tmp_path, {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}})
-    assert [f"pipeline_lib import {path}" in problem for problem in json_problems(str(path), "zero2", "none")] == [
+    assert [
+        f"pipeline_lib import {path}" in problem
+        for problem in json_problems(str(path), "zero2", "none")
+    ] == [
         False,
         True,
     ]

@@ -1,4 +1,4 @@
-"""Stores of many finished experiments that share their data, made in a moment: nothing is computed, all is sealed."""
+"""Stores of many finished experiments that share data, made at once: not computed, all sealed."""
 
 import json
 import os
@@ -12,7 +12,15 @@ from pipeline_lib.config.content import Content
 from pipeline_lib.config.load import load_config
 from pipeline_lib.core.events import EventLog
 from pipeline_lib.core.files import canonical_json, sha256_file
-from pipeline_lib.core.store import MANIFEST_NAME, InputEntry, Manifest, Ref, Spec, Store, describe_files
+from pipeline_lib.core.store import (
+    MANIFEST_NAME,
+    InputEntry,
+    Manifest,
+    Ref,
+    Spec,
+    Store,
+    describe_files,
+)
 
 CONFIG = """\
 experiment: {name}
@@ -28,7 +36,7 @@ STEPS = 40
 
 @dataclass(frozen=True)
 class Shop:
-    """A store in `folder` with everything in it a day old, so that nothing looks as if somebody worked on it."""
+    """A store in `folder`, all of it a day old, so that nothing looks as if in work."""
 
     folder: Path
     name: str = "store"
@@ -45,7 +53,7 @@ class Shop:
         return compile_config(load_config(path), content or Content({}, ({}, {})))
 
     def variants(self, names: Iterable[str]) -> list[Experiment]:
-        """Experiments that differ in their name and learning rate, made from one config file that is read once."""
+        """Experiments that differ in name and learning rate, from a config file read once."""
         first = self.experiment("first").config
         made = []
         for number, name in enumerate(names):
@@ -102,7 +110,9 @@ class Shop:
         """What is recorded of an input; one that was never made has a hash that nothing has."""
         path = self.store.sealed(ref) / MANIFEST_NAME
         return InputEntry(
-            stage=ref.stage, digest=ref.digest, manifest_sha256=sha256_file(path) if path.exists() else "0" * 64
+            stage=ref.stage,
+            digest=ref.digest,
+            manifest_sha256=sha256_file(path) if path.exists() else "0" * 64,
         )
 
     def train(self, experiment: Experiment, rows: int = 10, age_s: float = LONG_AGO_S) -> Path:
@@ -112,10 +122,14 @@ class Shop:
         step = folder / "checkpoints" / f"step-{rows:08d}"
         step.mkdir(parents=True)
         (step / "state.json").write_text(json.dumps({"step": rows}))
-        manifest = Manifest(stage="checkpoint", digest=folder.name, spec=spec.to_json(), files=describe_files(step))
+        manifest = Manifest(
+            stage="checkpoint", digest=folder.name, spec=spec.to_json(), files=describe_files(step)
+        )
         (step / MANIFEST_NAME).write_text(manifest.model_dump_json())
         EventLog(folder / "events.jsonl").emit("run.launched", attempt=1)
-        metrics = (json.dumps({"step": row, "loss": 3.0, "attempt": 1}) for row in range(1, rows + 1))
+        metrics = (
+            json.dumps({"step": row, "loss": 3.0, "attempt": 1}) for row in range(1, rows + 1)
+        )
         (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in metrics))
         for path in folder.rglob("*"):
             self.age(path, age_s)
@@ -123,7 +137,7 @@ class Shop:
         return folder
 
     def write(self, path: Path, text: str, age_s: float) -> Path:
-        """A file of that age; plainly, since nobody reads it meanwhile and it need not survive anything."""
+        """A file of that age, written plainly: nobody reads it yet and it may be lost."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         self.age(path, age_s)
@@ -136,7 +150,7 @@ class Shop:
 
 
 def large_store(folder: Path, experiments: int) -> Shop:
-    """That many finished experiments, `run-0` and so on: ten directories each, of which they share five."""
+    """That many finished experiments, `run-0` and so on: ten directories each, five shared."""
     shop = Shop(folder)
     shop.finished(*(f"run-{number}" for number in range(experiments)))
     return shop

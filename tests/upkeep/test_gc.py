@@ -25,7 +25,11 @@ Captured = pytest.CaptureFixture[str]
 
 def files(folder: Path) -> set[str]:
     """All that lies in `folder` but logs and locks, whose folders stay."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if "locks" not in path.parts}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if "locks" not in path.parts
+    }
 
 
 def is_there(shop: Shop, experiment: Experiment) -> bool:
@@ -48,18 +52,28 @@ def test_what_only_others_use_goes_and_what_is_shared_stays(shop: Shop, capsys: 
     said = store(capsys, "gc", "--keep-experiments", "a")
 
     assert would.splitlines()[-1] == "nothing was removed: --dry-run"
-    assert said.splitlines()[:-1] == would.splitlines()[:-1]  # which names each directory, and the sum
-    assert "1 experiment kept; 2 experiments, 10 directories, 2 runs, 0 leftovers, 10 specs go: " in said
+    # which names each directory, and the sum
+    assert said.splitlines()[:-1] == would.splitlines()[:-1]
+    assert (
+        "1 experiment kept; 2 experiments, 10 directories, 2 runs, 0 leftovers, 10 specs go: "
+        in said
+    )
     assert is_there(shop, a)
     for gone in (b, c):
         assert not any((shop.store.root / "train").glob(f"*{gone.specs['train'].digest}*"))
         assert not shop.store.run_dir(run_digest(gone.specs["train"])).exists()
         assert shop.store.sealed(gone.specs["shard"].ref).is_dir()
     assert len(list((shop.store.root / "experiments").iterdir())) == 1
-    assert store(capsys, "gc", "--keep-experiments", "a").splitlines()[-1].startswith("removed 0 directories")
+    assert (
+        store(capsys, "gc", "--keep-experiments", "a")
+        .splitlines()[-1]
+        .startswith("removed 0 directories")
+    )
 
 
-def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: Shop, capsys: Captured) -> None:
+def test_without_names_experiments_stay_and_what_none_of_them_names_goes(
+    shop: Shop, capsys: Captured
+) -> None:
     [a] = shop.finished("a")
     orphan = shop.seal(Spec("merge", 1, {"of": "nothing"}))
     run_name = run_digest(a.specs["train"])
@@ -74,7 +88,9 @@ def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: S
         shop.folder / "runs" / f".trash-.trash-{run_name}-ba9876543210-0123456789ab",
     ]
     for path in left:
-        shop.write(path if path.parent.name in ("specs", "store") else path / "weights", "half", LONG_AGO_S)
+        shop.write(
+            path if path.parent.name in ("specs", "store") else path / "weights", "half", LONG_AGO_S
+        )
         shop.age(path, LONG_AGO_S)
     for folder in (shop.store.root / "train", shop.folder / "runs" / "locks"):
         folder.mkdir(exist_ok=True)
@@ -84,7 +100,11 @@ def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: S
     young = shop.store.root / "train" / ".stage-fedcba9876543210-0123456789ab"
     young.mkdir()
     odd = "na\u200bme \x1b[31m\n"
-    mine = [shop.store.root / "train" / "notes.txt", shop.store.root / "mine" / odd, shop.store.root / "README"]
+    mine = [
+        shop.store.root / "train" / "notes.txt",
+        shop.store.root / "mine" / odd,
+        shop.store.root / "README",
+    ]
     for path in mine:
         shop.write(path, "mine", LONG_AGO_S)
     elsewhere = shop.store.root / "shard" / ("0" * 16)
@@ -103,7 +123,7 @@ def test_without_names_experiments_stay_and_what_none_of_them_names_goes(shop: S
 
 
 def test_after_any_gc_each_kept_experiment_is_whole(shop: Shop, capsys: Captured) -> None:
-    """Over random stores: some share stages, some are half made, some names have several configs."""
+    """Over random stores: some share stages, are half made, or have names with many configs."""
     for seed in range(6):
         chance = random.Random(seed)
         part = Shop(shop.folder / f"store-{seed}")
@@ -135,7 +155,9 @@ def test_after_any_gc_each_kept_experiment_is_whole(shop: Shop, capsys: Captured
         assert all(path.exists() for path in there), seed
         left = {path for stage in part.store.root.iterdir() for path in stage.iterdir()}
         experiments = {path for path in left if path.parent.name == "experiments"}
-        assert {json.loads(path.read_text())["config"]["experiment"] for path in experiments} == set(kept)
+        assert {
+            json.loads(path.read_text())["config"]["experiment"] for path in experiments
+        } == set(kept)
         assert left - experiments == there & everything, seed  # and nothing else is left
         store(capsys, "verify")
 
@@ -159,7 +181,9 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(shop: Shop, capsys
 
 def test_patterns_and_frozen_files_name_experiments_too(shop: Shop, capsys: Captured) -> None:
     a, b, c = shop.finished("a", "b", "c")
-    frozen = next(path for path in (shop.store.root / "experiments").iterdir() if '"c"' in path.read_text())
+    frozen = next(
+        path for path in (shop.store.root / "experiments").iterdir() if '"c"' in path.read_text()
+    )
 
     said = store(capsys, "gc", "--keep-experiments", "lr-*", "[a]", frozen.stem)
 
@@ -169,7 +193,9 @@ def test_patterns_and_frozen_files_name_experiments_too(shop: Shop, capsys: Capt
     assert not shop.store.sealed(b.specs["train"].ref).exists()
 
 
-def test_of_a_kept_name_all_configs_stay_unless_only_the_newest_is_wanted(shop: Shop, capsys: Captured) -> None:
+def test_of_a_kept_name_all_configs_stay_unless_only_the_newest_is_wanted(
+    shop: Shop, capsys: Captured
+) -> None:
     old, new = shop.variants(["a", "a"])
     shop.add(old, age_s=3 * LONG_AGO_S)
     shop.add(new)
@@ -198,11 +224,13 @@ def test_what_was_used_within_the_days_stays(shop: Shop, capsys: Captured) -> No
 
 
 def test_the_model_that_a_kept_experiment_begins_from_stays(shop: Shop, capsys: Captured) -> None:
-    """It is another's result, which the config names as `results/NAME/model`; its link goes on leading there."""
+    """It is another's result, named in the config as `results/NAME/model`; its link still works."""
     base, later = shop.variants(["base", "later"])
     shop.add(base)
     link_results(base, shop.store)
-    model = Spec("download", 2, {"kind": "model"}, where={"path": str(Path("results/base/model").absolute())})
+    model = Spec(
+        "download", 2, {"kind": "model"}, where={"path": str(Path("results/base/model").absolute())}
+    )
     shop.add(Experiment(later.config, {**later.specs, "model": model}))
 
     store(capsys, "gc", "--keep-experiments", "later")
@@ -216,7 +244,7 @@ def test_the_model_that_a_kept_experiment_begins_from_stays(shop: Shop, capsys: 
 def test_the_model_that_a_kept_experiment_begins_from_stays_though_another_users_copy_is_in_the_spec(
     shop: Shop, capsys: Captured
 ) -> None:
-    """Both have the same files, and so the same digest: the spec has the path of whoever froze it last."""
+    """Both have equal files, so one digest: the spec has the path of whoever froze it last."""
     base, later = shop.variants(["base", "later"])
     shop.add(base)
     link_results(base, shop.store)
@@ -232,7 +260,9 @@ def test_the_model_that_a_kept_experiment_begins_from_stays_though_another_users
     assert Path("results/base/model/content.txt").exists()
 
 
-def test_links_that_lead_nowhere_afterwards_go_and_what_is_the_users_stays(shop: Shop, capsys: Captured) -> None:
+def test_links_that_lead_nowhere_afterwards_go_and_what_is_the_users_stays(
+    shop: Shop, capsys: Captured
+) -> None:
     a, b, _ = shop.finished("a", "b", "c")
     for experiment in (a, b):
         link_results(experiment, shop.store)
@@ -243,7 +273,9 @@ def test_links_that_lead_nowhere_afterwards_go_and_what_is_the_users_stays(shop:
     assert files(Path("results")) == {"a", "a/model", "a/report.html", "mine", "mine/model"}
 
 
-def test_the_runs_of_a_store_beside_it_stay(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_of_a_store_beside_it_stay(
+    shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All stores in one folder have their runs in the same place."""
     [a] = shop.finished("a")
     beside = Shop(shop.folder, "store-b")
@@ -251,8 +283,12 @@ def test_the_runs_of_a_store_beside_it_stay(shop: Shop, capsys: Captured, monkey
     for experiment in (x, y):
         beside.add(experiment)
         beside.train(experiment)
-    fetched = shop.write(shop.folder / "runs" / ("0" * 16) / "jobs" / ("1" * 16), "", LONG_AGO_S).parents[1]
-    left = shop.write(shop.folder / "runs" / f".trash-{run_digest(x.specs['train'])}-0123456789ab", "", LONG_AGO_S)
+    fetched = shop.write(
+        shop.folder / "runs" / ("0" * 16) / "jobs" / ("1" * 16), "", LONG_AGO_S
+    ).parents[1]
+    left = shop.write(
+        shop.folder / "runs" / f".trash-{run_digest(x.specs['train'])}-0123456789ab", "", LONG_AGO_S
+    )
     for path in (fetched, fetched / "jobs"):
         shop.age(path, LONG_AGO_S)
 
@@ -275,7 +311,9 @@ def test_the_runs_of_a_store_beside_it_stay(shop: Shop, capsys: Captured, monkey
     assert is_there(shop, a)
 
 
-def test_a_run_of_two_stores_goes_with_the_last(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_two_stores_goes_with_the_last(
+    shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same training has the same folder, whichever store it was asked for in."""
     shops = shop, Shop(shop.folder, "store-b")
     for one in shops:
@@ -309,7 +347,9 @@ def test_what_stays_for_now_can_be_removed_later(shop: Shop, capsys: Captured) -
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"parts": {"report": 3}, "config": {}}'])
-def test_an_experiment_that_cannot_be_read_stops_it(shop: Shop, capsys: Captured, text: str) -> None:
+def test_an_experiment_that_cannot_be_read_stops_it(
+    shop: Shop, capsys: Captured, text: str
+) -> None:
     """What it needs is not known, so nothing is safe to remove."""
     shop.finished("a", "b", "c")
     path = shop.write(shop.store.root / "experiments" / "bad.json", text, LONG_AGO_S)
@@ -324,7 +364,8 @@ def test_an_experiment_that_cannot_be_read_stops_it(shop: Shop, capsys: Captured
 
 def test_a_kept_experiment_whose_run_is_not_known_stops_it(shop: Shop, capsys: Captured) -> None:
     [a] = shop.variants(["a"])
-    shop.add(a, "model", "data.0", "tokenize", "shard")  # its training has checkpoints and is not sealed
+    # its training has checkpoints and is not sealed
+    shop.add(a, "model", "data.0", "tokenize", "shard")
     run = shop.train(a)
     shop.store.spec_path(a.specs["train"].digest).write_text('{"stage": "train"')
 
@@ -349,7 +390,9 @@ def test_a_spec_of_another_version_is_read_as_it_was(shop: Shop, capsys: Capture
     assert is_there(shop, older)
 
 
-def test_what_resists_is_named_and_the_rest_goes(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_resists_is_named_and_the_rest_goes(
+    shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, b, c = shop.finished("a", "b", "c")
     stuck = shop.store.sealed(b.specs["merge"].ref)
 
@@ -360,7 +403,9 @@ def test_what_resists_is_named_and_the_rest_goes(shop: Shop, capsys: Captured, m
         return Path(target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(PipelineError, match=f"(?s)could not be removed:.*{stuck}: Permission denied"):
+    with pytest.raises(
+        PipelineError, match=f"(?s)could not be removed:.*{stuck}: Permission denied"
+    ):
         store(capsys, "gc", "--keep-experiments", "a")
 
     assert not shop.store.sealed(c.specs["merge"].ref).exists()
@@ -397,7 +442,9 @@ def test_what_one_snakemake_is_to_make_stays_together(shop: Shop, capsys: Captur
         for path in (shop.store.root / "experiments").iterdir()
     }
     sweep = {"experiments": ["gone.json", frozen["b"].name, frozen["c"].name]}
-    sweep_path = shop.write(shop.store.root / "sweeps" / "0123456789abcdef.json", json.dumps(sweep), LONG_AGO_S)
+    sweep_path = shop.write(
+        shop.store.root / "sweeps" / "0123456789abcdef.json", json.dumps(sweep), LONG_AGO_S
+    )
     shop.age(shop.store.run_dir(run_digest(b.specs["train"])) / "metrics.jsonl", 60)
 
     said = store(capsys, "gc", "--keep-experiments", "a")
@@ -413,14 +460,21 @@ def test_what_one_snakemake_is_to_make_stays_together(shop: Shop, capsys: Captur
 
 def test_an_experiment_that_was_just_asked_for_stays(shop: Shop, capsys: Captured) -> None:
     _, b, _ = shop.finished("a", "b", "c")
-    next(path for path in (shop.store.root / "experiments").iterdir() if '"b"' in path.read_text()).touch()
+    next(
+        path for path in (shop.store.root / "experiments").iterdir() if '"b"' in path.read_text()
+    ).touch()
 
     assert "also kept: b" in store(capsys, "gc", "--keep-experiments", "a")
     assert is_there(shop, b)
 
 
-def test_the_rungs_of_a_sweep_that_goes_on_stay(shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No experiment names a training to a rung: it has a spec of its own, and the run folder of the whole one."""
+def test_the_rungs_of_a_sweep_that_goes_on_stay(
+    shop: Shop, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No experiment names a training to a rung: it has its own spec, and the whole one's folder.
+
+    It is the run folder.
+    """
     _, b, c = shop.finished("a", "b", "c")
     rungs = [
         Spec("train", whole.version, {**whole.settings, "until_step": 3}, whole.inputs)

@@ -1,4 +1,7 @@
-"""gc beside jobs that run, begin and end, beside another gc, and killed in the midst: real processes, real locks."""
+"""gc beside jobs that run, begin and end, beside another gc, and killed: with real processes.
+
+The locks are real, too.
+"""
 
 import shutil
 import time
@@ -57,7 +60,9 @@ def sealed(shop: Shop) -> list[Path]:
 
 
 @pytest.mark.parametrize("part", ["train", "evaluate"])
-def test_what_a_running_stage_and_its_experiment_need_stays(shop: Shop, capsys: Captured, part: str) -> None:
+def test_what_a_running_stage_and_its_experiment_need_stays(
+    shop: Shop, capsys: Captured, part: str
+) -> None:
     _, b = shop.finished("a", "b")
     shutil.rmtree(shop.store.sealed(b.specs[part].ref))
     begun, go_on = shop.folder / "begun", shop.folder / "go-on"
@@ -111,7 +116,9 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
     Removal(garbage, Path("results")).run()
     assert len(sealed(shop)) == 16
 
-    garbage = find_garbage(Inventory.read(shop.store), CleanupRequest(keep=("a",)), [], time.time() + 3600)
+    garbage = find_garbage(
+        Inventory.read(shop.store), CleanupRequest(keep=("a",)), [], time.time() + 3600
+    )
     removal = Removal(garbage, Path("results"))
     removal.forget()
     frozen = shop.add(b, age_s=0.0)
@@ -124,11 +131,13 @@ def test_an_experiment_that_is_asked_for_again_after_the_look_stays(shop: Shop) 
 
 
 def test_an_experiment_that_is_first_asked_for_after_the_look_stays(shop: Shop) -> None:
-    """It shares a training with one that goes; a sweep's training to a rung is named by no experiment at all."""
+    """It shares a training with one that goes; no experiment names a sweep's rung training."""
     _, b = shop.finished("a", "b")
     whole = b.specs["train"]
     rung = Spec("train", whole.version, {**whole.settings, "until_step": 3}, whole.inputs)
-    rung_path = shop.write(shop.store.spec_path(rung.digest), canonical_json(rung.to_json()), LONG_AGO_S)
+    rung_path = shop.write(
+        shop.store.spec_path(rung.digest), canonical_json(rung.to_json()), LONG_AGO_S
+    )
     evaluate = b.specs["evaluate"].digest
     waiting = shop.write(shop.folder / "runs" / ("0" * 16) / "jobs" / evaluate, "", LONG_AGO_S)
     for path in waiting.parents[:2]:
@@ -152,7 +161,9 @@ def test_an_experiment_that_is_first_asked_for_after_the_look_stays(shop: Shop) 
     assert not shop.store.sealed(b.specs["report"].ref).exists()
 
 
-def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_begins_in_the_midst_waits_and_makes_it_anew(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, b = shop.finished("a", "b")
     spec, begun, go_on = b.specs["plan"], shop.folder / "begun", shop.folder / "go-on"
     go_on.touch()
@@ -199,7 +210,9 @@ def test_killed_anywhere_it_leaves_nothing_half_deleted_and_goes_on(shop: Shop) 
     # What the last kills left is young; later it goes too.
     later = find_garbage(Inventory.read(shop.store), CleanupRequest(), [], time.time() + 3600)
     Removal(later, Path("results")).run()
-    hidden = [path for path in shop.folder.rglob(".*") if path.name.startswith((".stage-", ".trash-"))]
+    hidden = [
+        path for path in shop.folder.rglob(".*") if path.name.startswith((".stage-", ".trash-"))
+    ]
     assert hidden == []
     assert len([path for path in (shop.folder / "runs").iterdir() if path.name != "locks"]) == 1
     assert len(list((shop.store.root / "specs").iterdir())) == 11
@@ -216,4 +229,6 @@ def test_two_at_once_remove_everything_once(shop: Shop) -> None:
     assert removed == ["removed 0 directories", "removed 42 directories"]
     assert len(sealed(shop)) == 11
     code, said = finished(begin("verify"))
-    assert (code, said.splitlines()[-1].endswith("12 sealed directories are whole")) == (0, True), said
+    assert (code, said.splitlines()[-1].endswith("12 sealed directories are whole")) == (0, True), (
+        said
+    )

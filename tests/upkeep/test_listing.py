@@ -16,10 +16,14 @@ Captured = pytest.CaptureFixture[str]
 
 
 def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
+    return [
+        [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()
+    ]
 
 
-def test_a_line_for_each_experiment_with_what_is_its_own_and_shared(shop: Shop, capsys: Captured) -> None:
+def test_a_line_for_each_experiment_with_what_is_its_own_and_shared(
+    shop: Shop, capsys: Captured
+) -> None:
     a, b = shop.variants(["a", "b"])
     shop.add(a)
     shop.train(a)
@@ -64,19 +68,31 @@ def test_du_adds_up(shop: Shop, capsys: Captured) -> None:
     assert lines["download"][0] == "3"
     assert lines["logs in logs"] == ["1", "5 kB"]
     assert lines["other files in runs/"][1].startswith("70.")
-    counted = [line[1].split() for name, line in lines.items() if len(line) == 2 and name not in ("what", "a")]
+    counted = [
+        line[1].split()
+        for name, line in lines.items()
+        if len(line) == 2 and name not in ("what", "a")
+    ]
     sizes = [float(size) * {"B": 1, "kB": 1e3}[unit] for size, unit in counted]
     whole, unit = lines["together"][0].split()
     assert float(whole) * {"kB": 1e3}[unit] == pytest.approx(sum(sizes), rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "number", "list", "cut", "folder", "deep"])
-def test_a_manifest_that_does_not_read_is_named_and_hides_nothing(shop: Shop, capsys: Captured, kind: str) -> None:
+def test_a_manifest_that_does_not_read_is_named_and_hides_nothing(
+    shop: Shop, capsys: Captured, kind: str
+) -> None:
     a, b = shop.variants(["a", "b"])
     shop.add(a)
     shop.add(b)
     path = shop.store.sealed(a.specs["merge"].ref) / "manifest.json"
-    text = {"nothing": "", "number": "7", "list": "[]", "cut": path.read_text()[:99], "deep": "[" * 100_000}.get(kind)
+    text = {
+        "nothing": "",
+        "number": "7",
+        "list": "[]",
+        "cut": path.read_text()[:99],
+        "deep": "[" * 100_000,
+    }.get(kind)
     path.unlink()
     if text is None:
         path.mkdir()
@@ -95,7 +111,9 @@ def test_what_shows_moves_no_cursor(shop: Shop, capsys: Captured) -> None:
     """Names in a frozen file are whatever somebody wrote there."""
     [a] = shop.variants(["a"])
     path = shop.add(a)
-    path.write_text(path.read_text().replace('"experiment": "a"', '"experiment": "\\u001b[2Ja\\nb"'))
+    path.write_text(
+        path.read_text().replace('"experiment": "a"', '"experiment": "\\u001b[2Ja\\nb"')
+    )
     shop.age(path, LONG_AGO_S)
 
     for arguments in (("ls",), ("ls", "--all"), ("du",), ("gc", "--dry-run")):
@@ -107,7 +125,7 @@ def test_what_shows_moves_no_cursor(shop: Shop, capsys: Captured) -> None:
 def test_what_is_read_grows_with_the_store_and_no_faster(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files opened, which is what a file server is slow at: a few for each directory, whatever the command."""
+    """Files opened, slow on a file server: a few for each directory, whatever the command."""
     monkeypatch.setenv("PATH", str(tmp_path))
     opened = 0
     real = io.open

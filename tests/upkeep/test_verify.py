@@ -26,7 +26,10 @@ def folder_of(shop: Shop, experiment: Experiment, part: str) -> Path:
 
 
 def at(part: str, name: str, damage: Callable[[Path], object]) -> Damage:
-    """Damage to the file `name` of the directory of `part`, to its pointer (`.ok`) or to its frozen spec (`spec`)."""
+    """Damage to the file `name` of `part`, to its pointer (`.ok`) or its frozen spec (`spec`).
+
+    The file is in the directory of that part.
+    """
 
     def apply(shop: Shop, experiment: Experiment) -> Path:
         spec = experiment.specs[part]
@@ -128,7 +131,11 @@ def one(shop: Shop) -> Experiment:
         (cut_the_manifest, "damaged"),
         (edit_the_manifest, "not the manifest that"),
         (
-            at("report", MANIFEST_NAME, lambda path: edit(path, '"experiment": "a"', '"experiment": "b"')),
+            at(
+                "report",
+                MANIFEST_NAME,
+                lambda path: edit(path, '"experiment": "a"', '"experiment": "b"'),
+            ),
             "its spec has",
         ),
         (swap_directories, "sealed as evaluate"),
@@ -139,11 +146,16 @@ def one(shop: Shop) -> Experiment:
         (change_a_spec, "its content has digest"),
         (at("train", "spec", lambda path: path.write_text("[" * 100_000)), "cannot read the spec"),
         (lying("store/experiments/*", cut), "not a valid experiment file; run snakemake again"),
-        (lying("runs/*/checkpoints/*/state.json", lambda path: path.write_text("{}")), "bytes, sealed with"),
+        (
+            lying("runs/*/checkpoints/*/state.json", lambda path: path.write_text("{}")),
+            "bytes, sealed with",
+        ),
         (put_a_file_in_place_of_a_directory, "not made by any stage"),
     ],
 )
-def test_damage_is_named_with_what_to_do(shop: Shop, capsys: Captured, damage: Damage, said: str) -> None:
+def test_damage_is_named_with_what_to_do(
+    shop: Shop, capsys: Captured, damage: Damage, said: str
+) -> None:
     experiment = one(shop)
     assert store(capsys, "verify") == f"{shop.store.root}: 12 sealed directories are whole\n"
     path = damage(shop, experiment)
@@ -175,7 +187,11 @@ def test_what_was_read_before_is_read_again(
 
 def test_all_of_it_is_told_at_the_end_as_an_error_of_integrity(shop: Shop) -> None:
     experiment = one(shop)
-    paths = [flip_the_model(shop, experiment), cut_the_manifest(shop, experiment), change_a_spec(shop, experiment)]
+    paths = [
+        flip_the_model(shop, experiment),
+        cut_the_manifest(shop, experiment),
+        change_a_spec(shop, experiment),
+    ]
 
     code, said = finished(begin("verify"))
 
@@ -196,7 +212,9 @@ def test_what_may_not_be_read_is_told_once_and_not_of_all_that_was_made_from_it(
     assert str(raised.value).count(f"{path}: cannot be read (Permission denied)") == 1
 
 
-def test_a_frozen_experiment_that_cannot_be_read_is_not_to_be_deleted(shop: Shop, capsys: Captured) -> None:
+def test_a_frozen_experiment_that_cannot_be_read_is_not_to_be_deleted(
+    shop: Shop, capsys: Captured
+) -> None:
     one(shop)
     path = next((shop.store.root / "experiments").iterdir())
     with endless_link(path):
@@ -206,11 +224,16 @@ def test_a_frozen_experiment_that_cannot_be_read_is_not_to_be_deleted(shop: Shop
         with pytest.raises(IntegrityError, match=f"{path}: cannot be read") as verify:
             store(capsys, "verify")
     assert "delete" not in f"{gc.value} {verify.value}"
-    with no_permission(path.parent), pytest.raises(Unreadable, match=f"{path.parent}: cannot be read"):
+    with (
+        no_permission(path.parent),
+        pytest.raises(Unreadable, match=f"{path.parent}: cannot be read"),
+    ):
         Catalog(shop.store).experiments()
 
 
-def test_a_manifest_that_cannot_be_read_is_no_damage_and_is_not_to_be_deleted(shop: Shop, capsys: Captured) -> None:
+def test_a_manifest_that_cannot_be_read_is_no_damage_and_is_not_to_be_deleted(
+    shop: Shop, capsys: Captured
+) -> None:
     experiment = one(shop)
     checkpoint = next((shop.folder / "runs").glob("*/checkpoints/step-*"))
     for folder in (folder_of(shop, experiment, "merge"), checkpoint):
@@ -226,7 +249,7 @@ def test_a_manifest_that_cannot_be_read_is_no_damage_and_is_not_to_be_deleted(sh
 
 
 def test_what_snakemake_can_write_again_it_does(shop: Shop, capsys: Captured) -> None:
-    """A pointer that says nothing, and a frozen experiment that does not parse: then nothing is complained of."""
+    """An empty pointer, and a frozen experiment that does not parse: no complaint follows."""
     experiment = one(shop)
     frozen = Dag((experiment,), shop.store).freeze()
     (shop.folder / "store" / "experiments" / frozen.name).write_text("\x00 no JSON")
@@ -237,7 +260,11 @@ def test_what_snakemake_can_write_again_it_does(shop: Shop, capsys: Captured) ->
     Dag((experiment,), shop.store).freeze()  # as the Snakefile does
 
     assert "are whole" in store(capsys, "verify")
-    left = [spec.stage for spec in experiment.specs.values() if not shop.store.pointer(spec.ref).exists()]
+    left = [
+        spec.stage
+        for spec in experiment.specs.values()
+        if not shop.store.pointer(spec.ref).exists()
+    ]
     assert left == ["plan"], "its stage verifies the directory and writes it anew"
 
 

@@ -1,4 +1,4 @@
-"""A training comes to a rung, with or without a loss, and a rung decides; the table tells what became of all."""
+"""A training comes to a rung, with or without a loss, and a rung decides; the table tells all."""
 
 from contextlib import suppress
 from functools import partial
@@ -18,7 +18,13 @@ from pipeline_lib.config.halving import (
     until,
     write_record,
 )
-from pipeline_lib.core.errors import Diverged, IntegrityError, Interrupted, PipelineError, TrainingError
+from pipeline_lib.core.errors import (
+    Diverged,
+    IntegrityError,
+    Interrupted,
+    PipelineError,
+    TrainingError,
+)
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.core.lock import locked
 from pipeline_lib.core.stage import Job, run_stage
@@ -38,7 +44,9 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def seal(spec: Spec, store: Store, steps: int, total_steps: int = 20, *, stopped_early: bool = False) -> None:
+def seal(
+    spec: Spec, store: Store, steps: int, total_steps: int = 20, *, stopped_early: bool = False
+) -> None:
     """What a training leaves that validated every 5 steps."""
 
     def train(job: Job) -> dict[str, Any]:
@@ -66,11 +74,15 @@ def test_the_loss_of_the_rung_is_kept(store: Store) -> None:
     assert reached(store, 10, lambda: seal(spec, store, 10)) == Reached(10, 2.0, False, None)
 
 
-def test_who_waited_for_what_another_snakemake_has_decided_by_meanwhile_takes_its_word(store: Store) -> None:
+def test_who_waited_for_what_another_snakemake_has_decided_by_meanwhile_takes_its_word(
+    store: Store,
+) -> None:
     """It removed what was sealed. Whatever else is missing is an error."""
     spec = until(10, WHOLE)
     found = Reached(10, 2.0, False, None)
-    assert reached(store, 10, lambda: write_record(reached_path(store, spec.digest), found)) == found
+    assert (
+        reached(store, 10, lambda: write_record(reached_path(store, spec.digest), found)) == found
+    )
     with pytest.raises(FileNotFoundError):
         reach(spec, store, reached_path(store, "other"), lambda: None, lambda _: None)
 
@@ -130,8 +142,12 @@ def test_without_a_validation_there_is_no_answer(store: Store) -> None:
 @pytest.fixture
 def dag(tmp_path: Path, store: Store) -> Dag:
     config = tmp_path / "swept.yaml"
-    text = CONFIG.format(name="swept", lr="1.0e-3").replace("save_every", "validate_every_steps: 5, save_every")
-    config.write_text(text + "sweep: {train.lr: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3], halving: {first_step: 10}}\n")
+    text = CONFIG.format(name="swept", lr="1.0e-3").replace(
+        "save_every", "validate_every_steps: 5, save_every"
+    )
+    config.write_text(
+        text + "sweep: {train.lr: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3], halving: {first_step: 10}}\n"
+    )
     return Dag.compile([str(config)], {}, store)
 
 
@@ -143,19 +159,32 @@ def come_to(dag: Dag, place: int, losses: list[float | None]) -> None:
         write_record(reached_path(dag.store, spec.digest), Reached(rung.step, loss, False, failure))
 
 
-def test_a_decision_removes_what_was_sealed_for_the_rung_but_what_is_used_or_worked_on(dag: Dag) -> None:
+def test_a_decision_removes_what_was_sealed_for_the_rung_but_what_is_used_or_worked_on(
+    dag: Dag,
+) -> None:
     first = dag.rungs[0]
     free, used, busy, missing = first.trainings.values()
     for spec in (free, used, busy):
         write_json(dag.store.sealed(spec.ref) / "manifest.json", {})
         dag.store.pointer(spec.ref).touch()
-    write_json(dag.store.root / "experiments" / "one.json", {"config": {}, "parts": {"train": used.digest}})
+    write_json(
+        dag.store.root / "experiments" / "one.json", {"config": {}, "parts": {"train": used.digest}}
+    )
     come_to(dag, 0, [3.0, 2.0, 1.0, 4.0])
     with locked(dag.store.lock_path(run_digest(busy)), print):
         conclude_rung(dag, first.digest, lambda _: None)
 
-    assert [dag.store.sealed(spec.ref).exists() for spec in (free, used, busy, missing)] == [False, True, True, False]
-    assert [dag.store.pointer(spec.ref).exists() for spec in (free, used, busy)] == [False, True, True]
+    assert [dag.store.sealed(spec.ref).exists() for spec in (free, used, busy, missing)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [dag.store.pointer(spec.ref).exists() for spec in (free, used, busy)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_rungs_decide_one_after_the_other_and_open_the_next(dag: Dag, tmp_path: Path) -> None:
@@ -170,7 +199,9 @@ def test_rungs_decide_one_after_the_other_and_open_the_next(dag: Dag, tmp_path: 
         conclude_rung(dag, second.digest, said.append)
     come_to(dag, 1, [0.0, 1.5, 0.0, 0.5])  # those of who was stopped are not looked at
     conclude_rung(dag, second.digest, said.append)
-    assert [one.loss for one in read_decision(decision_path(dag.store, second.digest)).competitors] == [0.5, 1.5]
+    assert [
+        one.loss for one in read_decision(decision_path(dag.store, second.digest)).competitors
+    ] == [0.5, 1.5]
 
     log = tmp_path / "logs" / "rung" / f"{list(first.trainings.values())[2].digest}.log"
     log.parent.mkdir(parents=True)
@@ -188,7 +219,9 @@ def test_rungs_decide_one_after_the_other_and_open_the_next(dag: Dag, tmp_path: 
 
 def test_where_all_failed_nobody_goes_on_and_all_reasons_are_told(dag: Dag) -> None:
     come_to(dag, 0, [None] * 4)
-    with pytest.raises(TrainingError, match=r"no training came to step 10 with a loss; delete the files") as raised:
+    with pytest.raises(
+        TrainingError, match=r"no training came to step 10 with a loss; delete the files"
+    ) as raised:
         conclude_rung(dag, dag.rungs[0].digest, print)
     paths = [reached_path(dag.store, spec.digest) for spec in dag.rungs[0].trainings.values()]
     assert str(raised.value).splitlines()[1:] == [
