@@ -22,7 +22,7 @@ from tests.slurm.loopback import Loopback, loopback
 from tests.slurm.needs import needs_slurm
 from tests.train.conftest import Arena, arena, whole
 from tests.train.helpers import digest_of, load_weights
-from tests.train.launching import DEADLINE_S, ROOT, Stage, make_stage
+from tests.train.launching import DEADLINE_S, ENDLESS, ROOT, Stage, make_stage
 
 __all__ = ["arena", "whole"]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, needs_slurm]
@@ -97,7 +97,7 @@ def warn(slurm: Loopback, stage: Stage, job: int, log: Path, *option: str) -> No
 def test_a_killed_task_is_named_and_ends_the_others(
     slurm: Loopback, arena: Arena, tmp_path: Path
 ) -> None:
-    stage, log = make_stage(arena, "srun", epochs=1000, save_every_steps=2), tmp_path / "job.log"
+    stage, log = make_stage(arena, "srun", save_every_steps=2, **ENDLESS), tmp_path / "job.log"
     job = submit(slurm, stage, log)
     stage.wait_for_checkpoint()
     victim = stage.rank(1, "SLURM_PROCID")
@@ -115,7 +115,7 @@ def test_a_killed_task_is_named_and_ends_the_others(
 @pytest.fixture
 def alone(slurm: Loopback, arena: Arena, tmp_path: Path) -> tuple[int, Stage, Path]:
     """A job with a long training of one rank, at its second step."""
-    stage = make_stage(arena, "srun", ranks=1, epochs=1000, save_every_steps=100_000)
+    stage = make_stage(arena, "srun", ranks=1, save_every_steps=100_000, **ENDLESS)
     log = tmp_path / "job.log"
     job = submit(slurm, stage, log, ranks_per_node=1)
     stage.wait_for_step(2)

@@ -18,6 +18,8 @@ from tests.train.conftest import Arena
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600.0
+# A training that goes on until it is stopped: it learns too little for a loss to be a spike.
+ENDLESS: dict[str, Any] = {"epochs": 1000, "lr": 1e-5}
 
 
 def seal(folder: Path, stage: str, digest: str) -> None:

@@ -13,7 +13,7 @@ from pipeline_lib.launch import heartbeat
 from pipeline_lib.launch.heartbeat import Heartbeat, Sign, find_lost, read_signs
 from tests.processes import running, wait_for
 from tests.train.conftest import Arena
-from tests.train.launching import make_stage
+from tests.train.launching import ENDLESS, make_stage
 
 EVERY_S = 1.0
 
@@ -120,10 +120,10 @@ def test_a_frozen_rank_is_named_soon_after_the_timeout(arena: Arena) -> None:
         arena,
         "spawn",
         3,
-        epochs=1000,
         timeout_s=4,
         save_every_steps=100_000,
         global_batch_tokens=384,
+        **ENDLESS,
     )
     process = stage.start()
     stage.wait_for_step(2)

@@ -14,7 +14,7 @@ from pipeline_lib.core.store import verify
 from tests.processes import wait_for
 from tests.train.conftest import Arena
 from tests.train.helpers import assert_same_result
-from tests.train.launching import Stage, make_stage, seal
+from tests.train.launching import ENDLESS, Stage, make_stage, seal
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_trains_to_the_same_weights(
 def test_a_signal_saves_and_ends_with_75(
     stage: Callable[..., Stage], number: signal.Signals
 ) -> None:
-    made = stage(ranks=1, epochs=1000, save_every_steps=100_000)
+    made = stage(ranks=1, save_every_steps=100_000, **ENDLESS)
     process = made.start()
     made.wait_for_step(2)
     process.send_signal(number)
@@ -66,7 +66,7 @@ def test_a_signal_saves_and_ends_with_75(
 
 @pytest.mark.slow
 def test_kill_9_of_the_stage_leaves_no_orphan(stage: Callable[..., Stage]) -> None:
-    made = stage(ranks=1, epochs=1000)
+    made = stage(ranks=1, **ENDLESS)
     process = made.start()
     made.wait_for_step(2)
     process.kill()
@@ -77,7 +77,7 @@ def test_kill_9_of_the_stage_leaves_no_orphan(stage: Callable[..., Stage]) -> No
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named(stage: Callable[..., Stage]) -> None:
-    made = stage(epochs=1000, save_every_steps=2)
+    made = stage(save_every_steps=2, **ENDLESS)
     process = made.start()
     made.wait_for_checkpoint()
     os.kill(made.rank(1).pid, signal.SIGKILL)

@@ -16,12 +16,12 @@ from tests.listeners import assert_private, listeners, stores_that_another_user_
 from tests.ranks import run_ranks
 from tests.train.conftest import Arena
 from tests.train.helpers import train
-from tests.train.launching import make_stage
+from tests.train.launching import ENDLESS, make_stage
 
 
 @pytest.mark.root
 def test_a_training_on_one_machine_has_no_store_that_others_reach(arena: Arena) -> None:
-    stage = make_stage(arena, epochs=1000)
+    stage = make_stage(arena, **ENDLESS)
     # as on a cluster, where runs on several nodes want it
     process = stage.start(GLOO_SOCKET_IFNAME="eth0")
     stage.wait_for_step(2)

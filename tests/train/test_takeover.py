@@ -17,7 +17,7 @@ from pipeline_lib.core.events import read_events
 from pipeline_lib.core.store import verify
 from tests.processes import wait_for
 from tests.train.conftest import Arena
-from tests.train.launching import make_stage
+from tests.train.launching import ENDLESS, make_stage
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def killed_at_the_end(process: "subprocess.Popen[bytes]") -> Iterator["subproces
 
 
 def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena: Arena) -> None:
-    first = make_stage(arena, ranks=1, epochs=1000, save_every_steps=5)
+    first = make_stage(arena, ranks=1, save_every_steps=5, **ENDLESS)
     lock = arena.store.lock_path(run_digest(first.spec))
     with ExitStack() as ends:
         stopped = ends.enter_context(killed_at_the_end(first.start()))
@@ -53,7 +53,7 @@ def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena:
         ranks_of_first = [rank.pid for rank in first.processes()]
         silence(stopped, lock)
 
-        second = make_stage(arena, ranks=1, epochs=1000, save_every_steps=5)
+        second = make_stage(arena, ranks=1, save_every_steps=5, **ENDLESS)
         second = type(second)(
             second.arena, second.spec, second.plan_dir, second.log.with_suffix(".second")
         )
@@ -73,7 +73,12 @@ def test_the_first_owner_ends_and_the_checkpoints_of_the_second_are_whole(arena:
         )
         assert "Traceback" not in first.output
         assert owner_of(lock) == taken
-        events = read_events(second.run_dir / "events.jsonl")
+        log = second.run_dir / "events.jsonl"
+        wait_for(
+            lambda: any(event.get("attempt") == 2 for event in read_events(log)),
+            "the second attempt",
+        )
+        events = read_events(log)
         launched = next(number for number, event in enumerate(events) if event.get("attempt") == 2)
         assert [
             event
