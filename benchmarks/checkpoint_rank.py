@@ -24,7 +24,7 @@ from pipeline_lib.core.processes import die_with_parent
 from pipeline_lib.core.run_folder import step_name
 from pipeline_lib.core.store import Spec
 from pipeline_lib.train import checkpoint
-from pipeline_lib.train.checkpoint import Snapshot
+from pipeline_lib.train.checkpoint import StateSnapshot
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.replicas import refuse_differing_replicas
@@ -75,7 +75,7 @@ class Trainer:
         dist.all_reduce(tensor, operation, group=self.group)
         return float(tensor)
 
-    def copy(self) -> tuple[Snapshot, float]:
+    def copy(self) -> tuple[StateSnapshot, float]:
         """What the loop copies for a save, and seconds that it waits for that."""
         self.wait_for_device()
         start_s = time.perf_counter()
@@ -84,7 +84,7 @@ class Trainer:
         tensor_bytes = FP32_BYTES * sum(strategy.state_sizes().values())
         own = checkpoint.own_tensors(self.world, strategy.own_state())
         scalars = {"attempt": 1, "strategy": self.saver.train.strategy, "updates": self.step}
-        return Snapshot(
+        return StateSnapshot(
             self.step, parts, tensor_bytes, own, scalars, SavedRows()
         ), time.perf_counter() - start_s
 

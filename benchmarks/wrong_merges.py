@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline_lib.core.files import read_json, write_json
-from pipeline_lib.export.fold import Fold, Recipe
+from pipeline_lib.export.fold import Fold, TensorRecipe
 
 # Wrong plans: each takes the right one, and returns None if the model has nothing of the kind.
 
@@ -56,7 +56,9 @@ def untrained(fold: Fold) -> Fold | None:
     )
 
 
-def _renamed(fold: Fold, is_meant: Callable[[Recipe], bool], old: str, new: str) -> Fold | None:
+def _renamed(
+    fold: Fold, is_meant: Callable[[TensorRecipe], bool], old: str, new: str
+) -> Fold | None:
     changed = dict(fold.recipes)
     for name, recipe in fold.recipes.items():
         trained, adapter = (

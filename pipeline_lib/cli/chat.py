@@ -68,9 +68,9 @@ def chat(arguments: argparse.Namespace) -> None:
     if is_terminal:
         tell(f"loading {folder}")
     with importing():
-        from pipeline_lib.evaluate.chat import Chat, Limits, converse
+        from pipeline_lib.evaluate.chat import AnswerLimits, Chat, converse
 
-    limits = Limits(arguments.max_new_tokens, arguments.temperature)
+    limits = AnswerLimits(arguments.max_new_tokens, arguments.temperature)
     talk = Chat(folder, store, limits, partial(say, end=""), tell)
     if not is_terminal:
         if not talk.ask(question):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipeline_lib.compare.read import Known
 from pipeline_lib.records.results import DocumentScore
-from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, Losses
+from pipeline_lib.report.statistics import MIN_DOCUMENTS, TOO_FEW, DocumentLosses
 
 PAIRED, UNPAIRED, UNKNOWN, BEST = "paired", "unpaired", "unknown", "best"
 OTHER_TOKENS = "their tokenizers differ, so a loss per token means something else"
@@ -181,5 +181,7 @@ def _shared(tables: Sequence[Mapping[DocumentKey, DocumentScore]]) -> list[Docum
     ]
 
 
-def _losses(table: Mapping[DocumentKey, DocumentScore], documents: Sequence[DocumentKey]) -> Losses:
-    return Losses.of([table[document] for document in documents], "tuned")
+def _losses(
+    table: Mapping[DocumentKey, DocumentScore], documents: Sequence[DocumentKey]
+) -> DocumentLosses:
+    return DocumentLosses.of([table[document] for document in documents], "tuned")

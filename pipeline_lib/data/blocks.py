@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import read_json, unreadable_named
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import Group, epoch_blocks
+from pipeline_lib.data.order import BlockGroup, epoch_blocks
 
 INDEX_NAME = "index.json"
 COSTS_NAME = "costs.npy"
@@ -53,7 +53,7 @@ class BlockIndex:
     documents: int
     largest_token: int
     epoch_blocks: int
-    groups: list[Group]
+    groups: list[BlockGroup]
     shards: list[int]
 
     @property
@@ -70,7 +70,7 @@ class BlockIndex:
         try:
             with unreadable_named(folder / INDEX_NAME):
                 fields = read_json(folder / INDEX_NAME)
-            index = cls(**{**fields, "groups": [Group(**group) for group in fields["groups"]]})
+            index = cls(**{**fields, "groups": [BlockGroup(**group) for group in fields["groups"]]})
             blocks = {sum(index.shards), sum(group.blocks for group in index.groups)}
             used = epoch_blocks(index.groups)
         except (OSError, ValueError, TypeError, KeyError) as error:

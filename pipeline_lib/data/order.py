@@ -24,7 +24,7 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class Group:
+class BlockGroup:
     """Consecutive blocks that an epoch uses `weight` times each.
 
     The block ids of groups follow one another.
@@ -43,7 +43,7 @@ class Group:
         return math.floor(epochs * self.per_epoch)
 
 
-def epoch_blocks(groups: Sequence[Group], epoch: int = 0) -> int:
+def epoch_blocks(groups: Sequence[BlockGroup], epoch: int = 0) -> int:
     """Return the number of blocks of `epoch`, each use counted.
 
     The first epoch has the fewest blocks; any other has at most one more for each group.
@@ -51,12 +51,12 @@ def epoch_blocks(groups: Sequence[Group], epoch: int = 0) -> int:
     return sum(group.used(epoch + 1) - group.used(epoch) for group in groups)
 
 
-def epoch_steps(groups: Sequence[Group], batch_blocks: int, epoch: int = 0) -> int:
+def epoch_steps(groups: Sequence[BlockGroup], batch_blocks: int, epoch: int = 0) -> int:
     """Return the number of steps of `epoch`; the last step may be short."""
     return -(-epoch_blocks(groups, epoch) // batch_blocks)
 
 
-def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: float) -> int:
+def total_steps(groups: Sequence[BlockGroup], batch_blocks: int, epochs: float) -> int:
     """Return the total steps of the first `epochs` epochs; a fraction is rounded up to steps."""
     whole, fraction = divmod(Fraction(str(epochs)), 1)
     period = _period(groups)
@@ -69,12 +69,12 @@ def total_steps(groups: Sequence[Group], batch_blocks: int, epochs: float) -> in
     )
 
 
-def run_steps(train: Train, groups: Sequence[Group], batch_blocks: int) -> int:
+def run_steps(train: Train, groups: Sequence[BlockGroup], batch_blocks: int) -> int:
     """Return the number of steps of a run's schedule: `max_steps`, or those of its epochs."""
     return train.max_steps or total_steps(groups, batch_blocks, train.epochs)
 
 
-def run_epochs(train: Train, groups: Sequence[Group], batch_blocks: int) -> float:
+def run_epochs(train: Train, groups: Sequence[BlockGroup], batch_blocks: int) -> float:
     """Return the epochs of a run's schedule; with `max_steps`, rounded to hundredths."""
     if train.max_steps is None:
         return train.epochs
@@ -83,13 +83,13 @@ def run_epochs(train: Train, groups: Sequence[Group], batch_blocks: int) -> floa
     )
 
 
-def epoch_of(step: int, groups: Sequence[Group], batch_blocks: int) -> int:
+def epoch_of(step: int, groups: Sequence[BlockGroup], batch_blocks: int) -> int:
     """Return the epoch of global step `step`, both counted from 0."""
     return _locate(step, tuple(groups), batch_blocks)[0]
 
 
 def step_blocks(
-    seed: int, step: int, groups: Sequence[Group], batch_blocks: int
+    seed: int, step: int, groups: Sequence[BlockGroup], batch_blocks: int
 ) -> NDArray[np.int64]:
     """Return the block ids of global step `step`, counted over all epochs: int64[<= batch_blocks].
 
@@ -133,7 +133,7 @@ def rank_blocks(
     return list(padded[dealt[:, rank]].reshape(-1, micro))
 
 
-def _locate(step: int, groups: tuple[Group, ...], batch_blocks: int) -> tuple[int, int]:
+def _locate(step: int, groups: tuple[BlockGroup, ...], batch_blocks: int) -> tuple[int, int]:
     """Return the epoch of a global step, and the number of the step in that epoch."""
     period, epochs = _period(groups), 1
     before = _steps_before(groups, batch_blocks, epochs)
@@ -145,13 +145,13 @@ def _locate(step: int, groups: tuple[Group, ...], batch_blocks: int) -> tuple[in
     return rounds * epochs + epoch, step - before[epoch]
 
 
-def _period(groups: Sequence[Group]) -> int:
+def _period(groups: Sequence[BlockGroup]) -> int:
     """Return after how many epochs their lengths repeat: 1 if all weights are integers."""
     return math.lcm(*(group.per_epoch.denominator for group in groups))
 
 
 @lru_cache(maxsize=128)
-def _steps_before(groups: tuple[Group, ...], batch_blocks: int, epochs: int) -> list[int]:
+def _steps_before(groups: tuple[BlockGroup, ...], batch_blocks: int, epochs: int) -> list[int]:
     """Return the steps before each of the first `epochs` epochs, then their total: [epochs + 1]."""
     used = (sum(group.used(epoch) for group in groups) for epoch in range(epochs + 1))
     steps = (-(-(end - first) // batch_blocks) for first, end in pairwise(used))
@@ -159,7 +159,7 @@ def _steps_before(groups: tuple[Group, ...], batch_blocks: int, epochs: int) -> 
 
 
 @lru_cache(maxsize=1)
-def _epoch_order(seed: int, epoch: int, groups: tuple[Group, ...]) -> NDArray[np.int64]:
+def _epoch_order(seed: int, epoch: int, groups: tuple[BlockGroup, ...]) -> NDArray[np.int64]:
     taken, start = [], 0
     for number, group in enumerate(groups):
         # A group's blocks are used in a fixed cyclic order; each epoch continues where the one

@@ -22,7 +22,7 @@ from pipeline_lib.core.stage import Job
 from pipeline_lib.core.units import count
 from pipeline_lib.data.blocks import COSTS_NAME, INDEX_NAME, BlockIndex, shard_path
 from pipeline_lib.data.documents import ARRAYS, Document, Samples
-from pipeline_lib.data.order import Group, epoch_blocks
+from pipeline_lib.data.order import BlockGroup, epoch_blocks
 from pipeline_lib.data.packing import Bins, Split
 
 # Writes packed training blocks, a shard at a time, in the format that the module `blocks` describes
@@ -37,7 +37,7 @@ def write_blocks(
     bins: Sequence[Sequence[Document]],
     block_tokens: int,
     shards: int,
-    groups: Sequence[Group] = (),
+    groups: Sequence[BlockGroup] = (),
 ) -> BlockIndex:
     """Write each bin as a block, spread evenly over `shards` files; write and return the index.
 
@@ -47,7 +47,7 @@ def write_blocks(
     group of weight 1.
     """
     folder.mkdir(parents=True)
-    groups = list(groups) or [Group(1.0, len(bins))]
+    groups = list(groups) or [BlockGroup(1.0, len(bins))]
     needed = -(-len(bins) * block_tokens * PACKED_BYTES_PER_POSITION // SHARD_BYTES)
     files = min(max(shards, needed), len(bins))
     bounds = [len(bins) * number // max(1, files) for number in range(files + 1)]
@@ -249,7 +249,7 @@ def _write_side(
     for weight, numbers in by_weight.items():
         if len(numbers):
             group = split.pack(samples, numbers)
-            groups.append(Group(weight, len(group)))
+            groups.append(BlockGroup(weight, len(group)))
             documents.append(group.documents)
             sizes.append(np.diff(group.offsets))
     bins = _PackedDocuments(

@@ -184,7 +184,7 @@ class AnswerStreamer(BaseStreamer):
 
 
 @dataclass(frozen=True)
-class Limits:
+class AnswerLimits:
     """The most tokens of an answer, by default the longest training sample's, and temperature.
 
     A temperature of 0 is greedy, None that of generation_config.json.
@@ -210,7 +210,7 @@ class Chat:
 
     folder: Path
     store: Store
-    limits: Limits
+    limits: AnswerLimits
     write: Callable[[str], None]
     tell: Say
     messages: Sequence[Message] = ()

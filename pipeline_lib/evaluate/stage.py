@@ -65,7 +65,7 @@ from pipeline_lib.plan.evaluation import (
     scoring_bytes,
     waiting_tokens,
 )
-from pipeline_lib.report.statistics import TOO_FEW, Losses
+from pipeline_lib.report.statistics import TOO_FEW, DocumentLosses
 
 SCORES_NAME = "scores.jsonl"
 GENERATIONS_NAME = "generations.jsonl"
@@ -128,7 +128,7 @@ class Evaluated:
     `conditions` are those under which other models have to be evaluated to be compared with it.
     """
 
-    losses: list[Losses]
+    losses: list[DocumentLosses]
     answers: list[dict[str, Any]]
     place: Answers
     conditions: Conditions
@@ -208,7 +208,7 @@ def _sealed_base(job: Job, tuned: Evaluated) -> Evaluated | None:
         return None
     rows = read_jsonl(sealed.file(SCORES_NAME))
     nats = np.array([row["nats"] for row in rows], np.float64)
-    losses = Losses(nats, np.array([row["tokens"] for row in rows], np.int64))
+    losses = DocumentLosses(nats, np.array([row["tokens"] for row in rows], np.int64))
     answers = read_jsonl(sealed.file(GENERATIONS_NAME))
     return Evaluated([losses] if rows else [], answers, tuned.place, conditions)
 
@@ -316,7 +316,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def scores_by_source(
-    sources: Mapping[str, list[int]], base: Losses, tuned: Losses
+    sources: Mapping[str, list[int]], base: DocumentLosses, tuned: DocumentLosses
 ) -> list[dict[str, Any]]:
     """Return both models' scores on each source's documents; none without supervised tokens."""
     found: list[dict[str, Any]] = []
@@ -332,7 +332,7 @@ def scores_by_source(
     return found
 
 
-def _eval(losses: Mapping[str, Losses], unigram: float, samples: int) -> dict[str, Any]:
+def _eval(losses: Mapping[str, DocumentLosses], unigram: float, samples: int) -> dict[str, Any]:
     return {
         "base": _scores(losses["base"]),
         "tuned": _scores(losses["tuned"]),
@@ -355,7 +355,7 @@ def scored_and_loaded(
     say: Say,
     spans: Spans,
     rope: Rope | None = None,
-) -> tuple[list[Losses], PreTrainedModel | None]:
+) -> tuple[list[DocumentLosses], PreTrainedModel | None]:
     """Return the losses as `score` does, and the model to answer at `place`, or None.
 
     Without `sets` there are no losses.
@@ -379,7 +379,7 @@ def scored_and_loaded(
     return losses, load_to_answer(folder, place, rope)
 
 
-def score_whole(model: PreTrainedModel, sets: Sequence[Sequence[Block]]) -> list[Losses]:
+def score_whole(model: PreTrainedModel, sets: Sequence[Sequence[Block]]) -> list[DocumentLosses]:
     """Return what `score` does, of a model of `load_base`."""
     return [
         _losses_of(groups, [_losses_in(model, group) for group in groups])
@@ -404,7 +404,7 @@ def _longest(sets: Sequence[Sequence[Block]]) -> int:
 
 def score(
     folder: Path, sets: Sequence[Sequence[Block]], say: Say, rope: Rope | None = None
-) -> list[Losses]:
+) -> list[DocumentLosses]:
     """Return the losses of the model in `folder`, with `rope`, by document and set, in order.
 
     The model is read layer by layer, once for all sets, or more often if the host has no memory for
@@ -470,7 +470,7 @@ def _waiting_room(model: StreamedModel, tokens: int) -> Iterator[Tensor]:
             page_unlock(room)
 
 
-def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Losses:
+def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> DocumentLosses:
     """Return the losses of each document in `groups`; `nats` [B, T] are their tokens' losses."""
     sums: list[float] = []
     tokens: list[int] = []
@@ -482,7 +482,7 @@ def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Los
             documents = block.documents - PADDING_DOCUMENT  # 0 is the padding, which has no targets
             sums += np.bincount(documents, nats_of_block)[1:].tolist()
             tokens += np.bincount(documents, targets)[1:].astype(np.int64).tolist()
-    losses = Losses(np.array(sums, np.float64), np.array(tokens, np.int64))
+    losses = DocumentLosses(np.array(sums, np.float64), np.array(tokens, np.int64))
     if groups and losses.total_tokens == 0:
         raise DataError("evaluate: nothing supervised was held out; raise data.validation_fraction")
     if groups and not math.isfinite(losses.mean):
@@ -490,7 +490,9 @@ def _losses_of(groups: Sequence[Sequence[Block]], nats: Sequence[Tensor]) -> Los
     return losses
 
 
-def score_rows(documents: Sequence[Document], base: Losses, tuned: Losses) -> list[dict[str, Any]]:
+def score_rows(
+    documents: Sequence[Document], base: DocumentLosses, tuned: DocumentLosses
+) -> list[dict[str, Any]]:
     """Return a row per document: its content's hash, equal in all runs, and its losses in nats."""
     names = [
         sha256(each.tokens.tobytes() + each.supervised.tobytes()).hexdigest()[:16]
@@ -570,7 +572,7 @@ def _block_of(documents: Sequence[Document], block_tokens: int) -> Block:
     )
 
 
-def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
+def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> dict[str, Any]:
     """Return the verdict on the tuned model: against base and unigram, prompt use, a summary."""
     tuned, base = losses["tuned"], losses["base"]
     improved = tuned.is_below(base)
@@ -595,7 +597,7 @@ def judge(losses: Mapping[str, Losses], unigram: float) -> dict[str, Any]:
     }
 
 
-def _scores(losses: Losses) -> dict[str, float | None]:
+def _scores(losses: DocumentLosses) -> dict[str, float | None]:
     estimate = losses.estimate
     error = estimate.standard_error if math.isfinite(estimate.standard_error) else None
     return {

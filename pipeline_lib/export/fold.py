@@ -31,7 +31,7 @@ _NAMED_AT_MOST = 5
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TensorRecipe:
     """A merged tensor's source: the base's, a trained parameter's `piece`, or base and adapter.
 
     A tensor of another part of the model than the text model is copied as it is.
@@ -72,7 +72,7 @@ class Fold:
     and dequantized.
     """
 
-    recipes: dict[str, Recipe]
+    recipes: dict[str, TensorRecipe]
     trained: Trained
     lora: Lora
     quantized: frozenset[str] = frozenset()
@@ -148,7 +148,7 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
     stored, sources = match_tensors(model, base)
     everything = find_tensors(base)
     refuse_unreadable_kinds(everything.values())
-    recipes: dict[str, Recipe] = {}
+    recipes: dict[str, TensorRecipe] = {}
     of_experts: dict[int, str] = {}
     if train.method == "lora":
         from pipeline_lib.model.lora import adapted_matrices  # loads peft
@@ -162,7 +162,7 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
                 ".bias"
             )
             tensor = stored[piece.name]
-            recipes[tensor.name] = Recipe(
+            recipes[tensor.name] = TensorRecipe(
                 tensor, trained_name, piece, module if has_adapter else None
             )
     # The comparison of logits might miss a small tensor that is not used.
@@ -179,7 +179,7 @@ def plan_fold(base: Path, trained: Path, train: Train) -> Fold:
         for name, tensor in everything.items():
             if name.startswith(part):
                 whole = Piece(name, (0,) * len(tensor.shape), tensor.shape)
-                recipes[name] = Recipe(tensor, None, whole, None, part)
+                recipes[name] = TensorRecipe(tensor, None, whole, None, part)
     quantized = frozenset(stored[name].name for _, name in quantized_linears(model))
     adapters = (
         {name: torch.empty(shape) for name, shape in wanted.items()}

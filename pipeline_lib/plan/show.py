@@ -31,10 +31,10 @@ from pipeline_lib.records.plan import (
     PART_NAMES,
     TIGHT,
     TOO_LARGE,
-    Batch,
     Figure,
     Memory,
     PlanDocument,
+    PlannedBatch,
     Prediction,
     bound_in_words,
     known,
@@ -293,7 +293,7 @@ def _rates(plan: PlanDocument) -> list[Row]:
     ]
 
 
-def _blocks(batch: Batch) -> str:
+def _blocks(batch: PlannedBatch) -> str:
     if batch.blocks is None:
         return f"of {batch.block_tokens:,} tokens, not packed yet"
     used = (
@@ -308,7 +308,7 @@ def _blocks(batch: Batch) -> str:
     )
 
 
-def _batch(batch: Batch) -> str:
+def _batch(batch: PlannedBatch) -> str:
     held = ""
     if batch.samples_per_step is not None and batch.supervised_tokens_per_step is not None:
         supervised = f"{batch.supervised_tokens_per_step:,.0f} supervised tokens"

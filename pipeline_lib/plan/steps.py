@@ -18,7 +18,7 @@ from pipeline_lib.plan.workload import Workload
 
 if TYPE_CHECKING:
     from pipeline_lib.data.blocks import BlockIndex
-    from pipeline_lib.data.order import Group
+    from pipeline_lib.data.order import BlockGroup
 
 # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 MOST_OFF = 0.1
@@ -181,7 +181,7 @@ def is_shared_well(train: Train, at_once: int, blocks: int) -> bool:
     return idle <= (0 if train.global_batch_samples is None else MOST_OFF * (blocks + idle))
 
 
-def _nothing_to_train_on(groups: "list[Group]", epochs: float) -> DataError:
+def _nothing_to_train_on(groups: "list[BlockGroup]", epochs: float) -> DataError:
     held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
     needed = min(math.ceil(1 / group.per_epoch) for group in groups)
     return DataError(

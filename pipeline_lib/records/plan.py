@@ -70,7 +70,7 @@ class Memory(PlanPart):
         return None if None in known else sum(part or 0 for part in known)
 
 
-class Batch(PlanPart, extra="allow"):
+class PlannedBatch(PlanPart, extra="allow"):
     """The plan's arithmetic of blocks and steps."""
 
     block_tokens: Count = None
@@ -346,7 +346,7 @@ class PlanDocument(PlanPart):
     workload: Workload = Workload()
     train: dict[str, Any] | None = None
     tracking: PlannedTracking = PlannedTracking()
-    batch: Batch = Batch()
+    batch: PlannedBatch = PlannedBatch()
     memory: dict[str, Memory] = {}
     chosen: Chosen = Chosen()
     disk: Disk = Disk()

@@ -62,7 +62,7 @@ class SampleEstimate:
 
 
 @dataclass(frozen=True)
-class Losses:
+class DocumentLosses:
     """Each document's -log p over its supervised tokens, in nats, and their number, int64[n].
 
     The sums of -log p are float64[n].
@@ -72,10 +72,12 @@ class Losses:
     tokens: NDArray[np.int64]
 
     @staticmethod
-    def of(rows: Sequence[DocumentScore], model: Literal["base", "tuned"]) -> "Losses":
+    def of(rows: Sequence[DocumentScore], model: Literal["base", "tuned"]) -> "DocumentLosses":
         """Return the losses of one of the two models from rows of scores.jsonl."""
         nats = [row.base if model == "base" else row.tuned for row in rows]
-        return Losses(np.array(nats, np.float64), np.array([row.tokens for row in rows], np.int64))
+        return DocumentLosses(
+            np.array(nats, np.float64), np.array([row.tokens for row in rows], np.int64)
+        )
 
     @property
     def total_tokens(self) -> int:
@@ -92,15 +94,15 @@ class Losses:
         """The mean loss with its standard error over documents."""
         return _ratio(self.nats, self.tokens)
 
-    def of_documents(self, numbers: Sequence[int]) -> "Losses":
+    def of_documents(self, numbers: Sequence[int]) -> "DocumentLosses":
         """Return the losses of the documents with these numbers."""
-        return Losses(self.nats[numbers], self.tokens[numbers])
+        return DocumentLosses(self.nats[numbers], self.tokens[numbers])
 
-    def gain_over(self, other: "Losses") -> SampleEstimate:
+    def gain_over(self, other: "DocumentLosses") -> SampleEstimate:
         """Return how much lower this mean is than `other`'s on the same, ordered documents."""
         return _ratio(other.nats - self.nats, self.tokens)
 
-    def is_below(self, other: "Losses") -> bool:
+    def is_below(self, other: "DocumentLosses") -> bool:
         """Return True if this mean is below `other`'s on the same documents beyond chance."""
         return self.gain_over(other).low > 0
 
@@ -172,7 +174,7 @@ def differences(scores: Scores, documents: Sequence[DocumentScore]) -> list[Loss
     tuned, base, shuffled = map(_estimate, (scores.tuned, scores.base, scores.shuffled))
     gains = []
     if sum(row.tokens > 0 for row in documents) >= 2:
-        gain = Losses.of(documents, "tuned").gain_over(Losses.of(documents, "base"))
+        gain = DocumentLosses.of(documents, "tuned").gain_over(DocumentLosses.of(documents, "base"))
         gains.append(LossGain("base", gain, is_paired=True))
     elif tuned and base:
         gains.append(LossGain("base", tuned.gain_over(base), is_paired=False))

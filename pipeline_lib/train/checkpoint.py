@@ -50,7 +50,7 @@ _SPARE_BYTES = 1_000_000  # for headers and JSON
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """One rank's part of the state after `step`, in host memory: unchanged until it is written.
 
     `parts` are tensors divided over the ranks: all at once, or as many as are copied at a time;
@@ -75,7 +75,7 @@ def publish_checkpoint(
     folder: Path,
     world: World,
     spec: Spec,
-    snapshot: Snapshot,
+    snapshot: StateSnapshot,
     lock: Lock,
     group: dist.ProcessGroup | None = None,
 ) -> int:

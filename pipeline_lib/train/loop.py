@@ -31,7 +31,7 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import key_of
 from pipeline_lib.model.batch import Batch, Portion
 from pipeline_lib.train import checkpoint, saved_tensors, state
-from pipeline_lib.train.checkpoint import Snapshot
+from pipeline_lib.train.checkpoint import StateSnapshot
 from pipeline_lib.train.dist import LOADING
 from pipeline_lib.train.guards import Verdict, Window, judge
 from pipeline_lib.train.measure import Instruments
@@ -381,7 +381,7 @@ class Loop:
         self.let_ranks_agree()
         strategy, world = self.stepper.strategy, self.stepper.world
         kinds = self.kinds_to_save
-        snapshot = Snapshot(
+        snapshot = StateSnapshot(
             step=self.step,
             parts=self.saver.parts(strategy, kinds),
             tensor_bytes=FP32_BYTES * sum(strategy.state_sizes(kinds).values()),

@@ -25,7 +25,7 @@ from pipeline_lib.core.run_folder import retain
 from pipeline_lib.core.store import Spec
 from pipeline_lib.plan.memory import COPIED_AT_ONCE_BYTES
 from pipeline_lib.plan.saving import auto_apart_s
-from pipeline_lib.train.checkpoint import Snapshot, publish_checkpoint
+from pipeline_lib.train.checkpoint import StateSnapshot, publish_checkpoint
 from pipeline_lib.train.dist import PATIENT, World
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
 from pipeline_lib.train.state import STATE_KINDS
@@ -129,7 +129,7 @@ class Saver:
         )
 
     def save(
-        self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int = 0
+        self, snapshot: StateSnapshot, best_step: int, waited_s: float, trusted_step: int = 0
     ) -> None:
         """Start to write `snapshot`; call `wait` first.
 
@@ -189,7 +189,7 @@ class Saver:
         )
 
     def _publish(
-        self, snapshot: Snapshot, best_step: int, waited_s: float, trusted_step: int
+        self, snapshot: StateSnapshot, best_step: int, waited_s: float, trusted_step: int
     ) -> dict[str, Any]:
         def kept_with(step: int) -> set[int]:
             """Return the steps to go back to if a run continues from `step` or goes on."""

@@ -16,7 +16,7 @@ from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.data import shard as shard_stage
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import Group
+from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
 from tests.core.unreadable import endless_link
 
@@ -68,7 +68,7 @@ def test_what_is_written_is_read(
     assert written.tokens == sum(len(document.tokens) for document in every)
     assert written.supervised_tokens == sum(int(document.supervised.sum()) for document in every)
     assert written.largest_token == max(int(document.tokens.max()) for document in every)
-    assert (written.groups, written.epoch_blocks) == ([Group(1.0, len(bins))], len(bins))
+    assert (written.groups, written.epoch_blocks) == ([BlockGroup(1.0, len(bins))], len(bins))
     assert reader.costs.dtype == np.int64 and reader.costs.shape == (len(bins),)
 
 
@@ -113,7 +113,7 @@ def test_a_block_that_does_not_exist_is_an_index_error(tmp_path: Path, number: i
 
 
 def test_groups_are_recorded_in_the_order_of_their_blocks(tmp_path: Path) -> None:
-    groups = [Group(0.5, 3), Group(2.0, 1)]
+    groups = [BlockGroup(0.5, 3), BlockGroup(2.0, 1)]
     written = write_blocks(tmp_path / "train", make_bins([[3], [4], [5], [6]]), 8, 2, groups)
     assert json.loads((tmp_path / "train" / "index.json").read_text())["groups"] == [
         {"weight": 0.5, "blocks": 3},

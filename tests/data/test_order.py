@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeline_lib.data.order import (
     PADDING,
-    Group,
+    BlockGroup,
     epoch_blocks,
     epoch_of,
     epoch_steps,
@@ -23,18 +23,18 @@ from pipeline_lib.data.order import (
 sizes = st.integers(1, 300)
 small = st.integers(1, 9)
 weights = st.one_of(st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0]), st.floats(0.01, 4.0))
-some_groups = st.lists(st.builds(Group, weights, st.integers(1, 60)), min_size=1, max_size=4)
+some_groups = st.lists(st.builds(BlockGroup, weights, st.integers(1, 60)), min_size=1, max_size=4)
 GOLDEN = ([0, 7, 8, 2], [9, 4, 1, 7], [5, 1])
 GOLDEN_MIXTURE = [[0, 8, 8, 4, 7], [6, 7, 6, 1], [6, 3, 8, 7, 8], [2, 7, 6, 5]]
 
 
-def epoch(seed: int, number: int, groups: list[Group], batch: int) -> list[NDArray[np.int64]]:
+def epoch(seed: int, number: int, groups: list[BlockGroup], batch: int) -> list[NDArray[np.int64]]:
     """The steps of that epoch."""
     first, end = total_steps(groups, batch, number), total_steps(groups, batch, number + 1)
     return [step_blocks(seed, step, groups, batch) for step in range(first, end)]
 
 
-def uses(seed: int, epochs: int, groups: list[Group]) -> NDArray[np.int64]:
+def uses(seed: int, epochs: int, groups: list[BlockGroup]) -> NDArray[np.int64]:
     """How often each block occurs in each epoch: int64[epochs, blocks]."""
     blocks = sum(group.blocks for group in groups)
     counts = np.zeros((epochs, blocks), dtype=np.int64)
@@ -44,7 +44,7 @@ def uses(seed: int, epochs: int, groups: list[Group]) -> NDArray[np.int64]:
     return counts
 
 
-def parts(groups: list[Group]) -> list[slice]:
+def parts(groups: list[BlockGroup]) -> list[slice]:
     """The block ids of each group."""
     bounds = np.cumsum([0, *(group.blocks for group in groups)]).tolist()
     return [slice(first, end) for first, end in pairwise(bounds)]
@@ -52,7 +52,7 @@ def parts(groups: list[Group]) -> list[slice]:
 
 @given(seed=st.integers(0, 2**63), number=st.integers(0, 5), blocks=sizes, batch=sizes)
 def test_every_epoch_uses_every_block_once(seed: int, number: int, blocks: int, batch: int) -> None:
-    taken = epoch(seed, number, [Group(1.0, blocks)], batch)
+    taken = epoch(seed, number, [BlockGroup(1.0, blocks)], batch)
     assert sorted(np.concatenate(taken).tolist()) == list(range(blocks))
     assert all(len(ids) == min(batch, blocks) for ids in taken[:-1])
 
@@ -74,7 +74,7 @@ def assert_used_as_weighted(counts: NDArray[np.int64], weight: Decimal) -> None:
 
 @given(seed=st.integers(0, 2**63), epochs=st.integers(1, 12), groups=some_groups)
 def test_each_group_of_a_mixture_is_used_as_its_weight_says(
-    seed: int, epochs: int, groups: list[Group]
+    seed: int, epochs: int, groups: list[BlockGroup]
 ) -> None:
     counts = uses(seed, epochs, groups)
     for group, part in zip(groups, parts(groups), strict=True):
@@ -95,14 +95,14 @@ def test_each_group_of_a_mixture_is_used_as_its_weight_says(
     ],
 )
 def test_small_groups_wait_for_their_turn(weight: float, blocks: int, expected: list[int]) -> None:
-    groups = [Group(weight, blocks)]
+    groups = [BlockGroup(weight, blocks)]
     assert uses(0, len(expected), groups).sum(axis=1).tolist() == expected
     assert [epoch_blocks(groups, number) for number in range(len(expected))] == expected
 
 
 @given(groups=some_groups, batch=sizes, epochs=st.integers(0, 30))
 def test_steps_are_numbered_through_all_epochs(
-    groups: list[Group], batch: int, epochs: int
+    groups: list[BlockGroup], batch: int, epochs: int
 ) -> None:
     lengths = [-(-epoch_blocks(groups, number) // batch) for number in range(epochs)]
     assert [epoch_steps(groups, batch, number) for number in range(epochs)] == lengths
@@ -113,7 +113,7 @@ def test_steps_are_numbered_through_all_epochs(
 
 @given(groups=some_groups, batch=sizes, whole=st.integers(0, 5), tenths=st.integers(0, 9))
 def test_a_part_of_an_epoch_is_a_part_of_its_steps_rounded_up(
-    groups: list[Group], batch: int, whole: int, tenths: int
+    groups: list[BlockGroup], batch: int, whole: int, tenths: int
 ) -> None:
     more = -(-tenths * epoch_steps(groups, batch, whole) // 10)
     assert (
@@ -124,7 +124,7 @@ def test_a_part_of_an_epoch_is_a_part_of_its_steps_rounded_up(
 
 def test_an_epoch_without_a_block_has_no_step() -> None:
     # one is used at the end of epochs 3, 7, ..., the other of 4, 9, ...
-    groups = [Group(0.25, 1), Group(0.1, 2)]
+    groups = [BlockGroup(0.25, 1), BlockGroup(0.1, 2)]
     assert [total_steps(groups, 8, epochs) for epochs in range(9)] == [0, 0, 0, 0, 1, 2, 2, 2, 3]
     assert [epoch_of(step, groups, 8) for step in range(3)] == [3, 4, 7]
     assert step_blocks(0, 0, groups, 8).tolist() == [0]
@@ -132,7 +132,7 @@ def test_an_epoch_without_a_block_has_no_step() -> None:
 
 @pytest.mark.parametrize(("weight", "each"), [(1.0, 2), (3.0, 5), (0.5, 1)])
 def test_steps_far_away_are_found_at_once(weight: float, each: int) -> None:
-    groups, epochs = [Group(weight, 10)], 10**12
+    groups, epochs = [BlockGroup(weight, 10)], 10**12
     assert total_steps(groups, 6, epochs) == each * epochs
     assert epoch_of(each * epochs - 1, groups, 6) == epochs - 1
     assert len(step_blocks(0, each * epochs - 1, groups, 6)) in {4, 5, 6}
@@ -140,10 +140,10 @@ def test_steps_far_away_are_found_at_once(weight: float, each: int) -> None:
 
 @given(seed=st.integers(0, 99), step=st.integers(0, 40), groups=some_groups, batch=sizes)
 def test_a_step_is_the_same_whatever_was_asked_before(
-    seed: int, step: int, groups: list[Group], batch: int
+    seed: int, step: int, groups: list[BlockGroup], batch: int
 ) -> None:
     first = step_blocks(seed, step, groups, batch).tolist()
-    step_blocks(seed + 1, step + 3, [*groups, Group(1.0, 3)], batch)
+    step_blocks(seed + 1, step + 3, [*groups, BlockGroup(1.0, 3)], batch)
     assert step_blocks(seed, step, tuple(groups), batch).tolist() == first
 
 
@@ -156,7 +156,7 @@ def test_a_step_is_the_same_whatever_was_asked_before(
     micro=small,
 )
 def test_the_ranks_share_a_step_exactly(
-    seed: int, step: int, groups: list[Group], batch: int, world: int, micro: int
+    seed: int, step: int, groups: list[BlockGroup], batch: int, world: int, micro: int
 ) -> None:
     ids = step_blocks(seed, step, groups, batch)
     costs = (ids * 7919 + seed) % 1000
@@ -256,17 +256,17 @@ def test_single_blocks_never_wait_longer_than_when_dealt_in_order(
 def test_the_order_is_the_same_for_ever() -> None:
     # Golden values: a resumed run must see the order that it began with, whatever was updated
     # meanwhile.
-    ten = [Group(1.0, 10)]
+    ten = [BlockGroup(1.0, 10)]
     assert step_blocks(0, 0, ten, 4).tolist() == GOLDEN[0]
     assert step_blocks(0, 3, ten, 4).tolist() == GOLDEN[1]
     assert step_blocks(1, 2, ten, 4).tolist() == GOLDEN[2]
-    mixture = [Group(0.5, 6), Group(2.0, 3)]
+    mixture = [BlockGroup(0.5, 6), BlockGroup(2.0, 3)]
     assert [step_blocks(0, step, mixture, 5).tolist() for step in range(4)] == GOLDEN_MIXTURE
 
 
 def test_epochs_and_seeds_differ() -> None:
     orders = {
-        tuple(step_blocks(seed, number, [Group(1.0, 50)], 50))
+        tuple(step_blocks(seed, number, [BlockGroup(1.0, 50)], 50))
         for seed in range(3)
         for number in range(3)
     }
@@ -274,4 +274,4 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_a_step_cannot_be_written_over() -> None:
-    assert not step_blocks(0, 0, [Group(1.0, 10)], 4).flags.writeable
+    assert not step_blocks(0, 0, [BlockGroup(1.0, 10)], 4).flags.writeable

@@ -16,7 +16,7 @@ from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data import packing, shard
 from pipeline_lib.data.blocks import BlockReader, documents_of
 from pipeline_lib.data.documents import Samples
-from pipeline_lib.data.order import Group, step_blocks, total_steps
+from pipeline_lib.data.order import BlockGroup, step_blocks, total_steps
 from pipeline_lib.data.packing import Bins, choose_held_out, pack
 from tests.locks import hold
 
@@ -213,7 +213,7 @@ def test_sources_of_one_weight_share_blocks_and_others_do_not(tmp_path: Path) ->
     assert all(source_of[number] == {1} for number in range(light.blocks))
     assert all(1 not in source_of[number] for number in range(light.blocks, len(made.train)))
     assert any(source_of[number] == {0, 2} for number in range(light.blocks, len(made.train)))
-    assert made.validation.index.groups == [Group(1.0, len(made.validation))]
+    assert made.validation.index.groups == [BlockGroup(1.0, len(made.validation))]
     assert made.counts["train"]["epoch_blocks"] == light.blocks // 2 + 2 * heavy.blocks
     assert "the first epoch uses" in made.said[0] and "the first epoch uses" not in made.said[1]
 
@@ -262,7 +262,7 @@ def test_a_source_that_the_split_left_nothing_is_no_group(tmp_path: Path) -> Non
         weights=[1.0, 2.0, 3.0],
         validation_fraction=0.3,
     )
-    assert made.train.index.groups == [Group(1.0, len(made.train))]
+    assert made.train.index.groups == [BlockGroup(1.0, len(made.train))]
     assert np.array(lone[0], np.int32).tobytes() in made.documents("validation")
 
 

@@ -29,7 +29,14 @@ from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, Pip
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
 from pipeline_lib.data.encode import load_tokenizer
-from pipeline_lib.evaluate.chat import COMMANDS, AnswerStreamer, Chat, Limits, converse, place_for
+from pipeline_lib.evaluate.chat import (
+    COMMANDS,
+    AnswerLimits,
+    AnswerStreamer,
+    Chat,
+    converse,
+    place_for,
+)
 from tests.data.chats import FAMILIES
 from tests.lineage.lineages import HUB_MODEL, experiment_from, seal_model
 
@@ -120,9 +127,11 @@ class Said:
         return answers
 
 
-def chat_with(folder: Path, store: Store, limits: Limits | None = None) -> tuple[Chat, Said]:
+def chat_with(folder: Path, store: Store, limits: AnswerLimits | None = None) -> tuple[Chat, Said]:
     said = Said()
-    return Chat(folder, store, limits or Limits(max_new_tokens=8), said.write, said.tell), said
+    return Chat(
+        folder, store, limits or AnswerLimits(max_new_tokens=8), said.write, said.tell
+    ), said
 
 
 # Streaming.
@@ -259,7 +268,7 @@ def test_a_conversation_longer_than_the_model_reads_is_refused_and_one_up_to_the
             r'"max_position_embeddings": \d+', '"max_position_embeddings": 64', config.read_text()
         )
     )
-    chat, said = chat_with(tmp_path, world.store, Limits())
+    chat, said = chat_with(tmp_path, world.store, AnswerLimits())
     chat.ask("Hi")
     assert "(cut after " in said.notes
     assert "the model reads at most 64 tokens; /new begins a new conversation" in said.notes
@@ -275,7 +284,7 @@ def test_a_conversation_longer_than_the_model_reads_is_refused_and_one_up_to_the
 def test_answers_are_as_long_as_the_samples_of_the_training_unless_told_otherwise(
     world: World,
 ) -> None:
-    chat, said = chat_with(world.folder, world.store, Limits())
+    chat, said = chat_with(world.folder, world.store, AnswerLimits())
     chat.ask(QUESTION)
     assert "(cut after 256 tokens" in said.notes
 
@@ -290,7 +299,7 @@ def test_a_temperature_samples_and_zero_is_greedy_whatever_the_folder_says(
     )
     told = {}
     for temperature in (None, 0.0, 2.0):
-        chat, said = chat_with(tmp_path, world.store, Limits(16, temperature))
+        chat, said = chat_with(tmp_path, world.store, AnswerLimits(16, temperature))
         told[temperature] = chat.describe().rpartition(", ")[2]
         answers = set()
         for _ in range(2):

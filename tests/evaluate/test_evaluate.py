@@ -48,7 +48,7 @@ from pipeline_lib.model.batch import empty_block
 from pipeline_lib.model.build import load_base
 from pipeline_lib.model.streaming import StreamedModel
 from pipeline_lib.plan.evaluation import CPU_BYTES, Answers, Place, is_loaded_once
-from pipeline_lib.report.statistics import Losses
+from pipeline_lib.report.statistics import DocumentLosses
 from tests.data.test_shard import write_samples
 from tests.families import FAMILIES, write_family
 from tests.locks import hold
@@ -118,10 +118,10 @@ def test_shuffling_keeps_answers_and_changes_prompts() -> None:
     assert (len(blocks), kept) == (1, [0])
 
 
-def losses(mean: float, noise: float, seed: int) -> Losses:
+def losses(mean: float, noise: float, seed: int) -> DocumentLosses:
     random = np.random.default_rng(seed)
     tokens = np.full(200, 10)
-    return Losses(tokens * (mean + noise * random.standard_normal(200)), tokens)
+    return DocumentLosses(tokens * (mean + noise * random.standard_normal(200)), tokens)
 
 
 def test_a_gain_counts_and_noise_does_not() -> None:
@@ -149,7 +149,7 @@ def test_nothing_supervised_is_an_error(tmp_path: Path) -> None:
 
 def test_few_documents_prove_no_gain_however_large() -> None:
     tokens = np.full(19, 10)
-    low, high = Losses(2.0 * tokens, tokens), Losses(5.0 * tokens, tokens)
+    low, high = DocumentLosses(2.0 * tokens, tokens), DocumentLosses(5.0 * tokens, tokens)
     found = judge({"base": high, "tuned": low, "own": low, "shuffled": high}, unigram=4.0)
     assert (found["improved"], found["uses_prompt"]) == (False, False)
     assert found["text"].startswith(
@@ -426,7 +426,7 @@ def test_the_loss_of_each_source_is_that_of_its_own_documents(
     samples, rows = Samples(tmp_path / "tokenize"), read_jsonl(job.out / "scores.jsonl")
     for number, one in enumerate(by_source):
         first, end = samples.source_offsets[number : number + 2]
-        none = Losses(np.zeros(end - first), np.zeros(end - first, np.int64))
+        none = DocumentLosses(np.zeros(end - first), np.zeros(end - first, np.int64))
         names = {
             row["document"]
             for row in score_rows([samples[each] for each in range(first, end)], none, none)

@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from pipeline_lib.report.statistics import MIN_DOCUMENTS, Losses, SampleEstimate, critical
+from pipeline_lib.report.statistics import MIN_DOCUMENTS, DocumentLosses, SampleEstimate, critical
 
 
-def drawn(seed: int, documents: int = 100) -> Losses:
+def drawn(seed: int, documents: int = 100) -> DocumentLosses:
     """Documents of very different lengths, whose difficulty differs too."""
     random = np.random.default_rng(seed)
     tokens = random.integers(5, 200, documents)
-    return Losses(tokens * random.normal(2.0, 0.5, documents), tokens)
+    return DocumentLosses(tokens * random.normal(2.0, 0.5, documents), tokens)
 
 
 def test_the_standard_error_is_how_much_samples_differ() -> None:
@@ -27,7 +27,7 @@ def test_the_standard_error_is_how_much_samples_differ() -> None:
 
 def test_a_paired_gain_is_more_certain_than_either_loss() -> None:
     harder = drawn(0)
-    easier = Losses(harder.nats - 0.01 * harder.tokens, harder.tokens)
+    easier = DocumentLosses(harder.nats - 0.01 * harder.tokens, harder.tokens)
     gain = easier.gain_over(harder)
     assert gain.value == pytest.approx(0.01)
     assert gain.standard_error < 1e-9 < harder.estimate.standard_error
@@ -44,14 +44,16 @@ def test_quantiles_are_those_of_students_tables(pairs: int, freedom: int, quanti
 
 def test_of_too_few_documents_no_difference_is_more_than_chance() -> None:
     """Two that agree to the last bit have no error at all."""
-    assert Losses(np.array([10.0]), np.array([10])).estimate == SampleEstimate(1.0, math.inf, 1)
+    assert DocumentLosses(np.array([10.0]), np.array([10])).estimate == SampleEstimate(
+        1.0, math.inf, 1
+    )
     for count in (1, 2, MIN_DOCUMENTS - 1, MIN_DOCUMENTS):
         tokens = np.full(count, 10)
-        lower, higher = (Losses(nats * tokens, tokens) for nats in (1.0, 3.0))
+        lower, higher = (DocumentLosses(nats * tokens, tokens) for nats in (1.0, 3.0))
         assert lower.is_below(higher) == (count == MIN_DOCUMENTS)
         assert lower.estimate.gain_over(higher.estimate).has_enough == (count == MIN_DOCUMENTS)
 
 
 def test_without_its_tokens_a_document_does_not_count() -> None:
     tokens = np.array([10] * (MIN_DOCUMENTS - 1) + [0])
-    assert Losses(1.0 * tokens, tokens).estimate.documents == MIN_DOCUMENTS - 1
+    assert DocumentLosses(1.0 * tokens, tokens).estimate.documents == MIN_DOCUMENTS - 1

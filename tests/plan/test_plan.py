@@ -23,7 +23,7 @@ from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data.blocks import BlockIndex
-from pipeline_lib.data.order import Group, epoch_blocks
+from pipeline_lib.data.order import BlockGroup, epoch_blocks
 from pipeline_lib.plan import stage
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
 from pipeline_lib.plan.show import render
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_12_bytes_for_each_trained_parameter() -> None:
     assert checkpoint_bytes(geometry, adapters) == 12 * 43_646_976
 
 
-def index_of(*groups: Group, **changes: Any) -> BlockIndex:
+def index_of(*groups: BlockGroup, **changes: Any) -> BlockIndex:
     """The index of those groups of full blocks, of 64 tokens each."""
     blocks = sum(group.blocks for group in groups)
     index = BlockIndex(
@@ -113,10 +113,10 @@ def index_of(*groups: Group, **changes: Any) -> BlockIndex:
 
 
 WORKLOAD = Workload(64, 1.0, 0.5, 20.0, 100, 100, 1, samples_per_block=2.0)
-HUNDRED, HELD_OUT = index_of(Group(1.0, 100)), index_of(Group(1.0, 3))
+HUNDRED, HELD_OUT = index_of(BlockGroup(1.0, 100)), index_of(BlockGroup(1.0, 3))
 
 
-def steps_counted(groups: list[Group], batch_blocks: int, epochs: int) -> list[int]:
+def steps_counted(groups: list[BlockGroup], batch_blocks: int, epochs: int) -> list[int]:
     """Steps of each epoch, counted by decimal arithmetic on the weights."""
     steps = []
     for epoch in range(epochs):
@@ -131,7 +131,7 @@ def steps_counted(groups: list[Group], batch_blocks: int, epochs: int) -> list[i
 
 @given(
     groups=st.lists(
-        st.builds(Group, st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 2.5]), st.integers(1, 900)),
+        st.builds(BlockGroup, st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 2.5]), st.integers(1, 900)),
         min_size=1,
         max_size=3,
     ),
@@ -141,7 +141,7 @@ def steps_counted(groups: list[Group], batch_blocks: int, epochs: int) -> list[i
     epochs=st.integers(10, 13),
 )
 def test_steps_use_every_block_as_often_as_weighted(
-    groups: list[Group], ranks: int, micro: int, accumulation: int, epochs: int
+    groups: list[BlockGroup], ranks: int, micro: int, accumulation: int, epochs: int
 ) -> None:
     batch_blocks = ranks * micro * accumulation
     train = Train(global_batch_tokens=batch_blocks * 64, micro_batch_blocks=micro, epochs=epochs)
@@ -162,12 +162,12 @@ def test_steps_use_every_block_as_often_as_weighted(
 
 def test_until_step_shortens_the_run_and_never_lengthens_it() -> None:
     train = Train(global_batch_tokens=640, until_step=3)
-    assert plan_batches(train, 1, index_of(Group(1.0, 100)), WORKLOAD).steps == 3
-    assert plan_batches(train, 1, index_of(Group(1.0, 11)), WORKLOAD).steps == 2
+    assert plan_batches(train, 1, index_of(BlockGroup(1.0, 100)), WORKLOAD).steps == 3
+    assert plan_batches(train, 1, index_of(BlockGroup(1.0, 11)), WORKLOAD).steps == 2
 
 
 def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> None:
-    index = index_of(Group(0.01, 3), Group(0.02, 2))
+    index = index_of(BlockGroup(0.01, 3), BlockGroup(0.02, 2))
     refused = r"\(3 of weight 0.01, 2 of weight 0.02\), train.epochs: 24 uses none.* set train.epochs to 25 or more"
     with pytest.raises(DataError, match=refused):
         plan_batches(Train(global_batch_tokens=640, epochs=24), 1, index, WORKLOAD)
@@ -176,7 +176,7 @@ def test_a_run_without_a_step_is_refused_and_the_epochs_it_says_make_one() -> No
 
 def test_what_is_known_without_blocks_is_what_the_blocks_say_later() -> None:
     train = Train(global_batch_tokens=640, micro_batch_blocks=5, epochs=2)
-    planned = asdict(plan_batches(train, 1, index_of(Group(1.0, 100)), WORKLOAD))
+    planned = asdict(plan_batches(train, 1, index_of(BlockGroup(1.0, 100)), WORKLOAD))
     before = asdict(batch_without_data(train, 1, WORKLOAD))
     known = {key: value for key, value in before.items() if value is not None}
     assert known == {key: planned[key] for key in known}
@@ -194,7 +194,7 @@ def test_what_is_known_without_blocks_is_what_the_blocks_say_later() -> None:
 
 def test_the_workload_is_that_of_the_documents() -> None:
     """Two blocks of 64: a document of 60 with 30 supervised tokens; two of 10 and 20 with 12."""
-    index = index_of(Group(2.0, 2), tokens=90, supervised_tokens=42, documents=3)
+    index = index_of(BlockGroup(2.0, 2), tokens=90, supervised_tokens=42, documents=3)
     found = workload_from(index, np.array([60**2, 10**2 + 20**2]), 1.5, validation_blocks=7)
     lengths = [60, 10, 20]
     assert found.document_tokens == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
@@ -261,7 +261,7 @@ def detailed(job: Job) -> str:
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
-    job = plan_job(tmp_path, index_of(Group(2.5, 100)))
+    job = plan_job(tmp_path, index_of(BlockGroup(2.5, 100)))
     assert stage.run(job)["steps"] == 25
     assert re.search(
         r"STEPS 25 optimizer steps in 1 epoch, 640 tokens \(\d+ samples\) each WAY", shown(job)
@@ -550,4 +550,4 @@ def test_blocks_longer_than_the_model_reaches_are_refused(tmp_path: Path) -> Non
     with pytest.raises(
         DataError, match="shard.block_tokens: 129 tokens are more than the model's 128 positions"
     ):
-        stage.run(plan_job(tmp_path, index_of(Group(1.0, 100), block_tokens=129)))
+        stage.run(plan_job(tmp_path, index_of(BlockGroup(1.0, 100), block_tokens=129)))

@@ -19,7 +19,7 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import Group
+from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.steps import (
     Steps,
@@ -42,7 +42,9 @@ def blocks_of(folder: Path, *groups: tuple[float, int, int]) -> BlockReader:
     for _, blocks, documents in groups:
         tokens = np.arange(BLOCK // documents, dtype=np.int32)
         bins += [[Document(tokens, tokens >= len(tokens) / 2)] * documents] * blocks
-    write_blocks(folder, bins, BLOCK, 3, [Group(weight, blocks) for weight, blocks, _ in groups])
+    write_blocks(
+        folder, bins, BLOCK, 3, [BlockGroup(weight, blocks) for weight, blocks, _ in groups]
+    )
     return BlockReader(folder)
 
 

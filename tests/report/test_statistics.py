@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline_lib.records.results import DocumentScore, Scores
-from pipeline_lib.report.statistics import Losses, SampleEstimate, differences, estimate_of
+from pipeline_lib.report.statistics import DocumentLosses, SampleEstimate, differences, estimate_of
 from tests.report.fakes import evaluation, scores
 
 
@@ -49,7 +49,7 @@ def test_without_the_documents_the_means_tell_and_without_errors_nothing() -> No
 def test_the_error_of_a_mean_is_that_of_a_sample() -> None:
     """Of documents of one length, the ratio of the sums is the mean of their losses."""
     nats = np.random.default_rng(0).normal(30.0, 5.0, 20)
-    estimate = Losses(nats, np.full(20, 10)).estimate
+    estimate = DocumentLosses(nats, np.full(20, 10)).estimate
     assert estimate.value == pytest.approx(nats.mean() / 10)
     assert estimate.standard_error == pytest.approx(nats.std(ddof=1) / 10 / math.sqrt(20))
     assert estimate.high - estimate.value == pytest.approx(

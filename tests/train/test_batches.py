@@ -7,7 +7,7 @@ import pytest
 
 from pipeline_lib.config.train import Train
 from pipeline_lib.data.blocks import BlockReader
-from pipeline_lib.data.order import Group
+from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.model.batch import Portion
 from pipeline_lib.train.loop import Batches
@@ -19,7 +19,7 @@ Rows = Counter[bytes]
 @pytest.fixture
 def reader(tmp_path: Path) -> BlockReader:
     """Ten blocks that an epoch uses half of, and six that it uses twice."""
-    groups = [Group(0.5, 10), Group(2.0, 6)]
+    groups = [BlockGroup(0.5, 10), BlockGroup(2.0, 6)]
     write_blocks(tmp_path / "train", make_documents(16, 3), BLOCK_TOKENS, 3, groups)
     return BlockReader(tmp_path / "train")
 
@@ -60,7 +60,7 @@ def test_the_blocks_are_used_as_they_are_weighted(reader: BlockReader) -> None:
 
 
 def test_a_seldom_used_block_is_trained_on_in_its_turn(tmp_path: Path) -> None:
-    write_blocks(tmp_path / "train", make_documents(1, 3), BLOCK_TOKENS, 1, [Group(0.25, 1)])
+    write_blocks(tmp_path / "train", make_documents(1, 3), BLOCK_TOKENS, 1, [BlockGroup(0.25, 1)])
     (one,) = batches_of(BlockReader(tmp_path / "train"), 1, 1)
     assert [one.total_steps(Train(epochs=epochs)) for epochs in range(1, 9)] == [
         0,

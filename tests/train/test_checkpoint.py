@@ -29,7 +29,7 @@ from pipeline_lib.core.lock import Lock
 from pipeline_lib.core.run_folder import newest_valid, retain
 from pipeline_lib.core.store import Ref, Spec
 from pipeline_lib.train import checkpoint, saved_tensors
-from pipeline_lib.train.checkpoint import Snapshot, publish_checkpoint
+from pipeline_lib.train.checkpoint import StateSnapshot, publish_checkpoint
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.saver import Saver
@@ -49,7 +49,7 @@ SPEC = Spec(
 )
 
 
-def snapshot_of(world: World, step: int, size: int) -> Snapshot:
+def snapshot_of(world: World, step: int, size: int) -> StateSnapshot:
     """A state after `step`: a tensor full of its number on one rank, a sharded one, the rank's."""
     mesh = init_device_mesh("cpu", (world.size,))
     whole = (
@@ -62,7 +62,7 @@ def snapshot_of(world: World, step: int, size: int) -> Snapshot:
     }
     rows = SavedRows(latest=({"step": step},))
     parts = [{**whole, "weights.b": sharded}]
-    return Snapshot(step, parts, 4 * (size + 6), own, {"attempt": 1, "strategy": "ddp"}, rows)
+    return StateSnapshot(step, parts, 4 * (size + 6), own, {"attempt": 1, "strategy": "ddp"}, rows)
 
 
 def lock_of(folder: Path) -> Lock:
@@ -123,7 +123,7 @@ def test_a_lock_that_is_lost_at_the_last_moment_keeps_the_checkpoint_from_its_pl
         return act(*arguments)
 
     monkeypatch.setattr(checkpoint, is_lost_to, act_late)
-    snapshot = Snapshot(
+    snapshot = StateSnapshot(
         9, [{"weights.a": torch.zeros(8)}], 32, {}, {"strategy": "ddp"}, SavedRows(latest=())
     )
     with pytest.raises(LockLost):
@@ -148,7 +148,7 @@ def test_what_the_next_owner_has_saved_is_not_forgotten(
     monkeypatch.setattr("pipeline_lib.train.saver.publish_checkpoint", publish)
     before = names_in(folder)
     with pytest.raises(LockLost):
-        saver.save(Snapshot(9, [], 0, {}, {}, SavedRows(latest=())), 0, 0.0)
+        saver.save(StateSnapshot(9, [], 0, {}, {}, SavedRows(latest=())), 0, 0.0)
     assert names_in(folder) == before
 
 

@@ -32,7 +32,7 @@ from pipeline_lib.core.memory import host_free_bytes
 from pipeline_lib.core.store import Spec, verify
 from pipeline_lib.train import checkpoint, saved_tensors, shard_files, staging
 from pipeline_lib.train import saver as saving
-from pipeline_lib.train.checkpoint import Snapshot
+from pipeline_lib.train.checkpoint import StateSnapshot
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.metrics import SavedRows
 from pipeline_lib.train.saved_tensors import save_tensors
@@ -237,7 +237,7 @@ def save_while_training(environ: Mapping[str, str], folder: Path) -> dict[str, A
             copied = saver.copies(mine.items())
             found["places"].append(places({"part": copied["weights.part"].to_local()}))  # type: ignore[attr-defined]
             saver.save(
-                Snapshot(
+                StateSnapshot(
                     step, [copied], 4 * 900_000, checkpoint.own_tensors(world, {}), {}, SavedRows()
                 ),
                 0,
@@ -347,7 +347,7 @@ def save_at_once_and_in_parts(
                     sizes.clear()
                     parts = measured(saver.parts(strategy))
                     own = checkpoint.own_tensors(world, strategy.own_state())
-                    saver.save(Snapshot(1, parts, tensor_bytes, own, {}, SavedRows()), 0, 0.0)
+                    saver.save(StateSnapshot(1, parts, tensor_bytes, own, {}, SavedRows()), 0, 0.0)
                     # complete on return
                     assert is_async or events[0]["wait_s"] == events[0]["duration_s"]
             found.append(list(sizes))
