@@ -11,7 +11,8 @@ from pipeline_lib.core.text import cut
 
 # Upper bounds far above any real model, to catch typing errors. That of layers and experts is
 # lower, since the code loops over them.
-MOST_OF_MANY, MOST = 10_000, 2**31
+MOST_OF_MANY = 10_000
+MOST = 2**31
 _MANY = ("num_hidden_layers", "num_experts", "num_local_experts")
 
 
@@ -38,7 +39,8 @@ def wrong_numbers(values: Mapping[str, Any]) -> Iterator[str]:
 
 def wrong_heads(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message if the heads of queries cannot share those of keys and values equally."""
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads")
     if kv_heads is not None and heads % kv_heads:
         yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads, {heads}"
 

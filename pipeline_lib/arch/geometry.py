@@ -214,7 +214,8 @@ class Geometry:
 
     @cached_property
     def _of_attention(self) -> dict[str, tuple[int, int]]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, 2 * q if self.gated_attention else q),
             "k_proj": (self.hidden, kv),
@@ -245,7 +246,8 @@ class Geometry:
             if self.rope
             else original_positions(self.max_positions)
         )
-        verb, factor = ("raise it to" if self.rope else "set"), math.ceil(tokens / original)
+        verb = "raise it to" if self.rope else "set"
+        factor = math.ceil(tokens / original)
         return f", or {verb} model.rope: {{type: yarn, factor: {factor:.1f}}}"
 
     def problems(self, train: Train, block_tokens: int) -> Iterator[str]:
@@ -375,7 +377,8 @@ class Geometry:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
         for layer in range(self.layers):
-            prefix, kind = f"model.layers.{layer}.", self.kind_of(layer)
+            prefix = f"model.layers.{layer}."
+            kind = self.kind_of(layer)
             for name, (inputs, outputs) in self.linears_of(kind).items():
                 attention = "linear_attn" if kind.is_recurrent else "self_attn"
                 part = "mlp" if name in _MLP else attention

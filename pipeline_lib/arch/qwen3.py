@@ -135,12 +135,14 @@ _EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size")
 def _geometry(config: Config) -> Geometry:
     """Read the keys of transformers' Qwen2Config, Qwen3Config and Qwen3MoeConfig, and defaults."""
     kind = config.get("model_type", "qwen3")
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
     has_experts = kind == "qwen3_moe"
     experts = 0
     if has_experts:
         experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
-    step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step = config.get("decoder_sparse_step", 1)
+    plain = config.get("mlp_only_layers") or ()
     # By transformers' rule.
     expert_layers = [
         layer

@@ -133,10 +133,12 @@ def _problems(config: Config) -> Iterator[str]:
         yield from wrong
         return
     yield from wrong_heads(numbers)
-    keys, values = numbers["linear_num_key_heads"], numbers["linear_num_value_heads"]
+    keys = numbers["linear_num_key_heads"]
+    values = numbers["linear_num_value_heads"]
     if values % keys:
         yield f"linear_num_key_heads: {keys} does not divide linear_num_value_heads, {values}"
-    types, layers = text.get("layer_types"), numbers["num_hidden_layers"]
+    types = text.get("layer_types")
+    layers = numbers["num_hidden_layers"]
     if types is not None and (
         not isinstance(types, list)
         or len(types) != layers
@@ -150,7 +152,9 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _geometry(config: Config) -> Geometry:
     text = _text(config)
-    numbers, types, has_experts = _numbers(text), _layer_types(text), _has_experts(text)
+    numbers = _numbers(text)
+    types = _layer_types(text)
+    has_experts = _has_experts(text)
     layers = numbers["num_hidden_layers"]
     return Geometry(
         vocab=numbers["vocab_size"],

@@ -43,7 +43,8 @@ def positions_in(config: Mapping[str, Any]) -> int:
     """
     positions: int = config.get("max_position_embeddings", _DEFAULT_POSITIONS)
     scaling = _scaling_in(config)
-    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
+    factor = scaling.get("factor")
     if (
         scaling
         and _type_of(scaling) == "yarn"

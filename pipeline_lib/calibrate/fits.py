@@ -18,7 +18,9 @@ def pass_of(tokens: tuple[int, int], tiny_s: float, half_s: float, full_s: float
     these two if its slope is positive, its intercept is not negative, and the half run is not
     host-bound; else it is proportional to tokens.
     """
-    tiny_s, half_s, full_s = max(0.0, tiny_s), max(0.0, half_s), max(0.0, full_s)
+    tiny_s = max(0.0, tiny_s)
+    half_s = max(0.0, half_s)
+    full_s = max(0.0, full_s)
     half, full = tokens
     per_token_s = (full_s - half_s) / (full - half)
     fixed_s = full_s - per_token_s * full
@@ -56,5 +58,6 @@ def rate_of(values: Sequence[float], least_spread: float = LEAST_SPREAD) -> dict
     The band extends from the median by at least a factor of 1 + `least_spread` in each direction.
     """
     value = statistics.median(values)
-    low, high = min(*values, value / (1 + least_spread)), max(*values, value * (1 + least_spread))
+    low = min(*values, value / (1 + least_spread))
+    high = max(*values, value * (1 + least_spread))
     return {"value": value, "low": low, "high": high}

@@ -145,14 +145,17 @@ def variants(task: Task) -> list[Train]:
 
 def measure_parts(task: Task, world: World, folder: Path) -> Found:
     """Measure variants until the time budget ends; `world` has one rank, `folder` is empty."""
-    ways, found, last_s = variants(task), Found(), 0.0
+    ways = variants(task)
+    found = Found()
+    last_s = 0.0
     # The slow imports, done now so that their seconds count for no variant.
     build_trainable(_model_folder(task, FEW, folder), ways[0])
     if any(way.uses_deepspeed for way in ways) and importlib.util.find_spec("deepspeed"):
         import_deepspeed(world.device)
     begun_s = time.monotonic()
     for train in ways:
-        name, start_s = variant_of(train), time.monotonic()
+        name = variant_of(train)
+        start_s = time.monotonic()
         if start_s - begun_s + last_s > task.parts_budget_s and found.parts:
             found.left_out.append(f"{name}: did not fit into {task.parts_budget_s:.0f} s")
             continue
@@ -251,7 +254,8 @@ def _host_seconds(
     """Return the host's seconds to launch a short pass: (layer, ends), forward and backward."""
     sizes = {name: min(most, getattr(task.geometry, name)) for name, most in _NARROW.items()}
     narrow = replace(task, geometry=replace(task.geometry, **sizes))
-    batch, found = _batch(narrow, TINY_TOKENS), {}
+    batch = _batch(narrow, TINY_TOKENS)
+    found = {}
     for layers in (NARROW_FEW, NARROW_MANY):
         stepper = random_stepper(_model_folder(narrow, layers, folder / "narrow"), train, 1, world)
         (found[layers],) = _usual_steps([stepper], batch)

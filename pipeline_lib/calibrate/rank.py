@@ -82,7 +82,8 @@ def _describe(world: World) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     if world.device.type == "cpu":
-        ranks, threads = world.local_size, torch.get_num_threads()
+        ranks = world.local_size
+        threads = torch.get_num_threads()
         host = f"{ranks} CPU rank{'s' * (ranks != 1)} of {threads} thread{'s' * (threads != 1)}"
         found |= {"gpu": None, "gpu_memory_bytes": None}
     else:

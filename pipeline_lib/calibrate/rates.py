@@ -39,7 +39,8 @@ def repeated(work: Callable[[], object], device: torch.device) -> list[float]:
 
 def matmul_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
     """Return the FLOP/s of a layer's matmuls, forward and backward: total FLOPs by total time."""
-    flops, seconds = 0.0, [0.0] * REPETITIONS
+    flops = 0.0
+    seconds = [0.0] * REPETITIONS
     for (copies, rows, inputs, outputs), count in _products(task, tokens).items():
         done, took_s = _time_product(task, (copies, rows, inputs, outputs), device)
         flops += count * done
@@ -85,7 +86,8 @@ def _time_product(
 
 def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[float]:
     """Return packed attention's FLOP/s, forward and backward, by causal count of `step_flops`."""
-    geometry, dtype = task.geometry, DTYPES[task.train.precision]
+    geometry = task.geometry
+    dtype = DTYPES[task.train.precision]
     batch = batch_of_documents(tokens, task.workload.document_tokens, 0.5, geometry.vocab)
     ends = batch.cu_seq_lens.to(device)
     query, key, value = (
@@ -95,7 +97,8 @@ def attention_flop_s(task: Task, tokens: int, device: torch.device) -> list[floa
         for heads in (geometry.heads, geometry.kv_heads, geometry.kv_heads)
     )
     gradient = torch.randn(1, tokens, geometry.heads, geometry.head_dim, device=device, dtype=dtype)
-    nothing, takes_cudnn = nn.Module(), task.train.attention != "flash"
+    nothing = nn.Module()
+    takes_cudnn = task.train.attention != "flash"
 
     def work() -> tuple[Tensor, ...]:
         output, _ = packed_attention(

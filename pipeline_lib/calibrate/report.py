@@ -65,7 +65,8 @@ def _rates(task: Task, measured: Mapping[str, Any], gpu: Gpu | None) -> Table:
         known["in_node_bytes_s"] = gpu.link.bytes_per_s
     for name, text in NAMES.items():
         if name in measured["rates"]:
-            rate, best = measured["rates"][name], known.get(name)
+            rate = measured["rates"][name]
+            best = known.get(name)
             figures = [_quantity(name, rate[key]) for key in ("value", "low", "high")]
             share = f"{rate['value'] / best:.0%}" if best else "-"
             table.add_row(text, *figures, _quantity(name, best) if best else "-", share)

@@ -291,14 +291,15 @@ def check(arguments: argparse.Namespace) -> None:
 
     Raise HubError if a hub that has to be asked cannot be, after what can be said without it.
     """
-    from pipeline_lib.config.checks import warnings_of
+    from pipeline_lib.config.warnings import warnings_of
     from pipeline_lib.launch.allocation import warning_of_gpus_here
     from pipeline_lib.plan.known import learn_architecture
     from pipeline_lib.plan.preflight import refuse_impossible
     from pipeline_lib.plan.warnings import lengths_of_runs, little_memory, long_evaluations
     from pipeline_lib.slurm.can_start import warning_of_srun
 
-    store, source = Store.from_env(os.environ), str(arguments.config)
+    store = Store.from_env(os.environ)
+    source = str(arguments.config)
 
     def say_more(configs: Sequence[Config]) -> None:
         lengths, short = lengths_of_runs(configs, store, source)
@@ -347,7 +348,9 @@ def plan(arguments: argparse.Namespace) -> None:
         return
     from pipeline_lib.plan.command import show_plan, show_plan_as_json
 
-    config, what_if, store = arguments.config, list(arguments.what_if), Store.from_env(os.environ)
+    config = arguments.config
+    what_if = list(arguments.what_if)
+    store = Store.from_env(os.environ)
     if (
         config is None
         and what_if
@@ -421,7 +424,8 @@ def write_docs(_: argparse.Namespace) -> None:
     from pipeline_lib.core.files import write_text
     from pipeline_lib.plan.recipes import PAGE, RECIPES, recipe_files
 
-    page, schema = Path("docs/config.md"), Path("workflow/schemas/config.schema.json")
+    page = Path("docs/config.md")
+    schema = Path("workflow/schemas/config.schema.json")
     write_text(page, config_page())
     write_text(schema, config_json_schema())
     for path, text in recipe_files(Path()).items():
@@ -435,7 +439,8 @@ def publish(arguments: argparse.Namespace) -> None:
     from pipeline_lib.report.publish import RECORDING, best_of
     from pipeline_lib.report.publish import publish as publish_results
 
-    store, config = Store.from_env(os.environ), config_of(arguments)
+    store = Store.from_env(os.environ)
+    config = config_of(arguments)
     if arguments.experiment is None:
         dag = Dag.open(config, store)
         experiment = best_of(dag)

@@ -147,7 +147,8 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
     from pipeline_lib.plan.one_node import compare_with_one_node
     from pipeline_lib.slurm.site import Site
 
-    given, path = arguments.hosts, arguments.config
+    given = arguments.hosts
+    path = arguments.config
     # --hosts also takes a config that follows it
     if path is None and given.endswith((".yaml", ".yml")):
         given, path = "", Path(given)
@@ -179,7 +180,8 @@ def doctor_of_hosts(arguments: argparse.Namespace) -> None:
     found = HostsExamination(
         hosts, config.cluster if config else None, store, site, os.environ
     ).findings(say)
-    wrong, comparison = together(found), None
+    wrong = together(found)
+    comparison = None
     if config and found.sent_gbit_s:
         comparison = compare_with_one_node(config, len(hosts), found.sent_gbit_s, store)
     if arguments.json:
@@ -208,7 +210,8 @@ def doctor_of_nodes(arguments: argparse.Namespace) -> None:
     cluster = (
         load_config(arguments.config, UNKNOWN).cluster if arguments.config else Cluster(nodes=2)
     )
-    store, site = Store.from_env(os.environ).root, Site.load(os.environ)
+    store = Store.from_env(os.environ).root
+    site = Site.load(os.environ)
     examination = NodesExamination(
         cluster, arguments.nodes or cluster.nodes, store, site, os.environ
     )
@@ -253,9 +256,11 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from pipeline_lib.core.files import write_json
     from pipeline_lib.plan.known import geometry_of, learn_architecture, workload_of
 
-    config, store = load_config(arguments.config), Store.from_env(os.environ)
+    config = load_config(arguments.config)
+    store = Store.from_env(os.environ)
     learn_architecture(config, store, say)
-    geometry, workload = geometry_of(config, store), workload_of(config, store)
+    geometry = geometry_of(config, store)
+    workload = workload_of(config, store)
     if geometry.delta is not None:
         raise DataError(
             "calibrate does not measure layers with a gated delta rule yet: `plan` counts with "

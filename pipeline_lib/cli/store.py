@@ -92,7 +92,8 @@ def list_store(arguments: argparse.Namespace) -> None:
     from pipeline_lib.upkeep.lines import directory_lines, experiment_lines
     from pipeline_lib.upkeep.usage import shares, used_by
 
-    inventory, now_s = Inventory.read(Store.from_env(os.environ)), time.time()
+    inventory = Inventory.read(Store.from_env(os.environ))
+    now_s = time.time()
     found, digests = used_by(inventory, arguments.names, "store ls")
     lines = []
     if not arguments.all:

@@ -58,7 +58,9 @@ class ExperimentNumbers:
 
 def measured(known: Known) -> ExperimentNumbers:
     """Return the numbers of `known`, from its sealed files, or from its steps so far."""
-    scores, training, steps = known.evaluation.eval, known.training, known.steps
+    scores = known.evaluation.eval
+    training = known.training
+    steps = known.steps
     if known.is_trained:
         cost = known.spent
     else:  # from the steps that it has taken so far

@@ -134,7 +134,8 @@ def _software(known: Known) -> dict[str, str]:
 
 def _data(known: Known) -> dict[str, str]:
     total = known.ledger.total if known.ledger.sources else Source()
-    index, held_out = known.train_index, known.validation_index
+    index = known.train_index
+    held_out = known.validation_index
     numbers: dict[str, Any] = {
         "sources": len(known.ledger.sources) or None,
         "rows": total.rows,
@@ -171,7 +172,9 @@ def _by_source(known: Known) -> dict[str, str]:
 
 def _plan(known: Known) -> dict[str, str]:
     plan = known.plan
-    batch, way, reshard = plan.batch, plan.prediction, plan.prediction.changes.reshard
+    batch = plan.batch
+    way = plan.prediction
+    reshard = plan.prediction.changes.reshard
     shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "strategy": (plan.chosen.strategy, str),
         "machine": (plan.machine.name, str),

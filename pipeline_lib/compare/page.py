@@ -240,7 +240,8 @@ def seconds_of(rows: Sequence[Step]) -> Values:
     before_s, last_s, attempt, found = 0.0, 0.0, None, []
     for row in rows:
         if row.attempt != attempt:
-            before_s, attempt = before_s + last_s, row.attempt
+            before_s = before_s + last_s
+            attempt = row.attempt
         last_s = np.nan if row.elapsed_s is None else row.elapsed_s
         found.append(before_s + last_s)
     return np.array(found)
@@ -416,7 +417,8 @@ def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
 
     Write nothing and return None as long as no experiment is done.
     """
-    by_name, found = {experiment.name: experiment for experiment in dag.experiments}, outcomes(dag)
+    by_name = {experiment.name: experiment for experiment in dag.experiments}
+    found = outcomes(dag)
     if not found[0].is_done:
         return None
     path = results / dag.name / PAGE_NAME
@@ -427,7 +429,8 @@ def write_sweep_page(dag: Dag, results: Path = RESULTS) -> Path | None:
 
 def render(comparison: Comparison) -> str:
     """Return the page as HTML."""
-    names, answers = comparison.names, generations(comparison)
+    names = comparison.names
+    answers = generations(comparison)
     values = {
         "title": comparison.title,
         "verdict": verdict(comparison),
@@ -463,7 +466,8 @@ def swatch(style: LineStyle) -> str:
 
 def cards(comparison: Comparison) -> list[Card]:
     """Return the key numbers of the comparison."""
-    numbers, names = comparison.measured, comparison.names
+    numbers = comparison.measured
+    names = comparison.names
     found = _loss_cards(comparison)
     keys = [row.name for row in comparison.differences.changing]
     found.append(
@@ -484,7 +488,8 @@ def cards(comparison: Comparison) -> list[Card]:
     hours = [spent for spent in of_training.values() if spent is not None]
     kinds = {one.device for one in numbers}
     if hours and len(kinds) == 1:
-        least, most = units.small(min(hours)), units.small(max(hours))
+        least = units.small(min(hours))
+        most = units.small(max(hours))
         beside = f"{least} each" if least == most else f"{least} to {most} each"
         beside += f", of {len(hours)} of them" if len(hours) < len(of_training) else ""
         found.append(
@@ -502,9 +507,11 @@ def _loss_cards(comparison: Comparison) -> list[Card]:
     best = comparison.ranking.best
     if best is None:
         return []
-    ranking, whose = comparison.ranking, comparison.names[best]
+    ranking = comparison.ranking
+    whose = comparison.names[best]
     of_part = f", of {among(comparison)}" if len(ranking.ranked) < len(ranking.versus) else ""
-    title, loss = lowest(comparison), units.real(ranking.loss, "", 4)
+    title = lowest(comparison)
+    loss = units.real(ranking.loss, "", 4)
     found = [Card(title[0].upper() + title[1:], loss, "nats/token", f"{whose}{of_part}")]
     others = [
         one
@@ -546,7 +553,8 @@ def result_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a table row for each experiment, the best first."""
     found = []
     for place in comparison.order:
-        numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
+        numbers = comparison.measured[place]
+        versus = comparison.ranking.versus.get(place)
         loss, above, meaning = loss_cells(numbers, versus)
         style = ""
         if meaning == BEST:

@@ -142,7 +142,8 @@ def compare(
     """
     shared = list(common) or _shared([one, best])
     if len(shared) >= MIN_DOCUMENTS:
-        kind, difference = PAIRED, _losses(best, shared).gain_over(_losses(one, shared))
+        kind = PAIRED
+        difference = _losses(best, shared).gain_over(_losses(one, shared))
     else:
         kind = UNPAIRED
         difference = _losses(best, list(best)).estimate.gain_over(_losses(one, list(one)).estimate)

@@ -326,7 +326,8 @@ class _ExperimentReader:
     def live(self) -> tuple[list[Step], RunRecord]:
         """Return the steps and events written so far in the run's folder, which may not exist."""
         steps: list[Step] = []
-        store, digest = self.subject.store, self.subject.parts.get("train", "")
+        store = self.subject.store
+        digest = self.subject.parts.get("train", "")
         if not digest or not store.spec_path(digest).exists():
             return steps, RunRecord()
         try:

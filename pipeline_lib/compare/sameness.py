@@ -44,7 +44,8 @@ class Sameness:
 
 def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
     """Compare the experiments `first` and `second` of `found` bit by bit."""
-    one, other = found[first], found[second]
+    one = found[first]
+    other = found[second]
     models = (
         one.model_hashes == other.model_hashes if one.model_hashes and other.model_hashes else None
     )
@@ -64,7 +65,8 @@ def sameness(found: Sequence[Known], first: int, second: int) -> Sameness:
 
 def describe_sameness(same: Sameness, names: Sequence[str]) -> str:
     """Return a sentence that describes `same`."""
-    one, other = names[same.first], names[same.second]
+    one = names[same.first]
+    other = names[same.second]
     pair, (left, right) = f"{one} and {other}", same.steps
     if same.is_one_run:
         return f"{pair} use the same training, so its results are the same."

@@ -56,7 +56,8 @@ def render(comparison: Comparison, verdict: str, width: int) -> Group:
 
 def footnotes(comparison: Comparison) -> list[str]:
     """Return notes on what intervals mean, and on their basis if documents are not the same."""
-    ranking, names = comparison.ranking, comparison.names
+    ranking = comparison.ranking
+    names = comparison.names
     with_interval = [place for place, one in ranking.versus.items() if one.low is not None]
     found = []
     if with_interval:
@@ -124,7 +125,8 @@ def _losses(comparison: Comparison) -> Table:
     columns = ("held-out loss", "above the best, 95%", "against it", "state")
     table = plain_table("experiment", columns, left=("against it", "state"))
     for place in comparison.order:
-        numbers, versus = comparison.measured[place], comparison.ranking.versus.get(place)
+        numbers = comparison.measured[place]
+        versus = comparison.ranking.versus.get(place)
         cells = (*loss_cells(numbers, versus), numbers.state)
         style = "dim" if versus is None else ""
         if cells[2] == BEST:

@@ -12,7 +12,8 @@ _NAMED = 3  # experiments listed by name in a sentence
 
 def verdict(comparison: Comparison) -> str:
     """Return the verdict of the comparison."""
-    names, best = comparison.names, comparison.ranking.best
+    names = comparison.names
+    best = comparison.ranking.best
     if comparison.is_identical:
         if len(names) == 2:
             return comparison.same_texts[0]
@@ -107,7 +108,8 @@ def _of_none(comparison: Comparison) -> str:
 
 def _of_two(comparison: Comparison, place: int, versus: Versus) -> str:
     first = comparison.ranking.best or 0
-    best, other = comparison.names[first], comparison.names[place]
+    best = comparison.names[first]
+    other = comparison.names[place]
     if versus.kind == UNKNOWN:
         losses = [units.real(comparison.measured[each].loss, UNIT, 4) for each in (first, place)]
         text = f"{best} has a held-out loss of {losses[0]}, {other} of {losses[1]}"
@@ -130,8 +132,10 @@ def _ends(versus: Versus) -> str:
 
 
 def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
-    names, ranking = comparison.names, comparison.ranking
-    best, loss = names[ranking.best or 0], units.real(ranking.loss, UNIT, 4)
+    names = comparison.names
+    ranking = comparison.ranking
+    best = names[ranking.best or 0]
+    loss = units.real(ranking.loss, UNIT, 4)
     worse = [names[place] for place, one in versus.items() if one.is_worse]
     noise = [names[place] for place, one in versus.items() if one.is_noise]
     unknown = [names[place] for place, one in versus.items() if one.kind == UNKNOWN]

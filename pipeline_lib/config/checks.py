@@ -1,14 +1,13 @@
 """Check values that are each legal: keys that exclude each other, unusual values."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from pipeline_lib.config.deepspeed_json import json_problems
-from pipeline_lib.config.schema import Cluster, Config, Evaluate, HubData, TinyModel, Tracking
+from pipeline_lib.config.schema import Cluster, Config, HubData, TinyModel
 from pipeline_lib.config.strict_yaml import Keys
-from pipeline_lib.config.sweep import collapsed
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 from pipeline_lib.core import units
 
@@ -89,7 +88,8 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _held_out(config: Config) -> Iterator[Problem]:
     """Yield what contradicts what is held out, and what needs held-out data if there is none."""
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     if (
         data.validation
         and data.validation_fraction
@@ -125,8 +125,10 @@ def _held_out(config: Config) -> Iterator[Problem]:
 
 def _batch(config: Config) -> Iterator[Problem]:
     key = ("train", "global_batch_tokens")
-    block, batch = config.shard.block_tokens, config.train.global_batch_tokens
-    ranks, parts = config.cluster.ranks, config.train.ranks_per_block
+    block = config.shard.block_tokens
+    batch = config.train.global_batch_tokens
+    ranks = config.cluster.ranks
+    parts = config.train.ranks_per_block
     at_once = config.train.blocks_at_once(ranks)
     if ranks % parts:  # which is a problem by itself
         at_once = parts = 1
@@ -163,7 +165,8 @@ def _tile(train: Train) -> int:
 
 def _a_count_fits_the_batch(config: Config, blocks: int) -> bool:
     """Return whether ranks may share a batch's blocks so that none idles; the plan knows heads."""
-    train, ranks = config.train, config.cluster.ranks
+    train = config.train
+    ranks = config.cluster.ranks
     if train.context_ranks != AUTO or not has_few_blocks(train, ranks, blocks):
         return False
     counts = more_than_one(train, ranks, config.shard.block_tokens)
@@ -236,7 +239,8 @@ def _merge(config: Config) -> Iterator[Problem]:
 
 def _ineffective(config: Config) -> Iterator[Problem]:
     """Yield the keys that cannot do anything beside the other keys of the file."""
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     is_given = (
         isinstance(model, TinyModel)
         and model.vocab_tokens != TinyModel.model_fields["vocab_tokens"].default
@@ -406,7 +410,8 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
     """Yield why ranks cannot share blocks."""
-    key, count = ("train", "context_ranks"), train.ranks_per_block
+    key = ("train", "context_ranks")
+    count = train.ranks_per_block
     if cluster.ranks % count:
         legal = tuple(size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0)
         yield (
@@ -481,7 +486,8 @@ def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
 
 def _exchange(train: Train) -> Iterator[Problem]:
     """Yield the problems of what ranks exchange with `ddp`, and when."""
-    is_compressed, k = train.gradient_compression != "none", train.local_sgd_steps
+    is_compressed = train.gradient_compression != "none"
+    k = train.local_sgd_steps
     is_power_sgd = train.gradient_compression == "powersgd"
     if is_power_sgd and train.strategy != "ddp":
         text = (
@@ -578,121 +584,3 @@ def _validation(train: Train) -> Iterator[Problem]:
         ):
             if is_used:
                 yield ("train", key), "needs validations; set train.validate_every_steps"
-
-
-# Warnings about values that are legal but unusual, with the usual values, and about keys without
-# effect.
-
-
-def warnings_of(configs: Sequence[Config]) -> list[str]:
-    """Return the warnings about unusual values and idle keys, each of which begins with its key.
-
-    Of a sweep, each is returned once, with its experiments.
-    """
-    return collapsed([(config.experiment, list(_warnings(config))) for config in configs])
-
-
-def _warnings(config: Config) -> Iterator[str]:
-    yield from _unusual(config)
-    yield from _idle(config)
-
-
-def _idle(config: Config) -> Iterator[str]:
-    """Yield keys that do or save nothing on these machines, or without trackers and prompts."""
-    cluster = config.cluster
-    train = config.train
-    tracking = config.tracking
-    evaluate = config.evaluate
-    without_gpus = "has no effect without GPUs (cluster.gpus_per_node: 0)"
-    on_one_rank = "saves nothing on one rank, which exchanges nothing"
-    on_cpus, is_alone = cluster.device == "cpu", cluster.ranks == 1
-    table: list[tuple[str, bool, str]] = [
-        ("cluster.gpu", on_cpus and cluster.gpu is not None, without_gpus),
-        ("cluster.gpu_hour_price", on_cpus and cluster.gpu_hour_price is not None, without_gpus),
-        ("train.attention", on_cpus and train.attention != AUTO, without_gpus),
-        (
-            "train.deterministic",
-            on_cpus and train.deterministic,
-            f"{without_gpus}: sums on CPUs are always the same",
-        ),
-        (
-            "cluster.cpu_ranks",
-            not on_cpus and "cpu_ranks" in cluster.model_fields_set,
-            "has no effect with GPUs",
-        ),
-        (
-            "train.gradient_compression",
-            is_alone and train.gradient_compression != "none",
-            on_one_rank,
-        ),
-        ("train.local_sgd_steps", is_alone and train.local_sgd_steps > 1, on_one_rank),
-        (
-            "tracking.project",
-            not tracking.to and tracking != Tracking(),
-            "has no effect without tracking.to",
-        ),
-        (
-            "evaluate.max_new_tokens",
-            not evaluate.prompts
-            and not evaluate.generations
-            and evaluate.max_new_tokens != Evaluate().max_new_tokens,
-            "has no effect without evaluate.prompts and evaluate.generations",
-        ),
-        (
-            "tokenize.near_duplicates",
-            config.tokenize.near_duplicates is not None and config.tokenize.duplicates == "keep",
-            "only counts similar conversations; tokenize.duplicates: drop would leave them out",
-        ),
-        (
-            "evaluate.generations",
-            not config.data.held_out_sources
-            and evaluate.generations not in (0, Evaluate().generations),
-            "has no effect, because nothing is held out to take prompts from "
-            "(data.validation_fraction: 0)",
-        ),
-    ]
-    for key, is_idle, why in table:
-        if is_idle:
-            yield f"{key}: {why}"
-
-
-def _unusual(config: Config) -> Iterator[str]:
-    train, lora = config.train, config.train.lora
-    weights = "each sample is used this often per epoch; 0.1 to 10 is usual"
-    all_weights = "5e-6 to 5e-5 is usual for all weights"
-    rates = "1e-4 to 4e-4 is usual for adapters" if train.method == "lora" else all_weights
-    scale = f"alpha / rank is {lora.alpha / lora.rank:g}, and 1 to 4 is usual"
-    # Key, value, the least and the most that is no cause for a warning, and what is usual.
-    table: list[tuple[str, float, float, float, str]] = [
-        *(
-            (f"data.train[{index}].weight", one.weight, 1e-4, 100, weights)
-            for index, one in enumerate(config.data.train)
-        ),
-        (
-            "data.validation_fraction",
-            config.data.validation_fraction,
-            0,
-            0.5,
-            "0.01 to 0.1 is usual",
-        ),
-        ("train.lr", train.lr, 1e-9, 0.05, rates),
-        ("train.epochs", train.epochs, 0, 100, "1 to 5 are usual"),
-        ("train.adam_eps", train.adam_eps, 1e-12, 1e-4, "1e-8 is usual"),
-        (
-            "train.global_batch_tokens",
-            train.global_batch_tokens,
-            0,
-            100_000_000,
-            "16,384 to 4,194,304 is usual",
-        ),
-        ("train.warmup_fraction", train.warmup_fraction, 0, 0.5, "0.01 to 0.1 is usual"),
-        ("train.weight_decay", train.weight_decay, 0, 1, "0 to 0.1 is usual"),
-        ("train.router_aux_loss", train.router_aux_loss, 0, 1, "0.001 is usual"),
-        ("train.lora.rank", lora.rank, 0, 1024, "8 to 256 is usual"),
-        ("train.lora.alpha", lora.alpha, 0, 100 * lora.rank, scale),
-        ("train.lora.dropout", lora.dropout, 0, 0.5, "0 to 0.1 is usual"),
-        ("train.lora.lr_ratio", lora.lr_ratio, 0, 100, "16 is its authors' choice"),
-    ]
-    for key, value, least, most, usual in table:
-        if not least <= value <= most:
-            yield f"{key}: {value:g} is unusual; {usual}"

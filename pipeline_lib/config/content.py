@@ -103,7 +103,8 @@ class HashCache:
         Raises ConfigError if the file cannot be read.
         """
         try:
-            key, stamp = str(file.resolve()), _stamp(file)
+            key = str(file.resolve())
+            stamp = _stamp(file)
             remembered = self.entries.get(key)
             if (
                 isinstance(remembered, list)
@@ -131,7 +132,8 @@ class HashCache:
 
         Raises OSError.
         """
-        key, stamp = str(file.resolve()), _stamp(file)
+        key = str(file.resolve())
+        stamp = _stamp(file)
         if self.verified.has_sha256(file, sha256, beside=Path(key).parent):
             self.entries[key] = [*stamp, sha256]
             self.changed = True

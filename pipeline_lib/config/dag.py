@@ -301,7 +301,8 @@ class Dag:
 
     def title(self, digest: str) -> str:
         """Return one line about a stage instance, for the job list of a dry run."""
-        spec, owners = self._spec(digest), self._owners(digest)
+        spec = self._spec(digest)
+        owners = self._owners(digest)
         config = owners[0].config
         where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
@@ -391,7 +392,8 @@ def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) 
     for part, (name, inside) in zip(
         PRODUCTS, (("report.html", "report.html"), ("model", "")), strict=True
     ):
-        link, ref = results / experiment.name / name, experiment.ref(part)
+        link = results / experiment.name / name
+        ref = experiment.ref(part)
         if store.is_sealed(ref) and (link.is_symlink() or not link.exists()):
             replace_link(link, store.sealed(ref) / inside)
             links[link.stem] = link
@@ -433,7 +435,8 @@ def _write_or_touch(path: Path, content: dict[str, Any]) -> None:
 
 def _thaw(frozen: Mapping[str, Any], store: Store) -> Experiment:
     config = Config.model_validate_json(canonical_json(frozen["config"]))
-    unhashed, specs = unhashed_settings(config), {}
+    unhashed = unhashed_settings(config)
+    specs = {}
     for part, digest in frozen["parts"].items():
         # Another config may have written the spec since: the same digest, and other values beside
         # it.

@@ -125,5 +125,6 @@ def effect_of(key: str) -> Effect | None:
         for name in (key, plain):
             if name in EFFECTS:
                 return EFFECTS[name]
-        key, plain = key.rpartition(".")[0], plain.rpartition(".")[0]
+        key = key.rpartition(".")[0]
+        plain = plain.rpartition(".")[0]
     return None

@@ -127,7 +127,8 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
     known = ("first_step", "keep")
     for key in given.keys() - set(known):
         problems.append(f"{key}: unknown key{did_you_mean(key, known)}")
-    first, keep = given.get("first_step"), given.get("keep", LARGEST_KEEP)
+    first = given.get("first_step")
+    keep = given.get("keep", LARGEST_KEEP)
     if first is None:
         problems.append(f"first_step: missing; the step of the first decision, {_EXAMPLE}")
     elif isinstance(first, bool) or not isinstance(first, int) or first < 1:
@@ -145,7 +146,8 @@ def read_halving(given: Any) -> tuple[Halving | None, list[str]]:
 
 def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, str]]:
     """Yield why an experiment cannot be compared or stopped at the rungs, with keys to change."""
-    every, first = config.train.validate_every_steps, halving.first_step
+    every = config.train.validate_every_steps
+    first = halving.first_step
     if not config.data.held_out_sources:
         text = "0 holds nothing out, but sweep.halving compares held-out losses"
         yield ("data", "validation_fraction"), f"{text}; raise it, or give data.validation instead"
@@ -226,7 +228,8 @@ def decide(
     kept = sound if are_over else sound[: rung.halving.survivors(len(reached))]
     competitors = []
     for place, training in enumerate(order, start=1):
-        one, goes_on = reached[training], training in kept
+        one = reached[training]
+        goes_on = training in kept
         why = f"place {place} of {len(order)}, {len(kept)} go on"
         if one.loss is None:
             why = "failed" if one.failure else "no finite loss"
@@ -259,7 +262,8 @@ def read_reached(path: Path) -> Reached:
     try:
         with unreadable_named(path):
             content = read_json(path)
-        step, loss = content["step"], content["loss"]
+        step = content["step"]
+        loss = content["loss"]
         if not _is_loss(loss) or not isinstance(content["has_ended"], bool):
             raise TypeError("no finite loss")
         return Reached(step, loss, content["has_ended"], content["failure"])

@@ -50,7 +50,8 @@ def convert_arguments(draft: Draft, origin: Origin) -> None:
 
 
 def _model(draft: Draft, origin: Origin) -> None:
-    name, revision = draft.text("model_name_or_path"), draft.text("model_revision")
+    name = draft.text("model_name_or_path")
+    revision = draft.text("model_revision")
     if name is None:
         return
     places = (Path(name).expanduser(), origin.folder / Path(name).expanduser())
@@ -239,7 +240,8 @@ def _batch(draft: Draft, origin: Origin) -> None:
     accumulation = draft.whole(
         "gradient_accumulation_steps", origin.default(1) or (1 if micro else None)
     )
-    total, gpus = draft.whole("train_batch_size"), draft.whole("ray_num_workers")
+    total = draft.whole("train_batch_size")
+    gpus = draft.whole("ray_num_workers")
     if any(number is not None and number < 1 for number in (micro, accumulation, total, gpus)):
         draft.problems.append("the batch: its numbers have to be at least 1")
         return
@@ -281,7 +283,8 @@ def _batch(draft: Draft, origin: Origin) -> None:
             why="off there, so a batch counts samples; none sees another here",
         )
     if not draft.values.get("cluster.gpus_per_node", 1):
-        known, said = None, f"{micro} x {accumulation} accumulated, on the CPU"
+        known = None
+        said = f"{micro} x {accumulation} accumulated, on the CPU"
     else:
         values["cluster.gpus_per_node"] = known or 1
     draft.changed(_BATCH, values, f"samples of an optimizer step over all ranks: {said}")
@@ -385,7 +388,8 @@ def _schedule(draft: Draft, origin: Origin) -> None:
     name = draft.text(key, origin.default("linear"))
     if name is None:
         return
-    kind, last = name.lower(), draft.value("lr_scheduler_kwargs", {})
+    kind = name.lower()
+    last = draft.value("lr_scheduler_kwargs", {})
     options = last if isinstance(last, dict) else {}
     known = {**dict.fromkeys(_LINEAR, "linear"), **dict.fromkeys(_CONSTANT, "constant")}
     known |= dict.fromkeys(_COSINE, "cosine")
@@ -415,7 +419,8 @@ def _schedule(draft: Draft, origin: Origin) -> None:
 
 
 def _warmup(draft: Draft, origin: Origin, *, is_used: bool) -> None:
-    steps, ratio = draft.number("warmup_steps", 0), draft.number("warmup_ratio", 0)
+    steps = draft.number("warmup_steps", 0)
+    ratio = draft.number("warmup_ratio", 0)
     keys = "warmup_steps warmup_ratio"
     if not is_used:
         draft.taken(
@@ -532,7 +537,8 @@ def _zero(draft: Draft, stage: Any, has_optimizer: bool, has_params: bool) -> No
 
 
 def _saving(draft: Draft) -> None:
-    steps, strategy = draft.number("save_steps"), str(draft.value("save_strategy", "steps")).lower()
+    steps = draft.number("save_steps")
+    strategy = str(draft.value("save_strategy", "steps")).lower()
     if strategy == EPOCH:
         draft.taken("save_strategy save_steps", {"train.save_every_steps": EPOCH})
     elif strategy != "steps":

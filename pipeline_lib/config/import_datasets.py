@@ -74,7 +74,8 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
 
     `count_rows` raises DataError or OSError for a file that it cannot read.
     """
-    names, held_out = draft.words("dataset"), draft.words("eval_dataset")
+    names = draft.words("dataset")
+    held_out = draft.words("eval_dataset")
     if not names:
         return
     where = draft.text("dataset_dir", "data")
@@ -320,7 +321,8 @@ def _layout(
     for section in ("columns", "tags"):
         named = entry.get(section)
         for key, theirs in named.items() if isinstance(named, dict) else ():
-            full, ours = f"{name}.{section}.{key}", _COLUMNS[row_format].get(key)
+            full = f"{name}.{section}.{key}"
+            ours = _COLUMNS[row_format].get(key)
             if not isinstance(theirs, str) or not theirs:
                 continue
             if ours is not None:

@@ -51,7 +51,8 @@ def is_deepspeed(document: dict[str, Any]) -> bool:
 
 def add_deepspeed(draft: Draft, document: dict[str, Any], file: str, above: str = "") -> None:
     """Add the DeepSpeed JSON `document`'s keys to `draft`; `above` precedes their names."""
-    scheduler, optimizer = document.get("scheduler"), document.get("optimizer")
+    scheduler = document.get("scheduler")
+    optimizer = document.get("optimizer")
     schedule = scheduler.get("params") if isinstance(scheduler, dict) else None
     is_rate_scheduled = isinstance(schedule, dict) and schedule.get("warmup_max_lr", AUTO) != AUTO
     for name, value in flat(document):

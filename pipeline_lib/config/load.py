@@ -235,7 +235,8 @@ def _config_of(value: Any) -> Config:
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
     """Put the value of `override` into `root` and its origin into `places`; return the problems."""
     key, equals, text = override.partition("=")
-    flag, keys = f"{FLAG} {override}", undotted(key)
+    flag = f"{FLAG} {override}"
+    keys = undotted(key)
     if not equals or not keys:
         return [f"{flag}: not of the form KEY=VALUE, as in {FLAG} cluster.nodes=2"]
     if keys[0] == "train" and len(keys) > 1 and keys[1] in RENAMED:
@@ -255,7 +256,8 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
 
 
 def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:
-    problems, errors = [], error.errors()
+    problems = []
+    errors = error.errors()
     for detail in errors:
         # Pydantic also reports the member of `word | list` or `word | number` that was not meant,
         # and a list as too short if its items are wrong: another error describes the same problem
@@ -295,7 +297,9 @@ def _with_place(keys: Keys, text: str, places: Mapping[Keys, str]) -> str:
 
 def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> str:
     """Return the problem in words; `others` are the kinds of value allowed besides a word."""
-    kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind = detail["type"]
+    found = detail["input"]
+    context = detail.get("ctx", {})
     if kind == "extra_forbidden":
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
         return f"unknown key{where}{_hint(str(keys[-1]), names)}"
@@ -354,7 +358,8 @@ def _in_file(loc: tuple[str | int, ...]) -> tuple[Keys, list[str]]:
         if chosen:
             here = chosen
         elif here or isinstance(part, int):
-            keys, beside = (*keys, part), here
+            keys = (*keys, part)
+            beside = here
             if not isinstance(part, int):
                 fields = [
                     section.model_fields[part] for section in here if part in section.model_fields

@@ -180,7 +180,8 @@ def _scalar(
 
     A number that is too large stays text: the schema then refuses and shows it.
     """
-    kind, text = str(node.tag).rpartition(":")[2], _text(node, where, document)
+    kind = str(node.tag).rpartition(":")[2]
+    text = _text(node, where, document)
     if kind == "null":
         return None
     if kind == "bool":

@@ -30,7 +30,9 @@ def draw(seed: int, name: str, index: int, choices: Any) -> Any:
     at = (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)  # in [0, 1)
     if isinstance(choices, Sequence):
         return choices[int(at * len(choices))]
-    low, high, is_log = choices["low"], choices["high"], choices.get("scale") == "log"
+    low = choices["low"]
+    high = choices["high"]
+    is_log = choices.get("scale") == "log"
     is_whole = isinstance(low, int) and isinstance(high, int)
     if is_whole and not is_log:
         return low + int(at * (high - low + 1))
@@ -47,7 +49,9 @@ def range_problem(choices: Mapping[str, Any]) -> str | None:
         return (
             f"{' and '.join(missing)} missing; a range is {{low: 1.0e-5, high: 1.0e-3, scale: log}}"
         )
-    low, high, scale = choices["low"], choices["high"], choices.get("scale", "linear")
+    low = choices["low"]
+    high = choices["high"]
+    scale = choices.get("scale", "linear")
     for value in (low, high):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"{json.dumps(value)} is not a number"
@@ -134,7 +138,8 @@ def line_of(lines: Lines, *below: str | int) -> str:
 
 
 def _grid(name: str, values: Sequence[Any], lines: Lines) -> Axis:
-    keys, texts = undotted(name), _texts(values)
+    keys = undotted(name)
+    texts = _texts(values)
     return [
         (SweepSetting(keys, value, lines[SWEEP, name, index], texts[index]),)
         for index, value in enumerate(values)
@@ -155,7 +160,8 @@ def _listed(entries: Sequence[Mapping[str, Any]], lines: Lines) -> Axis:
 
 def _drawn(random: Mapping[str, Any], lines: Lines) -> Axis:
     """Return the distinct draws: equal draws are one experiment."""
-    names, seed = _keys_in(RANDOM, random), random.get("seed", 0)
+    names = _keys_in(RANDOM, random)
+    seed = random.get("seed", 0)
     draws = [
         {name: draw(seed, dotted(stored(undotted(name))), index, random[name]) for name in names}
         for index in range(random["experiments"])
@@ -193,7 +199,8 @@ def _choices(
 
 
 def _grid_problems(name: str, values: Any, lines: Lines) -> Iterator[str]:
-    at, keys = f"{line_of(lines, name)}{SWEEP}: {name}:", undotted(name)
+    at = f"{line_of(lines, name)}{SWEEP}: {name}:"
+    keys = undotted(name)
     if isinstance(values, dict):
         inner = next(iter(values), "lr")
         yield f"{at} write the whole key and a list of values, as in {name}.{inner}: [...]"
@@ -287,7 +294,8 @@ def _overlaps(forms: Mapping[str, Sequence[str]], lines: Lines) -> Iterator[str]
     named = [(form, name) for form, names in forms.items() for name in names]
     paths = {name: undotted(name) for _, name in named}
     for form, name in named:
-        keys, where = paths[name], name if form == name else f"{form}: {name}"
+        keys = paths[name]
+        where = name if form == name else f"{form}: {name}"
         above = [
             other
             for form_of_other, other in named
@@ -350,7 +358,8 @@ def read_sweep(document: YamlDocument) -> Sweep:
     root = document.value
     if not isinstance(root, dict) or SWEEP not in root:
         return Sweep([Variant("", root, document.lines)], None, [])
-    plain, swept = {key: value for key, value in root.items() if key != SWEEP}, root[SWEEP]
+    plain = {key: value for key, value in root.items() if key != SWEEP}
+    swept = root[SWEEP]
     axes, problems = axes_of(swept, document.lines)
     count = math.prod(len(axis) for axis in axes)
     if count > MAX_EXPERIMENTS:
@@ -366,7 +375,8 @@ def read_sweep(document: YamlDocument) -> Sweep:
         problems += [
             f"{line_of(document.lines, HALVING)}{SWEEP}: {HALVING}: {problem}" for problem in wrong
         ]
-    found, labels = [], _labels(axes)
+    found = []
+    labels = _labels(axes)
     for choices in product(*axes) if not problems else ():
         try:
             found.append(_variant(plain, choices, labels, document.lines))
@@ -403,7 +413,8 @@ def _variant(
 
     Raises LookupError, with the problem as text, if there is no such key.
     """
-    value, places = copy.deepcopy(plain), dict(lines)
+    value = copy.deepcopy(plain)
+    places = dict(lines)
     settings = [one for choice in choices for one in choice]
     for one in settings:
         if problem := put(value, one.keys, one.value):

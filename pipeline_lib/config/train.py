@@ -419,7 +419,8 @@ class Train(Section):
     @property
     def intervals_in_words(self) -> str:
         """How often a run is saved, in words; the guards count only if they make more saves."""
-        own, of_guards = self.save_every_steps, self.guards.rollback_every_steps
+        own = self.save_every_steps
+        of_guards = self.guards.rollback_every_steps
         if own == EPOCH:
             every = "at the end of every epoch"
         elif own == AUTO:

@@ -54,7 +54,8 @@ def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> str:
 
     The disk begins to write while more of it is made: otherwise it would be idle until the end.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("wb") as file:
         for data in content:
             # so short that no signal has to wait long
@@ -70,7 +71,8 @@ def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> str:
 def _start_writeback(descriptor: int, offset: int, size_bytes: int) -> None:
     """Let the disk begin to write part of a file, if it can; a later fsync reports failures."""
     if hasattr(_C_LIBRARY, "sync_file_range"):
-        begin, length = ctypes.c_int64(offset), ctypes.c_int64(size_bytes)
+        begin = ctypes.c_int64(offset)
+        length = ctypes.c_int64(size_bytes)
         _C_LIBRARY.sync_file_range(descriptor, begin, length, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
@@ -287,7 +289,8 @@ def is_linkable(source: Path, folder: Path) -> bool:
 
     A link has the mode of its file, which may let fewer people read it than the folder does.
     """
-    found, place = source.stat(), folder.stat()
+    found = source.stat()
+    place = folder.stat()
     readers = stat.S_IMODE(place.st_mode) & 0o444
     return found.st_dev == place.st_dev and found.st_mode & readers == readers
 

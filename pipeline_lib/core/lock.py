@@ -215,7 +215,8 @@ class _Watched:
             return
         self.has_beaten = owner == self.owner and self.beat_ns is not None
         self.owner, self.beat_ns = owner, beat_ns
-        self.since_s, self.removal_since_s = time.monotonic(), None
+        self.since_s = time.monotonic()
+        self.removal_since_s = None
 
     def is_suspect(self) -> bool:
         """Return whether the owner may be long dead: its heartbeat is old, and has not moved."""
@@ -341,7 +342,8 @@ def locked(
     with disk_full_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _acquire(path, me, say, poll_s)
-    lock, released = Lock(path, me["token"]), threading.Event()
+    lock = Lock(path, me["token"])
+    released = threading.Event()
     beating = threading.Thread(
         target=_watch, args=(lock.renew, released, _say_error), name="lock", daemon=True
     )
@@ -357,7 +359,8 @@ def locked(
 
 
 def _acquire(path: Path, me: Mapping[str, Any], say: Callable[[str], None], poll_s: float) -> None:
-    watched, is_announced = _Watched(path), False
+    watched = _Watched(path)
+    is_announced = False
     while not _try_acquire(path, me):
         watched.look()
         if watched.is_dead() and watched.remove():

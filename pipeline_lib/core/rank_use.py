@@ -62,7 +62,8 @@ class RankUse:
         if not self.utilization or self.readings < LEAST_READINGS:
             return {}
         found = {}
-        used, memory = self.utilization, self.peak_memory_bytes
+        used = self.utilization
+        memory = self.peak_memory_bytes
         if low := [rank for rank, value in enumerate(used) if value < LEAST_UTILIZATION]:
             found["low GPU utilization"] = (
                 f"GPU utilization stays under {LEAST_UTILIZATION:.0%} on {_ranks(low, used)}; "
@@ -94,5 +95,6 @@ def _ranks(low: Sequence[int], used: Sequence[float]) -> str:
 
 
 def _ends(values: Sequence[float], show: Callable[[float], str]) -> str:
-    low, high = values.index(min(values)), values.index(max(values))
+    low = values.index(min(values))
+    high = values.index(max(values))
     return f"{show(values[low])} on rank {low}, {show(values[high])} on rank {high}"

@@ -105,7 +105,8 @@ def set_aside(checkpoint: Path) -> Path:
     """
     folder = checkpoint.parent.parent / SET_ASIDE
     folder.mkdir(exist_ok=True)
-    aside, number = folder / checkpoint.name, 1
+    aside = folder / checkpoint.name
+    number = 1
     while is_there(aside):
         number += 1
         aside = folder / f"{checkpoint.name}.{number}"

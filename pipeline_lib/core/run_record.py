@@ -143,7 +143,8 @@ class RunRecord:
         """Seconds from each attempt's first to its last event, without attempts of invalid time."""
         spans: dict[int, tuple[float, float]] = {}
         for event in self.events:
-            attempt, at = event.get("attempt"), event.get("at")
+            attempt = event.get("attempt")
+            at = event.get("at")
             if isinstance(attempt, int) and isinstance(at, (int, float)) and math.isfinite(at):
                 begin, end = spans.get(attempt, (at, at))
                 spans[attempt] = min(begin, at), max(end, at)
@@ -204,7 +205,8 @@ def _first_line(event: Event) -> str:
 
 
 def _is_sound(event: Event) -> bool:
-    at, attempt = event.get("at", 0.0), event.get("attempt", 0)
+    at = event.get("at", 0.0)
+    attempt = event.get("attempt", 0)
     has_time = isinstance(at, (int, float)) and math.isfinite(at)
     return isinstance(event.get("event"), str) and has_time and isinstance(attempt, int)
 

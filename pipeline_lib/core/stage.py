@@ -268,7 +268,8 @@ def _make(
     slurm_job: str,
     machine_kind: str,
 ) -> None:
-    started_at, start_s = datetime.now(UTC), time.monotonic()
+    started_at = datetime.now(UTC)
+    start_s = time.monotonic()
     inputs = {name: open_sealed(ref, store) for name, ref in spec.inputs.items()}
     final = store.sealed(spec.ref)
     with files.disk_full_named(final):

@@ -90,7 +90,8 @@ class Spec:
             inputs = {
                 name: Ref(ref["stage"], ref["digest"]) for name, ref in value["inputs"].items()
             }
-            settings, places = dict(value["settings"]), dict(value["where"])
+            settings = dict(value["settings"])
+            places = dict(value["where"])
             return Spec(str(value["stage"]), int(value["version"]), settings, inputs, places)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(

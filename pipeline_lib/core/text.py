@@ -131,7 +131,8 @@ class RedactedText(io.TextIOWrapper):
 
     def flush(self) -> None:
         """Pass on an incomplete line too."""
-        begun, self._begun = self._begun, ""
+        begun = self._begun
+        self._begun = ""
         if begun:
             super().write(redact(begun))
         super().flush()

@@ -51,7 +51,8 @@ def gib(size_bytes: float | None) -> str:
     """Format bytes as `12.3 GiB`, or in MiB or KiB: binary units, as of the driver and torch."""
     if size_bytes is None:
         return NONE
-    mebi, kibi = round(size_bytes / MIB, 1), round(size_bytes / _KIB, 1)
+    mebi = round(size_bytes / MIB, 1)
+    kibi = round(size_bytes / _KIB, 1)
     if abs(mebi) >= GIB // MIB:
         return f"{size_bytes / GIB:.1f} GiB"
     return f"{mebi:.1f} MiB" if abs(kibi) >= MIB // _KIB else f"{kibi:.1f} KiB"
@@ -59,7 +60,8 @@ def gib(size_bytes: float | None) -> str:
 
 def gigabytes(size_bytes: float) -> str:
     """Format bytes as `12.30 GB`, or in MB or kB: decimal units, as of files and networks."""
-    mega, kilo = round(size_bytes / 10**6, 1), round(size_bytes / 10**3, 1)
+    mega = round(size_bytes / 10**6, 1)
+    kilo = round(size_bytes / 10**3, 1)
     if abs(mega) >= 1000:
         return f"{size_bytes / GIGA:.2f} GB"
     return f"{mega:.1f} MB" if abs(kilo) >= 1000 else f"{kilo:.1f} kB"

@@ -107,7 +107,8 @@ class RowBatch:
         """Return the place of the row at `position` in the batch, or all rows' range if None."""
         if position is not None:
             return str(self.rows[position].place)
-        first, last = self.rows[0].place, self.rows[-1].place
+        first = self.rows[0].place
+        last = self.rows[-1].place
         return str(first) if first == last else f"{first} to {last.line or last.row}"
 
     def _content(self, row: RawRow, keys: KeyCounts) -> Content:

@@ -216,7 +216,8 @@ def _is_sound(
         return False
     ascends = np.diff(starts) > 0
     ascends[offsets[1:-1] - 1] = True  # from the end of one block to the start of the next
-    firsts, lasts = starts[offsets[:-1]], starts[offsets[1:] - 1]
+    firsts = starts[offsets[:-1]]
+    lasts = starts[offsets[1:] - 1]
     return bool(ascends.all() and not firsts.any() and (lasts <= block_tokens).all())
 
 

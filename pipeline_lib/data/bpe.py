@@ -291,7 +291,8 @@ def _makes_each(
     left_of[made], right_of[made], when[made] = first, second, made
     pairs = first * size + second
     order = np.argsort(pairs)
-    pairs, joins = pairs[order], made[order]
+    pairs = pairs[order]
+    joins = made[order]
     if np.any(np.maximum(when[first], when[second]) >= made):
         return False
     left, right, before = first, second, made  # merges from `before` on come too late to matter
@@ -301,7 +302,8 @@ def _makes_each(
         if np.any((pairs[place] == pair) & (joins[place] < before)):
             return False
         is_divisible = np.maximum(when[left], when[right]) >= 0
-        left, right = left[is_divisible], right[is_divisible]
+        left = left[is_divisible]
+        right = right[is_divisible]
         is_left_later = when[left] > when[right]  # of equal merges the left one comes first
         before = np.where(is_left_later, left, right + 1)
         left = np.where(is_left_later, right_of[left], left)

@@ -146,7 +146,8 @@ class ChatTemplate:
     @cached_property
     def _takes_thinking_apart(self) -> bool:
         """Whether the template renders reasoning_content, and a `<think>` block differently."""
-        thought, question = "a thought", {"role": "user", "content": "?"}
+        thought = "a thought"
+        question = {"role": "user", "content": "?"}
         in_text = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n!"}
         try:
             in_text_too, apart = (

@@ -202,7 +202,8 @@ def _remedy(role: str, before: Message | None, number: int) -> str:
 
 
 def _check_thinking(content: str, reasoning: str) -> None:
-    opens, ends = content.count(OPENS_THINKING), content.count(ENDS_THINKING)
+    opens = content.count(OPENS_THINKING)
+    ends = content.count(ENDS_THINKING)
     if opens or ends:
         is_one_block = (
             opens == ends == 1 and content.lstrip().startswith(OPENS_THINKING) and not reasoning

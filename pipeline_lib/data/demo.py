@@ -69,7 +69,8 @@ def _questions(entry: DocumentedObject, unique: bool) -> Iterator[tuple[str, str
 
     The name is the short one.
     """
-    name, code = entry.name, f"`{entry.name}`"
+    name = entry.name
+    code = f"`{entry.name}`"
     if entry.kind == "module":
         yield f"What kind of object is {code}?", f"{code} is a module."
     else:

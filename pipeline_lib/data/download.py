@@ -54,7 +54,8 @@ def run(job: Job) -> dict[str, Any]:
     Raises DataError if the source differs from what was hashed when the config was compiled, or is
     unusable.
     """
-    kind, source = job.spec.settings["kind"], job.spec.settings["source"]
+    kind = job.spec.settings["kind"]
+    source = job.spec.settings["source"]
     SOURCES[kind, source](job)
     if kind != "data" and source != "tiny":
         origin = job.spec.where.get("path", f"{source} model {job.spec.settings.get('name')}")

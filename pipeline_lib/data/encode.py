@@ -240,9 +240,11 @@ class Encoder:
         another. Raises DataError if a conversation has no template.
         """
         if isinstance(content, Text):
-            texts, control = [content.text], self._control_text
+            texts = [content.text]
+            control = self._control_text
         else:
-            texts, control = _texts([content.messages, content.tools]), self._control_in_turns
+            texts = _texts([content.messages, content.tools])
+            control = self._control_in_turns
         found = map(control.search, texts)
         return next((match[0] for match in found if match), None)
 
@@ -402,7 +404,8 @@ class Encoder:
         ).nonzero()[0]
         if not len(ends):
             return Drop.NO_END_OF_TURN
-        start, end = max(written, len(thinking) // _ID_BYTES), written + int(ends[-1]) + 1
+        start = max(written, len(thinking) // _ID_BYTES)
+        end = written + int(ends[-1]) + 1
         if end <= start + 1:
             return Drop.NOTHING_SUPERVISED  # the turn ends where it begins
         if rendered.drop is not None:
@@ -414,7 +417,8 @@ class Encoder:
         supervised = np.zeros(len(tokens), dtype=np.bool_)
         for span in turn.spans:
             supervised[span.start : span.end] = True
-        limit, over_long = self.settings.max_tokens, self.settings.over_long
+        limit = self.settings.max_tokens
+        over_long = self.settings.over_long
         if len(tokens) <= limit:
             yield Sample(tokens, supervised, asked_to_think=_asked_to_think(turn.spans))
         elif over_long == "split" and not turn.prompt:

@@ -83,7 +83,10 @@ def first_rows(
     tokenize stage tells what is wrong with them.
     """
     file = CorpusFile(path, own_keys=source.columns.values())
-    found, layout, read, share = list[T](), None, 0, 1.0
+    found = list[T]()
+    layout = None
+    read = 0
+    share = 1.0
     with suppress(DataError, WrongFile, OSError):
         for row in file:
             offset = row.place.byte_offset

@@ -192,7 +192,8 @@ def _turn(turn: Fields, role_key: str, text_key: str, roles: Roles) -> Turn:
     refuse(turn, IN_TURNS[role])
     turn.mark_read(_KNOWN_IN_TURNS)
     if role == "function_call":
-        calls, content = calls_in(turn, text_key), ""
+        calls = calls_in(turn, text_key)
+        content = ""
     else:
         calls = calls_of(turn)
         content = _turn_content(turn, text_key, may_be_null=bool(calls))

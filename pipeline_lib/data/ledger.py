@@ -73,7 +73,8 @@ class Encoded:
         """Raise IntegrityError unless each turn to be trained on is in a sample or a drop."""
         lost = np.flatnonzero(self.turns_found < self.turns)
         if len(lost):
-            turns, found = int(self.turns[lost[0]]), int(self.turns_found[lost[0]])
+            turns = int(self.turns[lost[0]])
+            found = int(self.turns_found[lost[0]])
             raise IntegrityError(
                 f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are "
                 "in a sample or "
@@ -309,7 +310,8 @@ class Losses(BaseModel):
 
 def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
     """Return how many rows of `total` cannot be used, if those are more than `limits` allow."""
-    unusable, allowed = sum(total.quarantined.values()), limits.max_quarantined_fraction
+    unusable = sum(total.quarantined.values())
+    allowed = limits.max_quarantined_fraction
     if unusable <= allowed * total.rows:
         return None
     return (
@@ -321,7 +323,8 @@ def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str
 
 def too_many_lost(source: SourceLedger | LostCounts, limits: Tokenize) -> str | None:
     """Return how many of `source`'s samples are not trained as they are, if above `limits`."""
-    lost, allowed = sum(source.dropped.values()) + source.truncated, limits.max_dropped_fraction
+    lost = sum(source.dropped.values()) + source.truncated
+    allowed = limits.max_dropped_fraction
     if lost <= allowed * source.samples:
         return None
     return (
@@ -366,7 +369,8 @@ def unread_lines(sources: Sequence[SourceLedger]) -> list[str]:
                 alike.setdefault((number, frozenset(file.keys.unread)), []).append(file)
     lines = []
     for files in alike.values():
-        counts, others = Counter[str](), sum(file.keys.others for file in files)
+        counts = Counter[str]()
+        others = sum(file.keys.others for file in files)
         for file in files:
             counts.update(file.keys.unread)
         keys = [f"{name!r} in {number:,}" for name, number in sorted(counts.items())]

@@ -64,7 +64,8 @@ def read_entries() -> Iterator[DocumentedObject]:
         ]
         yield _entry(module_name, module, module_name, "", "module", public)
         for name in public:
-            value, full_name = getattr(module, name), f"{module_name}.{name}"
+            value = getattr(module, name)
+            full_name = f"{module_name}.{name}"
             if inspect.isclass(value):
                 methods = [
                     key

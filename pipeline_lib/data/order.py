@@ -120,7 +120,8 @@ def rank_blocks(
     # positions in `ids` of each rank's blocks, -1 for none
     dealt = np.full((rows, world), -1, dtype=np.int64)
     dearest_first = np.argsort(-costs, kind="stable")
-    in_micro_step, in_step = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
+    in_micro_step = np.zeros(world, dtype=np.int64)
+    in_step = np.zeros(world, dtype=np.int64)
     for row in range(-(-len(costs) // world)):
         if row % micro == 0:
             in_micro_step[:] = 0
@@ -135,7 +136,8 @@ def rank_blocks(
 
 def _locate(step: int, groups: tuple[BlockGroup, ...], batch_blocks: int) -> tuple[int, int]:
     """Return the epoch of a global step, and the number of the step in that epoch."""
-    period, epochs = _period(groups), 1
+    period = _period(groups)
+    epochs = 1
     before = _steps_before(groups, batch_blocks, epochs)
     while before[-1] <= step and epochs < period:
         epochs = min(2 * epochs, period)
@@ -166,7 +168,8 @@ def _epoch_order(seed: int, epoch: int, groups: tuple[BlockGroup, ...]) -> NDArr
         # before it ended.
         # three parts, so that it is not the key of an epoch
         cycle = permutation(key_of(seed, number, 0), group.blocks)
-        first, end = group.used(epoch), group.used(epoch + 1)
+        first = group.used(epoch)
+        end = group.used(epoch + 1)
         taken.append(start + cycle[(first % group.blocks + np.arange(end - first)) % group.blocks])
         start += group.blocks
     used = np.sort(np.concatenate(taken))

@@ -52,7 +52,8 @@ def pack(lengths: NDArray[np.integer], capacity: int, seed: int) -> Bins:
             f"document {number} has {lengths[number]} tokens, more than the {capacity} of a block"
         )
     shuffled = permutation(key_of(seed), len(lengths))
-    documents, sizes = [shuffled[:0]], [shuffled[:0]]
+    documents = [shuffled[:0]]
+    sizes = [shuffled[:0]]
     for window in np.array_split(shuffled, max(1, -(-len(lengths) // WINDOW_DOCUMENTS))):
         longest_first = window[np.argsort(-lengths[window].astype(np.int64), kind="stable")]
         bin_of = np.array(_best_fit(lengths[longest_first].tolist(), capacity), dtype=np.int64)

@@ -317,7 +317,8 @@ class Pool(Generic[State]):
 
     def _is_silent(self, worker: _Worker, waited_s: float) -> bool:
         if worker.idle or worker.cursor.value != worker.last_position:
-            worker.silent_s, worker.last_position = 0.0, worker.cursor.value
+            worker.silent_s = 0.0
+            worker.last_position = worker.cursor.value
             return False
         worker.silent_s += waited_s
         return worker.silent_s >= self._limits.silence_s

@@ -63,7 +63,8 @@ def columnar_rows(path: Path, name: str) -> Iterator[tuple[RawRow, float]]:
                 yield RawRow(RowPosition(name, row=number), None, value, bad), with_it
             read = fraction
     except (pa.ArrowException, OSError) as error:
-        reason, kind = str(error).partition("\n")[0], "parquet" if is_parquet else "Arrow"
+        reason = str(error).partition("\n")[0]
+        kind = "parquet" if is_parquet else "Arrow"
         raise DataError(
             f"{name}: not {kind}, or damaged, after row {number}: {reason}; get the file again"
         ) from error

@@ -141,7 +141,8 @@ class _RecordLines:
         """
         line = next(self._lines)
         if not self.first_line:
-            self.first_line, self.byte_offset = line.number, line.byte_offset
+            self.first_line = line.number
+            self.byte_offset = line.byte_offset
             self.beginning = line.text[: read_json.KEPT_BYTES]
         self._last = line
         self._size_bytes += len(line.text)

@@ -52,12 +52,14 @@ def write_blocks(
     files = min(max(shards, needed), len(bins))
     bounds = [len(bins) * number // max(1, files) for number in range(files + 1)]
     counts: Counter[str] = Counter()
-    largest_token, costs = 0, [np.zeros(0, dtype=np.int64)]
+    largest_token = 0
+    costs = [np.zeros(0, dtype=np.int64)]
     for number, (first, end) in enumerate(pairwise(bounds)):
         arrays = _fill([bins[position] for position in range(first, end)], block_tokens)
         save_file(arrays, shard_path(folder, number))
         # The length of the document at each of the starts; 0 where padding begins.
-        starts, offsets = arrays["starts"].astype(np.int64), arrays["block_offsets"]
+        starts = arrays["starts"].astype(np.int64)
+        offsets = arrays["block_offsets"]
         lengths = np.append(starts[1:], 0) - starts
         lengths[offsets[1:] - 1] = 0
         counts["tokens"] += int(lengths.sum())
@@ -197,7 +199,8 @@ def begin_as_training(samples: Samples, held_out: NDArray[np.bool_]) -> int:
 
 def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: float) -> str:
     """Return a warning if the validation samples' share is far from `fraction`, or ""."""
-    number, wanted = int(held_out.sum()), fraction * len(held_out)
+    number = int(held_out.sum())
+    wanted = fraction * len(held_out)
     if wanted / 2 <= number <= 2 * wanted or abs(number - wanted) <= FEW_SAMPLES:
         return ""
     side, chosen = ("validation", held_out) if number > wanted else ("training", ~held_out)
@@ -245,7 +248,9 @@ def _write_side(
     split: Split,
     shards: int,
 ) -> BlockIndex:
-    groups, documents, sizes = [], [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
+    groups = []
+    documents = [np.zeros(0, dtype=np.int64)]
+    sizes = [np.zeros(1, dtype=np.int64)]
     for weight, numbers in by_weight.items():
         if len(numbers):
             group = split.pack(samples, numbers)

@@ -104,7 +104,8 @@ def open_sources(
         origin = sealed.manifest.spec["settings"]
         reading = read_settings(Rows, readings[number] if readings else {})
         own_keys = reading.columns.values()
-        folder, files = sealed.folder(), []
+        folder = sealed.folder()
+        files = []
         for name in sorted(sealed.manifest.files):
             if origin["source"] in MADE_HERE:
                 shown_name = str(origin["source"])

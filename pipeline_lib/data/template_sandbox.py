@@ -110,7 +110,8 @@ class _TemplateNamespace(Namespace):
     """The `namespace` of templates, which refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805 - as in jinja2, so that namespace(self=...) works
-        self, rest = args[0], args[1:]
+        self = args[0]
+        rest = args[1:]
         attributes = dict(*rest, **kwargs)
         for name in attributes:
             _refuse_private(name)

@@ -62,8 +62,10 @@ def build_tiny(settings: TinyModel, out: Path, say: Say) -> None:
 
 def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of a Qwen3 with tied embeddings."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    query, key_value = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    hidden = config["hidden_size"]
+    head = config["head_dim"]
+    query = config["num_attention_heads"] * head
+    key_value = config["num_key_value_heads"] * head
     feed_forward = config["intermediate_size"]
     layer = {
         "input_layernorm": (hidden,),

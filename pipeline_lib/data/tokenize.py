@@ -142,7 +142,8 @@ def _tokenize(job: Job, cores: int, fast: bool) -> "_Books":
 
     Raises DataError, Interrupted, WrongIds if the `fast` ids differ.
     """
-    given, settings = job.spec.settings, _settings_of(job.spec)
+    given = job.spec.settings
+    settings = _settings_of(job.spec)
     sources = open_sources(job, given.get("sources"), given.get(VALIDATION_SOURCES, 0))
     model = job.inputs["model"].folder(*READ_OF_MODEL)
     workers = worker_count(sum(sum(source.sizes) for source in sources), cores)

@@ -88,7 +88,8 @@ def calls_of(turn: Fields) -> list[dict[str, Any]]:
 
     Raises BadRow.
     """
-    where, place = turn.shown("tool_calls"), turn.name_of("tool_calls")
+    where = turn.shown("tool_calls")
+    place = turn.name_of("tool_calls")
     return [
         _call(turn, item, f"{where}[{number}]", f"{place}[]")
         for number, item in enumerate(turn.items("tool_calls"))
@@ -100,7 +101,9 @@ def calls_in(turn: Fields, key: str) -> list[dict[str, Any]]:
 
     Raises BadRow.
     """
-    value, where, place = turn.value(key), turn.shown(key), turn.name_of(key)
+    value = turn.value(key)
+    where = turn.shown(key)
+    place = turn.name_of(key)
     if isinstance(value, str) and value.lstrip().startswith(OPENS_THINKING):
         remedy = f"write it as reasoning_content of the turn, and the calls alone as {where}"
         raise BadRow(
@@ -121,7 +124,8 @@ def _call(turn: Fields, item: Any, where: str, place: str) -> dict[str, Any]:
     call = as_object(item, where)
     if "function" in call:
         _check_type(call, where)
-        outer, call = call, as_object(call["function"], f"{where}.function")
+        outer = call
+        call = as_object(call["function"], f"{where}.function")
         _refuse_misplaced(call, outer, ("arguments", *_OTHER_ARGUMENTS), where)
         turn.add_part(outer, where, place, ("function", *_CALL_KEYS))
         turn.add_part(call, f"{where}.function", f"{place}.function", ("name", "arguments"))

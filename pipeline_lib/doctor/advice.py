@@ -38,7 +38,8 @@ def _gpus(facts: Facts) -> dict[str, Section]:
 
 
 def _torch_advice(facts: Facts) -> Iterator[str]:
-    torch, gpus = facts["torch"], _gpus(facts)
+    torch = facts["torch"]
+    gpus = _gpus(facts)
     if torch.get("cuda_works") and torch.get("no_kernels"):
         yield (
             "layers cannot be compiled for the GPUs, which costs speed and memory: "
@@ -81,7 +82,8 @@ def _clock_advice(facts: Facts) -> Iterator[str]:
                 "limit lowered"
             )
     for name, gpu in _gpus(facts).items():
-        limit, usual = gpu.get("power_limit_w"), gpu.get("power_limit_default_w")
+        limit = gpu.get("power_limit_w")
+        usual = gpu.get("power_limit_default_w")
         if limit and usual and limit < 0.9 * usual:
             yield (
                 f"GPU {name} may take {limit:.0f} W of the usual {usual:.0f} W; an administrator "
@@ -91,7 +93,8 @@ def _clock_advice(facts: Facts) -> Iterator[str]:
 
 
 def _transport_advice(facts: Facts) -> Iterator[str]:
-    used, links = facts["exchange"].get("transports", []), facts["links"].values()
+    used = facts["exchange"].get("transports", [])
+    links = facts["links"].values()
     if any(name.startswith("NET/Socket") for name in used):
         yield (
             "NCCL sends over sockets between GPUs of this machine; unset NCCL_P2P_DISABLE, "
@@ -109,7 +112,9 @@ def _transport_advice(facts: Facts) -> Iterator[str]:
 
 
 def _host_advice(facts: Facts) -> Iterator[str]:
-    limits, processors, disk = facts["limits"], facts["processors"], facts["disk"]
+    limits = facts["limits"]
+    processors = facts["processors"]
+    disk = facts["disk"]
     if (size_bytes := limits.get("shm_bytes", SHM_BYTES)) < SHM_BYTES:
         yield (
             f"shared memory, /dev/shm, is {size_bytes / 1e6:.0f} MB, at least "

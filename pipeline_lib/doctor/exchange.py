@@ -47,7 +47,8 @@ def torch_facts() -> Section:
 
 def exchange(environ: Mapping[str, str], device_kind: str) -> Section:
     """Join the group of `environ`; return bytes/s by collective and size, and GPUs under load."""
-    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    rank = int(environ["RANK"])
+    world = int(environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if device_kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -98,7 +99,8 @@ def collectives(
     kinds: Collection[str] = KINDS,
 ) -> list[Collective]:
     """Measure collectives at each size for up to `patience_s`; all ranks of `group` call it."""
-    ranks, found = dist.get_world_size(group), []
+    ranks = dist.get_world_size(group)
+    found = []
     for size_bytes in SIZES_BYTES[device.type]:
         values = torch.zeros(size_bytes // 4, device=device)
         part = torch.zeros(size_bytes // 4 // ranks, device=device)

@@ -52,9 +52,12 @@ class HostsExamination:
 
     def _measured(self, allocation: Allocation, group: HostGroup, say: Say) -> Findings:
         place = place_of(self.cluster, group.facts, allocation)
-        hosts, ranks = count(len(self.hosts), "hosts"), count(place.ranks_per_node, "ranks")
+        hosts = count(len(self.hosts), "hosts")
+        ranks = count(place.ranks_per_node, "ranks")
         say(f"doctor: measures on {hosts}{allocation} with {ranks} each")
-        found, inbox, said = Findings(len(self.hosts)), Inbox(), list[str]()
+        found = Findings(len(self.hosts))
+        inbox = Inbox()
+        said = list[str]()
 
         def take(host: str, line: str) -> None:
             message = inbox.take(line)

@@ -157,7 +157,8 @@ def _slow_pairs(found: Findings) -> Iterator[str]:
         return
     rates = sorted(pair.worst for pair in pairs)
     # A good pair is the 80th percentile: with 3 nodes, one slow node makes 2 of 3 pairs slow.
-    good, middle = rates[min(len(rates) - 1, int(0.8 * len(rates)))], median(rates)
+    good = rates[min(len(rates) - 1, int(0.8 * len(rates)))]
+    middle = median(rates)
     slow = [pair for pair in pairs if pair.worst < SLOW * good]
     for pair in sorted(slow, key=lambda pair: pair.worst):
         yield (
@@ -174,7 +175,8 @@ def _slow_pairs(found: Findings) -> Iterator[str]:
                 "leave the node out"
             )
     for pair in pairs:
-        fast, low = max(pair.there, pair.back), pair.worst
+        fast = max(pair.there, pair.back)
+        low = pair.worst
         if pair not in slow and low < SLOW * fast:
             way = (pair.first, pair.second) if pair.there < pair.back else (pair.second, pair.first)
             yield (

@@ -49,7 +49,8 @@ def _store_facts(share: Path, token: str, environ: Mapping[str, str]) -> Section
 def network() -> Section:
     """Return the interfaces that are up, with addresses and speeds, and the InfiniBand ports."""
     found: Section = {"host": socket.gethostname()}
-    state, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
+    state = psutil.net_if_stats()
+    addresses = psutil.net_if_addrs()
     for name in sorted(state):
         ipv4 = [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET]
         if state[name].isup and ipv4 and not name.startswith(NOT_LINKS):

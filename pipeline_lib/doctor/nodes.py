@@ -178,7 +178,8 @@ class NodesExamination:
         ]
         # --wait: let the other tasks go on after one has ended.
         options += ["--kill-on-bad-exit=0", "--wait=60", "--input=none"]
-        found, inbox = Findings(self.nodes), Inbox()
+        found = Findings(self.nodes)
+        inbox = Inbox()
         with token_in([share]) as token:
             say(
                 f"doctor: asks SLURM for {count(self.nodes, 'nodes')} with {count(ranks, 'ranks')} "

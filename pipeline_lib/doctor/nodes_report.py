@@ -19,7 +19,8 @@ def nodes_report(found: Findings, wrong: list[str], comparison: str | None = Non
     if found.pairs:
         rates, latencies = {}, {}
         for pair in found.pairs:
-            there, back = (pair.first, pair.second), (pair.second, pair.first)
+            there = (pair.first, pair.second)
+            back = (pair.second, pair.first)
             rates[there], rates[back] = f"{pair.there * GBIT:.3g}", f"{pair.back * GBIT:.3g}"
             latencies[there] = latencies[back] = f"{pair.latency_s * 1e6:.0f}"
         parts += _matrix(found, "Gbit/s from the node of the row to that of the column", rates)

@@ -78,7 +78,9 @@ def disk(store: Path) -> Section:
         # immediately, so that the space is freed even if the probe is killed at its deadline
         probe.unlink()
         most_bytes = max(min(WRITE_BYTES, usage.free // 10), CHUNK_BYTES)
-        chunk, written, start_s = os.urandom(CHUNK_BYTES), 0, time.monotonic()
+        chunk = os.urandom(CHUNK_BYTES)
+        written = 0
+        start_s = time.monotonic()
         while written < most_bytes and time.monotonic() - start_s < PATIENCE_S:
             written += file.write(chunk)
             os.fsync(file.fileno())
@@ -87,7 +89,8 @@ def disk(store: Path) -> Section:
         # asks the kernel to drop its cached pages
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
-        read, start_s = 0, time.monotonic()
+        read = 0
+        start_s = time.monotonic()
         while (chunk := file.read(CHUNK_BYTES)) and time.monotonic() - start_s < PATIENCE_S:
             read += len(chunk)
         found["read_bytes_per_s"] = read / max(time.monotonic() - start_s, 1e-9)

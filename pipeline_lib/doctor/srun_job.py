@@ -97,7 +97,8 @@ class SrunJob:
 
         Raise SlurmError if none starts within `wait_s`.
         """
-        begin_s, started_s = time.monotonic(), None
+        begin_s = time.monotonic()
+        started_s = None
         while started_s is None or time.monotonic() - started_s < run_s:
             with suppress(queue.Empty):
                 line = self._lines.get(timeout=0.2)
@@ -105,7 +106,8 @@ class SrunJob:
                     # srun reports failures of tasks last, and not after a cancellation
                     self._ends_within(END_S)
                     return
-                started_s, self.has_started = started_s or time.monotonic(), True
+                started_s = started_s or time.monotonic()
+                self.has_started = True
                 yield line
                 continue
             if started_s is None and not self.has_started:

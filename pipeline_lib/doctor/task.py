@@ -62,7 +62,8 @@ def run_task(
     for name in PLACE_IN_WORLD if is_slurm else ():
         environ.pop(name, None)
     placed = dist_environment(environ)
-    rank, node = int(placed["RANK"]), host_of(environ)
+    rank = int(placed["RANK"])
+    node = host_of(environ)
     numbers = iter(range(1_000_000))
 
     def tell(message: dict[str, Any]) -> None:
@@ -91,8 +92,10 @@ def run_task(
 def _meet_others(
     environ: MutableMapping[str, str], placed: Mapping[str, str], device: str, tell: Tell
 ) -> None:
-    rank, local_rank = int(placed["RANK"]), int(placed["LOCAL_RANK"])
-    address, world = placed["MASTER_ADDR"], int(placed["WORLD_SIZE"])
+    rank = int(placed["RANK"])
+    local_rank = int(placed["LOCAL_RANK"])
+    address = placed["MASTER_ADDR"]
+    world = int(placed["WORLD_SIZE"])
     if HOST_VARIABLE not in environ:
         with suppress(SlurmError):
             address = node_address(address)  # the node's name may be unknown to other nodes

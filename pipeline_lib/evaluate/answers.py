@@ -48,7 +48,8 @@ def device_for(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.devic
 
     Raises DataError if the folder's config.json is invalid.
     """
-    geometry, free = read_geometry(folder), free_gpus()
+    geometry = read_geometry(folder)
+    free = free_gpus()
     return torch.device(
         "cuda" if free and gpus_to_hold(geometry, free[0], dtype.itemsize) == 1 else "cpu"
     )
@@ -190,7 +191,8 @@ def generate_all(
     for document in documents[:: max(1, len(documents) // max(1, settings.generations))][
         : settings.generations
     ]:
-        prompt, reference = question(document, tokenizer), first_answer(document)
+        prompt = question(document, tokenizer)
+        reference = first_answer(document)
         prompts.append(prompt)
         rows.append(
             {
@@ -301,7 +303,8 @@ def answers_to(
         at_once = answers_at_once(
             geometry, longest, max_new_tokens, model.dtype.itemsize, room_bytes
         )
-        batch, waiting = waiting[:at_once], waiting[at_once:]
+        batch = waiting[:at_once]
+        waiting = waiting[at_once:]
         answers = generate(model, [prompts[number] for number in batch], max_new_tokens, **GREEDY)
         for number, tokens in zip(batch, answers, strict=True):
             texts[number] = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()

@@ -62,7 +62,8 @@ def place_for(folder: Path) -> Place:
 
     Raises DataError if there is too little memory.
     """
-    parameters, host_bytes = read_geometry(folder).parameters, host_free_bytes()
+    parameters = read_geometry(folder).parameters
+    host_bytes = host_free_bytes()
     if not torch.cuda.is_available():
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             if parameters * dtype.itemsize <= host_bytes:
@@ -175,7 +176,8 @@ class AnswerStreamer(BaseStreamer):
         self._write("\n")
 
     def _pass_on(self) -> None:
-        text, self._begun = self._decoded(), []
+        text = self._decoded()
+        self._begun = []
         self.text += text
         self._write(text.translate(_CONTROLS))
 

@@ -196,7 +196,8 @@ def _evaluated_base(job: Job, exam: Exam) -> Evaluated:
     sets = [exam.blocks] if exam.blocks else []
     if sets:
         job.say(f"evaluate: base model on {len(exam.blocks):,} held-out blocks")
-    folder, rope = job.inputs["model"].folder(), rope_in(job.spec.settings)
+    folder = job.inputs["model"].folder()
+    rope = rope_in(job.spec.settings)
     return evaluated(folder, sets, exam, job.say, job.spans, rope, generation_config_of(job.inputs))
 
 
@@ -219,7 +220,8 @@ def _run_tuned(job: Job) -> dict[str, Any]:
     exam = Exam.of(job, modes_of(folder))
     sources = sources_of(job, exam.documents)
     sets: list[list[Block]] = []
-    shuffled, kept = list[Block](), list[int]()
+    shuffled = list[Block]()
+    kept = list[int]()
     if exam.blocks:
         shuffled, kept = shuffle_prompts(exam.documents[:MAX_SHUFFLED], _longest([exam.blocks]))
         sets = [exam.blocks, shuffled]
@@ -283,7 +285,8 @@ def sources_of(job: Job, documents: Sequence[Document]) -> dict[str, list[int]]:
     """
     if "tokenize" not in job.inputs:
         return {}
-    tokenize, shard = job.inputs["tokenize"], job.inputs["shard"].manifest
+    tokenize = job.inputs["tokenize"]
+    shard = job.inputs["shard"].manifest
     samples = Samples(tokenize.folder(*(f"{name}.npy" for name in ARRAYS)))
     split = Split.of(shard.spec["settings"], {})
     order = split.held_out_order(samples)
@@ -510,7 +513,8 @@ def unigram_loss(training: BlockReader, held_out: BlockReader) -> float:
 
     The model has add-one smoothing.
     """
-    seen, answers = _answer_counts(training), _answer_counts(held_out)
+    seen = _answer_counts(training)
+    answers = _answer_counts(held_out)
     size = max(len(seen), len(answers))
     seen = np.pad(seen, (0, size - len(seen)))
     answers = np.pad(answers, (0, size - len(answers)))
@@ -540,7 +544,8 @@ def shuffle_prompts(
         zip(documents, [*documents[1:], *documents[:1]], strict=True)
     ):
         start = prompt_length(document)
-        answer, prompt = document.tokens[start:], other.tokens[: prompt_length(other)]
+        answer = document.tokens[start:]
+        prompt = other.tokens[: prompt_length(other)]
         if len(prompt) + len(answer) > block_tokens:
             continue
         supervised = np.concatenate([np.zeros(len(prompt), np.bool_), document.supervised[start:]])
@@ -574,7 +579,8 @@ def _block_of(documents: Sequence[Document], block_tokens: int) -> Block:
 
 def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> dict[str, Any]:
     """Return the verdict on the tuned model: against base and unigram, prompt use, a summary."""
-    tuned, base = losses["tuned"], losses["base"]
+    tuned = losses["tuned"]
+    base = losses["base"]
     improved = tuned.is_below(base)
     known = "Not better" if tuned.mean >= base.mean else "Not proven better"
     if improved:

@@ -114,7 +114,8 @@ def loading_code(train: Train, base: str, skipped: Sequence[str], is_stretched: 
     """
     dtype = f"torch.{_DTYPES[train.precision]}"
     options = [f"dtype={dtype}"]
-    imports, quantization = ["AutoModelForCausalLM"], []
+    imports = ["AutoModelForCausalLM"]
+    quantization = []
     if is_stretched:
         imports.insert(0, "AutoConfig")
         options.append('config=AutoConfig.from_pretrained(".")')

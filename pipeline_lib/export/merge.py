@@ -139,11 +139,13 @@ def run(job: Job) -> dict[str, Any]:
 
     A model with the unquantized base in place of the trained one's is not compared.
     """
-    base, trained = job.inputs["model"].folder(), job.inputs["train"].folder()
+    base = job.inputs["model"].folder()
+    trained = job.inputs["train"].folder()
     generation = generation_config_of(job.inputs)
     merge = read_settings(Merge, job.spec.settings)
     settings = job.inputs["train"].manifest.spec["settings"]
-    train, rope = read_train(settings), rope_in(settings)
+    train = read_train(settings)
+    rope = rope_in(settings)
     is_proven = merge.base == "dequantized"
     fold = plan_fold(base, trained, train if is_proven else unquantized(train))
     dtype = None if merge.dtype == "auto" else DTYPES[merge.dtype]

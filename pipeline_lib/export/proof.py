@@ -321,7 +321,8 @@ def _difference(expected: Tensor, piece: Piece, written: Stored) -> float:
         if torch.equal(rounded_ours, theirs):  # never with NaN
             continue
         is_other = rounded_ours != theirs  # the few that need a closer look; true for NaN
-        near, there = ours[is_other], theirs[is_other]
+        near = ours[is_other]
+        there = theirs[is_other]
         beyond = (near - there.float()).abs_() - _half_steps(there)
         largest = max(largest, float(beyond.nan_to_num(math.inf).max()))
     if largest <= 0.0:
@@ -377,12 +378,14 @@ def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]
     positions = probe_positions(make_batch([block]))
     if device.type == "cpu":  # logits depend on earlier tokens alone
         compared = max(int((positions < _NOISE_TOKENS).sum()), _LEAST_POSITIONS)
-        positions, expected = positions[:compared], expected[:compared]
+        positions = positions[:compared]
+        expected = expected[:compared]
         block = _beginning(block, int(positions[-1]) + 1)
     start = _beginning(block, _NOISE_TOKENS)
     both = torch.cat([positions, probe_positions(make_batch([start]))])
     (logits,) = reference.streamed(torch.float32, device).probe_logits(block, positions=both)
-    found, exact = logits[: len(positions)], logits[len(positions) :]
+    found = logits[: len(positions)]
+    exact = logits[len(positions) :]
     has_experts = bool(read_geometry(reference.base).expert_layers)
     tolerance = LOGIT_TOLERANCE
     if DTYPES[reference.train.precision] != torch.float32:
@@ -431,7 +434,8 @@ def judge(found: Tensor, expected: Tensor, tolerance: float, has_experts: bool) 
             f"at a position, and at {apart} of {len(difference)} by more than the tolerance, "
             f"{tolerance:.0e}"
         )
-    near, exact = found[is_near], expected[is_near]
+    near = found[is_near]
+    exact = expected[is_near]
     return {
         "compared_logits": expected.numel(),
         "max_abs_difference": float((near - exact).abs().max()),

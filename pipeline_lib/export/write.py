@@ -74,7 +74,8 @@ def write_files(
     tensor that they are at, and the error is raised; of several, that of the first file by name.
     Raises ValueError if a value does not have the shape and dtype of its entry.
     """
-    cpus, failed = torch.get_num_threads(), Event()
+    cpus = torch.get_num_threads()
+    failed = Event()
 
     def content(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
         layout = ((entry.name, entry.dtype, entry.shape) for entry in entries)

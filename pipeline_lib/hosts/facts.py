@@ -82,7 +82,8 @@ class HostFacts:
 
 def facts_of_this_host(folders: list[Path], token: str, host: str) -> HostFacts:
     """Collect the facts; read `token` in each of `folders`, and write an answer beside it."""
-    memory, temporary = psutil.virtual_memory(), tempfile.gettempdir()
+    memory = psutil.virtual_memory()
+    temporary = tempfile.gettempdir()
     return HostFacts(
         machine=_identity(),
         python=platform.python_version(),
@@ -109,7 +110,8 @@ def code_digest() -> str:
 
 def addresses() -> dict[str, tuple[str, ...]]:
     """Return, by interface that is up, the addresses by which other machines may reach this one."""
-    state, found = psutil.net_if_stats(), {}
+    state = psutil.net_if_stats()
+    found = {}
     for name, entries in psutil.net_if_addrs().items():
         usable = [
             entry.address

@@ -45,7 +45,8 @@ class HostGroup:
 
     def __init__(self, links: Sequence[HostLink], timeout_s: float) -> None:
         """Take over `links`; after `timeout_s` of silence, an agent ends its ranks, as do we."""
-        self.links, self.timeout_s = tuple(links), timeout_s
+        self.links = tuple(links)
+        self.timeout_s = timeout_s
         self.facts: dict[str, HostFacts] = {}
         self.addresses: dict[str, str] = {}
         self.interfaces: dict[str, str] = {}
@@ -221,12 +222,17 @@ class HostGroup:
         others get LAST_WORDS_S. Raises Interrupted when the Snakemake that started this process is
         gone; leaving `kept` then ends all ranks.
         """
-        owners, owned_s = snakemake_above(), time.monotonic()
+        owners = snakemake_above()
+        owned_s = time.monotonic()
         for rank, link in enumerate(self.links):
             own = {"node_rank": rank, "interface": self.interfaces[link.host], "host": link.host}
             link.send("start", **order, **own)
-        running, first, lost = list(self.links), Ended(), dict[str, str]()
-        began_s, ending_s, has_asked = time.monotonic(), None, False
+        running = list(self.links)
+        first = Ended()
+        lost = dict[str, str]()
+        began_s = time.monotonic()
+        ending_s = None
+        has_asked = False
         while running:
             for link in list(running):
                 try:

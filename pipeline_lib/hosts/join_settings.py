@@ -36,9 +36,11 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
     """
     path = environ.get(SECRET_FILE)
     if path:
-        name, content = f"the file {path} of {SECRET_FILE}", _read_private(path)
+        name = f"the file {path} of {SECRET_FILE}"
+        content = _read_private(path)
     else:
-        name, content = SECRET, environ.get(SECRET, "").encode("utf-8", "surrogateescape")
+        name = SECRET
+        content = environ.get(SECRET, "").encode("utf-8", "surrogateescape")
     text = content.decode("utf-8", "surrogateescape").strip()
     if not text:
         missing = "is empty" if path or SECRET in environ else f"is not set, nor is {SECRET_FILE}"

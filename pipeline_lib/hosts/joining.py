@@ -42,7 +42,8 @@ def connect(
     refuses this one.
     """
     where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    start_s, said_s = time.monotonic(), -SAY_EVERY_S
+    start_s = time.monotonic()
+    said_s = -SAY_EVERY_S
     while True:
         try:
             with socket.create_connection((address, port), timeout=HANDSHAKE_S) as connection:
@@ -91,7 +92,8 @@ def _join(
         answer = receive_fields(connection, deadline_s, ANSWER)
     except (EOFError, ConnectionError) as error:
         raise differ from error
-    rank, refused = answer["node_rank"], answer["refused"]
+    rank = answer["node_rank"]
+    refused = answer["refused"]
     if not is_proof(answer["proof"], secret, "first host proves", [*transcript, rank, refused]):
         raise differ
     if rank is None:

@@ -177,7 +177,8 @@ def connect(host: str, setup: Sequence[str]) -> HostLink:
             "on this machine"
         )
         raise ConfigError("the hosts", [problem]) from error
-    reader, writer = process.stdout, process.stdin
+    reader = process.stdout
+    writer = process.stdin
     if reader is None or writer is None:
         raise HostLost(host, "its agent has no pipes")
     errors: list[str] = []

@@ -41,7 +41,8 @@ def read_hosts(given: str | Sequence[str], source: str) -> tuple[Host, ...]:
         hosts, problems = _from_hostfile(Path(given).expanduser())
     else:
         names = given.split(",") if isinstance(given, str) else given
-        hosts, problems = [Host(name.strip()) for name in names if name.strip()], []
+        hosts = [Host(name.strip()) for name in names if name.strip()]
+        problems = []
     problems += [
         f"{host.name!r} is no name or address of a host; user, port and key belong in ~/.ssh/config"
         for host in hosts

@@ -150,7 +150,8 @@ class HuggingFace:
         self, repository: Repository, commit: str, file: RemoteFile, work: Path, arrived: Arrived
     ) -> Path:
         """Return the file's path, in the user's cache or below `work`; download it if necessary."""
-        name, kind = repository.name, repository.kind
+        name = repository.name
+        kind = repository.kind
         cached = try_to_load_from_cache(name, file.name, repo_type=kind, revision=commit)
         if isinstance(cached, str):
             arrived(file.size)
@@ -174,7 +175,8 @@ class HuggingFace:
                     raise XetDownloadError(str(error)) from error
         # Two files with the same content may be downloaded at the same time.
         stem = f"{file.digest}-{hashlib.sha256(file.name.encode()).hexdigest()[:8]}"
-        whole, partial = work / stem, work / f"{stem}.incomplete"
+        whole = work / stem
+        partial = work / f"{stem}.incomplete"
         if not whole.exists():
             with answers_read(repository, self.errors):
                 _get(

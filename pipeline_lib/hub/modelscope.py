@@ -171,7 +171,9 @@ def _content(entries: list[dict[str, Any]]) -> set[tuple[Any, Any, Any]]:
 
 
 def _remote_file(entry: dict[str, Any]) -> RemoteFile:
-    name, size, digest = entry["Path"], int(entry["Size"]), str(entry.get("Sha256") or "")
+    name = entry["Path"]
+    size = int(entry["Size"])
+    digest = str(entry.get("Sha256") or "")
     return RemoteFile(
         name, size, "sha256", digest.lower(), is_link=str(entry.get("Mode")) in _LINK_MODES
     )

@@ -248,7 +248,8 @@ def not_set_up(hub: str, error: Exception) -> HubError:
     else:
         names = ", ".join(f"{name.upper()}_PROXY" for name in sorted(proxies))
         remedy = f"check the addresses in {names or 'the environment'}"
-    kind, text = type(error).__name__, plain(str(error))
+    kind = type(error).__name__
+    text = plain(str(error))
     return HubError(f"{hub}: no connection can be set up ({kind}: {text}); {remedy}")
 
 
@@ -259,7 +260,8 @@ def refused(
 
     `page` is the repository's page, `hint` the hub's reason.
     """
-    name, page = credentials.variable, plain(page)
+    name = credentials.variable
+    page = plain(page)
     if hint == "gated":
         what = (
             f"is gated: accept its licence at {page} and set {name} to a token of that account "
@@ -384,7 +386,8 @@ def patiently(call: Callable[[], Result], doing: str, say: Callable[[str], None]
                 ) from busy
             say(f"{doing}: {busy}; trying again in {wait_s:.0f} s")
         time.sleep(wait_s)
-        attempt, waited_s = attempt + 1, waited_s + wait_s
+        attempt = attempt + 1
+        waited_s = waited_s + wait_s
 
 
 def in_time(call: Callable[[], Result], doing: str) -> Result:

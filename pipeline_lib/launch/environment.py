@@ -161,7 +161,8 @@ def compile_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
     Those that `environ` names are taken if they are the user's own.
     """
-    cache, made = UserCache.from_env(environ), {}
+    cache = UserCache.from_env(environ)
+    made = {}
     for variable, name in COMPILE_CACHES.items():
         own = cache.within(name)
         if is_own(chosen := environ.get(variable, "")):
@@ -209,7 +210,8 @@ def rank_environments(
 ) -> list[dict[str, str]]:
     """Return the environments of the ranks of node number `node`: `environ` and their places."""
     environ = {"NCCL_RAS_ENABLE": "0", **environ}  # as in launch_environment
-    world, on_node = str(nodes * ranks_per_node), str(ranks_per_node)
+    world = str(nodes * ranks_per_node)
+    on_node = str(ranks_per_node)
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": on_node, "GROUP_RANK": str(node)}
     return [
         {**environ, **common, "RANK": str(node * ranks_per_node + local), "LOCAL_RANK": str(local)}

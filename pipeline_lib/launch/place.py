@@ -28,7 +28,8 @@ class RankPlacement:
     @staticmethod
     def of(cluster: Ranks, allocation: Allocation) -> "RankPlacement":
         """Return where the plan's `cluster` runs; `auto` is srun in a SLURM job, else spawn."""
-        launcher, nodes = known(cluster.launcher), known(cluster.nodes)
+        launcher = known(cluster.launcher)
+        nodes = known(cluster.nodes)
         if launcher == "auto":
             launcher = "srun" if allocation.job else "spawn"
         return RankPlacement(
@@ -163,7 +164,8 @@ class HostOrder:
         The ranks get from `environ` the settings of libraries and where rank 0 is, and the
         variables of the site file.
         """
-        site, group = Site.load(environ).environment, place.allocation.group
+        site = Site.load(environ).environment
+        group = place.allocation.group
         # What joined hosts are sent can be read in the network, so nothing else of the site file
         # goes there.
         private = () if group is not None and group.has_joined else site.keys()
@@ -202,7 +204,8 @@ def _read_program(fields: Mapping[str, Any]) -> Program:
 
     Raises PipelineError, or KeyError or TypeError for wrong fields.
     """
-    name, arguments = fields["name"], {key: value for key, value in fields.items() if key != "name"}
+    name = fields["name"]
+    arguments = {key: value for key, value in fields.items() if key != "name"}
     if name == RankArguments.NAME:
         return RankArguments(**arguments)
     if name == ProbeArguments.NAME:
@@ -240,9 +243,12 @@ def srun_command(place: RankPlacement, environ: dict[str, str], program: list[st
     for name in OF_OTHER_TASKS:
         environ.pop(name, None)
     if place.launcher == "srun":
-        tasks, cpus, started = place.ranks_per_node, place.cpus_per_rank, [MODULE]
+        tasks = place.ranks_per_node
+        cpus = place.cpus_per_rank
+        started = [MODULE]
     else:
-        tasks, cpus = 1, place.cpus_per_rank * place.ranks_per_node
+        tasks = 1
+        cpus = place.cpus_per_rank * place.ranks_per_node
         started = node_program(place.nodes, place.ranks_per_node)
     command = ["srun", "--nodes", str(place.nodes), "--ntasks", str(place.nodes * tasks)]
     command += [

@@ -97,7 +97,8 @@ class Reporting:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         """Prepare for rank `rank` of the run in `run_dir`."""
-        self._path, self._rank = run_dir / ERRORS / f"rank-{rank}.json", rank
+        self._path = run_dir / ERRORS / f"rank-{rank}.json"
+        self._rank = rank
 
     def __enter__(self) -> None:
         """Begin with nothing to report."""

@@ -37,7 +37,8 @@ class Rendezvous:
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> "Rendezvous":
         """Read what the launcher has set. What is missing stays missing: `store` says so."""
-        address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        address = environ.get("MASTER_ADDR", "")
+        port = environ.get("MASTER_PORT", "")
         return Rendezvous(
             file=environ.get(RENDEZVOUS_FILE),
             address=address if port.isdecimal() else "",

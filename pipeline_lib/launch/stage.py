@@ -130,7 +130,8 @@ class LaunchedAttempt:
         self, group: HostGroup, environ: Mapping[str, str], stop_in_s: float | None
     ) -> None:
         """Let the agents of all hosts start their ranks, and wait for them."""
-        place, run_dir = self.place, self.run_dir
+        place = self.place
+        run_dir = self.run_dir
         order = HostOrder.common(place, environ, run_dir.absolute(), self.rank_arguments)
 
         def show(host: str, line: str) -> None:
@@ -242,7 +243,8 @@ def take_hashes(job: Job, checkpoint: Path) -> None:
         return
     sealed_ns = (checkpoint / MANIFEST_NAME).stat().st_mtime_ns
     for name, entry in read_manifest(checkpoint).files.items():
-        left, saved = job.out / name, checkpoint / name
+        left = job.out / name
+        saved = checkpoint / name
         is_link = left.exists() and left.samefile(saved)
         if is_link and saved.stat().st_mtime_ns <= sealed_ns:  # else it was edited since
             job.hashes[name] = entry.sha256
@@ -270,7 +272,8 @@ def _allocated(
     plan: PlanDocument, job: Job, environ: Mapping[str, str]
 ) -> AbstractContextManager[Allocation]:
     """Return the nodes for the training of `plan`, to be entered."""
-    nodes, ranks = known(plan.cluster.nodes), known(plan.cluster.ranks)
+    nodes = known(plan.cluster.nodes)
+    ranks = known(plan.cluster.ranks)
     wanted = HostNeeds(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
     timeouts = float(known(plan.chosen.timeout_s)), float(known(plan.chosen.start_timeout_s))
     request = NodeRequest(nodes, known(plan.cluster.launcher), wanted, *timeouts)

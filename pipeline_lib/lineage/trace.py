@@ -258,7 +258,8 @@ def trace(path: Path, store: Store, sizes_only: bool, say: Say) -> Traced:
     manifest = read_manifest(folder)
     if manifest.stage != "merge":
         raise DataError(f"{path}: made by the {manifest.stage} stage, so it is not a model folder")
-    home, store = folder.resolve(), store_of(folder, manifest, store)
+    home = folder.resolve()
+    store = store_of(folder, manifest, store)
     checks = Checks(store, sizes_only, say)
     root = Traced(
         "merge",
@@ -343,7 +344,9 @@ def _attach_base(
     if record is None or record.base is None:
         traced.notes.append("the origin of this folder is unknown")
         return None
-    where, base, own = f"{LINEAGE_NAME}: base", record.base, None
+    where = f"{LINEAGE_NAME}: base"
+    base = record.base
+    own = None
     try:
         manifest = parse_manifest(base.manifest, where)
         if base.lineage is not None:

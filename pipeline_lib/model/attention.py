@@ -470,7 +470,8 @@ def packed_attention(
     longest = max_length_q.shape[0] if isinstance(max_length_q, Tensor) else max_length_q
     # Under autocast the norms' fp32 weights promote queries and keys to fp32; values keep the
     # projection's dtype.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     if part is not None:
         query, key, value = tokens_to_heads(query, key, value, part)
     output = _within_documents(

@@ -114,7 +114,8 @@ def part_of(batch: Batch, part: Part | None) -> Batch:
     """Return the part of each whole block of `batch`; without `part`, `batch` itself."""
     if part is None:
         return batch
-    targets, documents = part.of(batch.targets), part.of(batch.documents)
+    targets = part.of(batch.targets)
+    documents = part.of(batch.documents)
     return replace(
         batch,
         tokens=part.of(batch.tokens),
@@ -152,7 +153,8 @@ class Portion:
 
         With `key`, that and the number of a block decide its dropout.
         """
-        costs, tokens = reader.costs[block_ids], reader.block_tokens
+        costs = reader.costs[block_ids]
+        tokens = reader.block_tokens
         for micro in order.rank_blocks(
             block_ids, costs, self.group, self.groups, micro_batch_blocks
         ):

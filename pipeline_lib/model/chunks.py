@@ -124,8 +124,10 @@ class _FedForward(torch.autograd.Function):
         kept = ctx.kept.pop()  # has to live while its node is asked
         [between] = kept.grad_fn.saved_tensors  # computes the first half again
         del kept  # with which the layer's input is freed
-        rows, of_output = between.flatten(0, -2), gradient.flatten(0, -2)
-        wants_rows, parameters = ctx.needs_input_grad[4], _trained(ctx.layer)
+        rows = between.flatten(0, -2)
+        of_output = gradient.flatten(0, -2)
+        wants_rows = ctx.needs_input_grad[4]
+        parameters = _trained(ctx.layer)
         of_rows = torch.empty_like(rows) if wants_rows else None
         sums: list[Tensor | None] = [None] * len(parameters)
         with ctx.again.repeated(), torch.enable_grad(), _keeping_for_itself():

@@ -119,9 +119,11 @@ def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str)
     `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N]
     are those in the documents. It is computed in fp32 and returned in the dtype of `mixed`.
     """
-    tokens, before = len(mixed), weight.shape[1] - 1
+    tokens = len(mixed)
+    before = weight.shape[1] - 1
     # All products are of parts of one tensor: it is what autograd keeps, in the dtype of `mixed`.
-    padded, weights = F.pad(mixed, (0, 0, before, 0)), weight.float()
+    padded = F.pad(mixed, (0, 0, before, 0))
+    weights = weight.float()
     total = padded[before:] * weights[:, before]
     for back in range(1, before + 1):
         earlier = padded[before - back : before - back + tokens] * weights[:, before - back]

@@ -119,7 +119,8 @@ def forward(
     with torch.cuda.device(value.device):
         chunks = _chunks_of(ends, len(value))
         query, key, value, log_decay, beta = _batched(query, key, value, log_decay, beta)
-        query, key = l2norm_fwd(query)[0], l2norm_fwd(key)[0]
+        query = l2norm_fwd(query)[0]
+        key = l2norm_fwd(key)[0]
         decay = chunk_local_cumsum(
             log_decay, chunk_size=DELTA_CHUNK, scale=RCP_LN2, **chunks.named()
         )

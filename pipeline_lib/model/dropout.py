@@ -67,7 +67,8 @@ class SeededDropout(nn.Dropout):
         """Return which elements of `hidden` are dropped: bool[..., H]."""
         generator = torch.Generator(hidden.device)
         size = min(SEGMENT, draws.block_tokens)
-        row, end = self.drawing.first_row, self.drawing.first_row + hidden.shape[:-1].numel()
+        row = self.drawing.first_row
+        end = self.drawing.first_row + hidden.shape[:-1].numel()
         pieces = []
         while row < end:
             block, place = divmod(row, draws.tokens)

@@ -56,7 +56,8 @@ def router_loss_sum(
     tokens = mask.sum(dim=(1, 2))
     # the loss is linear in the probabilities, so each rank adds the term of its own
     if part is not None:
-        used, tokens = part.summed(used), part.summed(tokens)
+        used = part.summed(used)
+        tokens = part.summed(tokens)
     tokens = tokens.clamp(min=1.0)  # a block of only padding adds 0
     return (experts * (used * probabilities).sum(dim=1) / (len(router_logits) ** 2 * tokens)).sum()
 
@@ -222,7 +223,8 @@ def _without_gathered_weights(experts: nn.Module) -> AbstractContextManager[Any]
             parameter.dtype,
         ):
             return tensor
-        size, stride = tensor.size(), tensor.stride()
+        size = tensor.size()
+        stride = tensor.stride()
         return lambda: parameter.detach().as_strided(size, stride)
 
     return saved_tensors_hooks(keep, lambda kept: kept if isinstance(kept, Tensor) else kept())

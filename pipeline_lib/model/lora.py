@@ -131,7 +131,8 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
         return _forward_nf4(layer, base, hidden)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.weight.dtype
-    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    a = layer.lora_A[ADAPTER].weight
+    b = layer.lora_B[ADAPTER].weight
     bias = None if base.bias is None else base.bias.to(dtype)
     rows = hidden.to(dtype).flatten(0, -2)
     output, _ = adapted(
@@ -142,7 +143,8 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
 
 def _forward_nf4(layer: Any, base: Nf4Linear, hidden: Tensor) -> Tensor:
     dtype = dtype_of(base, hidden)
-    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    a = layer.lora_A[ADAPTER].weight
+    b = layer.lora_B[ADAPTER].weight
     bias = None if base.bias is None else base.bias.to(dtype)
     rows = hidden.to(dtype).flatten(0, -2)
     output, _ = adapted_nf4(
@@ -385,7 +387,8 @@ def draw_adapters(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for layer in _adapted(model):
-            of_experts, base = isinstance(layer, ParamWrapper), layer.get_base_layer()
+            of_experts = isinstance(layer, ParamWrapper)
+            base = layer.get_base_layer()
             rank = layer.r[ADAPTER] * (layer.num_experts if of_experts else 1)
             drawn = nn.Linear(layer.in_features, rank, bias=False).weight
             # peft also draws B before setting it to zero,

@@ -131,7 +131,8 @@ class _CrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, head = hidden.to(dtype), weight.to(dtype)
+        rows = hidden.to(dtype)
+        head = weight.to(dtype)
         losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         wants_hidden, wants_weight = (
             with_gradients and needed for needed in ctx.needs_input_grad[:2]
@@ -159,7 +160,8 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "the gradients of this loss have been used; run the forward pass again"
             )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         scaled = [
             None if gradient is None else gradient.mul_(factor).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)

@@ -38,7 +38,8 @@ class Nf4Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         """Take the place of `linear`, without values, on its device; its bias is kept."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         # without autocast, and what the weight is rounded to before
         self.compute_dtype = linear.weight.dtype
         blocks = self.out_features * self.in_features // BLOCK

@@ -141,7 +141,9 @@ class _Away:
         """Start the copy of `value`, which is contiguous."""
         self._host = host
         self._value: Tensor | None = value  # None while it is on the host alone
-        self._shape, self._dtype, self._device = value.shape, value.dtype, value.device
+        self._shape = value.shape
+        self._dtype = value.dtype
+        self._device = value.device
         self._memory: Tensor | None = host.take(value)  # None once it is on its way back
         self._event: Any = None  # of the last copy
         self._copy(self._on_host(self._memory), value)

@@ -95,7 +95,8 @@ def _boxes(
         yield (start,) * len(shape), (stop - start,) * len(shape)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
+    first = -(-start // row)
+    last = stop // row
     if first > last:  # within one row
         yield from _within_row(last, start, stop, shape)
         return
@@ -192,7 +193,8 @@ class Stored(Header):
             self.copy_to(values, slices)
             target.copy_(values)
             return
-        flat, done = target.detach().view(-1), 0
+        flat = target.detach().view(-1)
+        done = 0
         is_in_place = target.dtype == self.dtype and target.device.type == "cpu"
         with unreadable_named(self.path), self.path.open("rb", buffering=0) as file:
             for first, count in runs(self.shape, slices[len(slices) - len(self.shape) :]):
@@ -220,7 +222,8 @@ class Stored(Header):
             count = os.preadv(file.fileno(), [rest], begin)
             if not count:
                 raise DataError(f"{self.path}: ends within {self.name}; get the model again")
-            rest, begin = rest[count:], begin + count
+            rest = rest[count:]
+            begin = begin + count
 
 
 def runs(shape: Sequence[int], box: Sequence[slice]) -> Iterator[tuple[int, int]]:
@@ -267,7 +270,8 @@ def load_weights(model: nn.Module, folder: Path, device: torch.device, adapter_s
     stored, sources = match_tensors(model, folder)
     materialise(model, device)
     # The parameters are listed anew, since allocation may have replaced them.
-    plain, quantized = base_parameters(model), quantized_linears(model)
+    plain = base_parameters(model)
+    quantized = quantized_linears(model)
     of_plain = list(zip(plain, sources[: len(plain)], strict=True))
     fills = [
         partial(_fill, parameter, piece, stored[piece.name].copy_to)
@@ -450,7 +454,8 @@ def fill_box(
     for begin, length, offset, size in zip(
         begins, local.shape, piece.offsets, piece.sizes, strict=True
     ):
-        first, last = max(begin, offset), min(begin + length, offset + size)
+        first = max(begin, offset)
+        last = min(begin + length, offset + size)
         if first >= last:
             return
         here.append(slice(first - begin, last - begin))

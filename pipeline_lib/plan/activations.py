@@ -76,7 +76,8 @@ def kept_per_token(geometry: Geometry, train: Train, kind: LayerKind, recompute:
 
 def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
     """Return the bytes per token that a layer's first half keeps: norm, attention or delta rule."""
-    arithmetic, hidden = Arithmetic.of(train), geometry.hidden
+    arithmetic = Arithmetic.of(train)
+    hidden = geometry.hidden
     number = arithmetic.number_bytes
     kept: float = FP32_BYTES  # of the norm
     if kind.is_recurrent and geometry.delta is not None:
@@ -106,7 +107,8 @@ def mixed_per_token(geometry: Geometry, train: Train, kind: LayerKind) -> float:
 def _attended_per_token(geometry: Geometry, train: Train) -> float:
     """Return the bytes per token that attention keeps between projections, with its norms."""
     number = compute_bytes(train)
-    q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
+    q = geometry.heads * geometry.head_dim
+    k = geometry.kv_heads * geometry.head_dim
     normed = q + k if geometry.normed_heads else 0
     # Attention: query, output, key and value. If ranks share blocks, each has a head of keys and
     # values at least, and the exchanged output is kept beside the one that the kernel needs.
@@ -210,7 +212,8 @@ def before_chunks(geometry: Geometry, train: Train, kind: LayerKind) -> float:
 
 def fed_per_token(geometry: Geometry, train: Train, has_experts: bool) -> float:
     """Return the bytes per token that a layer's second half keeps: norm, and MLP or experts."""
-    arithmetic, compiled = Arithmetic.of(train), is_compiled(train)
+    arithmetic = Arithmetic.of(train)
+    compiled = is_compiled(train)
     number = arithmetic.number_bytes
     names = [] if has_experts else [name for name in geometry.linears if name in FED]
     kept: float = FP32_BYTES  # of the norm
@@ -285,9 +288,11 @@ def _products(geometry: Geometry, train: Train, arithmetic: Arithmetic, kind: La
             outputs["experts"] += 2 * geometry.intermediate + geometry.hidden
     elif is_compiled(train):
         outputs.pop("down_proj")
-    mixed, of_heads = geometry.heads * geometry.head_dim, FP32_BYTES * geometry.heads
+    mixed = geometry.heads * geometry.head_dim
+    of_heads = FP32_BYTES * geometry.heads
     if kind.is_recurrent and geometry.delta is not None:
-        mixed, of_heads = geometry.delta.values + geometry.delta.value_heads * DELTA_CHUNK, 0
+        mixed = geometry.delta.values + geometry.delta.value_heads * DELTA_CHUNK
+        of_heads = 0
     total = sum(outputs.values()) + mixed
     if has_fused_adapters(train):
         total += train.lora.rank * len(

@@ -91,11 +91,13 @@ def expected_workload(config: Config, vocabulary: int | None) -> Workload:
 
     `vocabulary` is the size of the model's, None if it is not known.
     """
-    assumed, sources = Workload.assumed(config), _of_sources(config, vocabulary)
+    assumed = Workload.assumed(config)
+    sources = _of_sources(config, vocabulary)
     amounts = _trained(config, sources)
     if amounts is None:
         return assumed
-    expected, lengths = amounts[1], [amount.document_tokens for amount in amounts if amount.samples]
+    expected = amounts[1]
+    lengths = [amount.document_tokens for amount in amounts if amount.samples]
     positions = assumed.real_fraction * assumed.block_tokens
     # The weights are of the training.
     trained = len(config.data.train)
@@ -169,7 +171,9 @@ def _of_source(
         tools=_Length.of(" ".join(tokenize.tools)),
     )
     left = float(source.max_rows or math.inf)
-    found, all_bytes, read_bytes = (Amount(),) * len(ratios), 0, 0
+    found = (Amount(),) * len(ratios)
+    all_bytes = 0
+    read_bytes = 0
     for number, (path, stamp) in enumerate(files):
         all_bytes += stamp.size
         if number >= _READ_FILES or left <= 0:
@@ -205,7 +209,8 @@ class _Length:
     @classmethod
     def of(cls, text: str) -> "_Length":
         runs = _CJK.findall(text)
-        cjk, cjk_bytes = sum(map(len, runs)), sum(len(run.encode(errors="replace")) for run in runs)
+        cjk = sum(map(len, runs))
+        cjk_bytes = sum(len(run.encode(errors="replace")) for run in runs)
         return cls(len(text.encode(errors="replace")) - cjk_bytes, cjk)
 
     @classmethod

@@ -118,7 +118,8 @@ def question_of(config: Config, store: Store) -> Question:
 
     Raise DataError for an unknown model, ConfigError for a wrong cluster.json.
     """
-    geometry, blocks = geometry_of(config, store), blocks_of(config, store)
+    geometry = geometry_of(config, store)
+    blocks = blocks_of(config, store)
     return Question(
         experiment=config.experiment,
         geometry=geometry,
@@ -166,7 +167,8 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
     idle with any number of them to a block, and ConfigError for a wrong machine. Most of the time
     goes into sentences; without `is_explained` they are left out.
     """
-    machine, batch = question.machine, question.batch(question.train)
+    machine = question.machine
+    batch = question.batch(question.train)
     train = question.train
     ranks = question.ranks
     sizes = (question.workload.block_tokens, batch.global_batch_blocks)
@@ -188,7 +190,8 @@ def answer(question: Question, is_explained: bool = True) -> Answer:
         return Answer(
             _content(question, wanted, choice, {}, []), wanted, choice, in_lines(problem) or None
         )
-    is_auto, changes = question.train.strategy == AUTO, advice(choice, wanted)
+    is_auto = question.train.strategy == AUTO
+    changes = advice(choice, wanted)
     words: dict[str, Any] = {
         "chosen": why_chosen(choice, setting, is_auto),
         "verdicts": verdicts(choice, setting, is_auto),
@@ -264,7 +267,8 @@ def is_hopeless(memory: Memory, machine: Machine) -> bool:
 
 def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     """Return by how much that memory is too small, in words."""
-    needed, has = memory.total_bytes, machine.gpu_memory_bytes
+    needed = memory.total_bytes
+    has = machine.gpu_memory_bytes
     of_gpu = f"{gib(has or 0)} of each {machine.name}"
     too_large = f"train.strategy: {train.strategy} needs {gib(needed)}"
     if has is None or needed <= has:
@@ -272,7 +276,8 @@ def lacking(train: Train, memory: Memory, machine: Machine) -> str:
     else:
         too_large += f", {gib(needed - has)} more than the {of_gpu}"
     if lacks_host_memory(memory, machine):
-        host, has_host = host_need_of_node(memory, machine), host_limit_in_words(machine)
+        host = host_need_of_node(memory, machine)
+        has_host = host_limit_in_words(machine)
         on_host = (
             f"{gigabytes(host.total_bytes)} of host memory on each node ({host}), and {has_host}"
         )
@@ -301,7 +306,8 @@ def _about_data(question: Question, train: Train, batch: BatchPlan) -> dict[str,
 
 def _idle_keys(given: Train, chosen: Train) -> Iterator[str]:
     """Yield the keys of `given` that do nothing beside what `auto` has become in `chosen`."""
-    kept, recompute = given.kept_attention_layers, recompute_of(chosen)
+    kept = given.kept_attention_layers
+    recompute = recompute_of(chosen)
     if kept != AUTO and recompute != "full":
         why = f"has no effect, because {in_file('recompute')}: auto is {recompute} here"
         yield f"train.kept_attention_layers: {kept} {why}; remove it, or set that to full"
@@ -309,7 +315,9 @@ def _idle_keys(given: Train, chosen: Train) -> Iterator[str]:
 
 def run_of(question: Question) -> Run:
     """Return what the stages of the run are sized by. Raises ConfigError."""
-    cluster, train, evaluate = question.cluster, question.train, question.evaluate
+    cluster = question.cluster
+    train = question.train
+    evaluate = question.evaluate
     return Run(cluster, train, evaluate, question.geometry, question.workload, question.machine)
 
 
@@ -387,7 +395,8 @@ def _with_estimated_run(way: Prediction, setting: Setting, steps: Steps | None) 
     ends = [
         replace(setting, steps=run, epoch_steps=epoch).predict(way.train) for run, epoch in lengths
     ]
-    run_s, gpu_hours = _over([one.run_s for one in ends]), _over([one.gpu_hours for one in ends])
+    run_s = _over([one.run_s for one in ends])
+    gpu_hours = _over([one.gpu_hours for one in ends])
     return replace(way, run_s=run_s, gpu_hours=gpu_hours)
 
 
@@ -401,6 +410,13 @@ def _over(figures: list[Figure | None]) -> Figure | None:
     )
 
 
+def _described(machine: Machine, geometry: Geometry) -> dict[str, Any]:
+    """Return the content of a machine, with how many parts were measured of this model's shape."""
+    own = sum(part.shape == shape_of(geometry) for part in machine.measured)
+    others = len(machine.measured) - own
+    return {**machine.as_json(), "measured_parts": own, "other_parts": others}
+
+
 def _content(
     question: Question,
     wanted: Wanted | None,
@@ -408,7 +424,8 @@ def _content(
     words: dict[str, Any],
     actions: list[str],
 ) -> dict[str, Any]:
-    geometry, machine = question.geometry, wanted.setting.machine if wanted else None
+    geometry = question.geometry
+    machine = wanted.setting.machine if wanted else None
     train = choice.chosen.train if choice else settled(question.train, question.ranks.has_triton)
     batch = question.batch(train)
     if choice is not None:
@@ -418,14 +435,7 @@ def _content(
         memories = predict_all(
             geometry, train, question.ranks, question.workload.block_tokens, batch.accumulation
         )
-    described = None
-    if machine is not None:
-        own = sum(part.shape == shape_of(geometry) for part in machine.measured)
-        described = {
-            **machine.as_json(),
-            "measured_parts": own,
-            "other_parts": len(machine.measured) - own,
-        }
+    described = None if machine is None else _described(machine, geometry)
     way = (
         _with_estimated_run(choice.chosen, wanted.setting, question.estimated)
         if choice and wanted

@@ -77,7 +77,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         other = train.model_copy(update={"strategy": AUTO, "shard_ranks": None, "reshard": AUTO})
         named = ("context_ranks", "micro_batch_blocks", "recompute", "offload", "compile")
         kept = [key for key in named if getattr(train, key) != AUTO]
-        chosen, beside = _best_of(setting, own), _by_strategy(groups(setting, other, kept))
+        chosen = _best_of(setting, own)
+        beside = _by_strategy(groups(setting, other, kept))
         best = {
             name: _best_of(setting, found) for name, found in beside.items() if name not in left_out
         }
@@ -92,7 +93,8 @@ def choose(setting: Setting, train: Train, held: Collection[str], has_deepspeed:
         raise DataError(text)
     simplest = simplest_of_fastest(setting, everything)
     if simplest is None:
-        machine, number = setting.machine, sum(len(group.sizes) for group in everything)
+        machine = setting.machine
+        number = sum(len(group.sizes) for group in everything)
         limit = "" if machine.gpu_memory_bytes is None else f" with {gib(machine.gpu_memory_bytes)}"
         raise DataError(
             f"none of {number} ways to train fits {machine.ranks} x {machine.name}{limit}"
@@ -201,7 +203,9 @@ class Wanted:
 
 def fastest(wanted: Wanted) -> Prediction | None:
     """Return what `choose` chooses, and nothing more; None if nothing fits or is allowed."""
-    setting, train, held = wanted.setting, wanted.train, wanted.held
+    setting = wanted.setting
+    train = wanted.train
+    held = wanted.held
     sizes = setting.workload.block_tokens, setting.batch_blocks
     if not is_legal(train, setting.ranks) or not sharing_counts(
         setting.geometry, train, held, setting.ranks, *sizes
@@ -235,7 +239,8 @@ def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
     memory for, ordered by the host memory that they need, since a job can ask for more; then all
     others, ordered by the memory of a rank.
     """
-    setting, machine = wanted.setting, wanted.setting.machine
+    setting = wanted.setting
+    machine = wanted.setting.machine
     ways = list[tuple[Train, Memory]]()
     for count in setting.rank_counts(wanted.train, wanted.held):
         for train in _lean_settings(wanted, count):
@@ -256,7 +261,8 @@ def leanest(wanted: Wanted) -> list[tuple[Train, Memory]]:
 
 
 def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
-    train, held = wanted.train.model_copy(update={"context_ranks": count}), wanted.held
+    train = wanted.train.model_copy(update={"context_ranks": count})
+    held = wanted.held
     open_keys = free_keys(train, held)
     has_triton = wanted.setting.machine.has_triton
     lean = {
@@ -296,7 +302,8 @@ def _with_activations_away(lean: Train, wanted: Wanted) -> Iterator[Train]:
 
     No layer keeps the attention's results, unless `kept_attention_layers` is given.
     """
-    setting, machine = wanted.setting, wanted.setting.machine
+    setting = wanted.setting
+    machine = wanted.setting.machine
     lean = setting.leaner(lean)
     yield lean
     if wanted.train.offload_activations == AUTO and machine.is_gpu and can_keep_on_host(lean):
@@ -343,7 +350,8 @@ def _with_another_strategy(wanted: Wanted) -> Iterator[str]:
     free = replace(
         wanted, train=wanted.train.model_copy(update={"strategy": AUTO}), held=(*wanted.held, *kept)
     )
-    ways, machine = leanest(free), wanted.setting.machine
+    ways = leanest(free)
+    machine = wanted.setting.machine
     if ways and fits(ways[0][1], machine):
         yield f"this would fit: train.strategy: auto{_on_host(ways[0][1], machine)}"
     elif cluster := smallest_cluster(free):
@@ -355,8 +363,10 @@ def _remedies(wanted: Wanted) -> Iterator[str]:
 
     Keys that the plan may choose already have their leanest value.
     """
-    machine, setting = wanted.setting.machine, wanted.setting
-    device_bytes, block_tokens = machine.gpu_memory_bytes or 0, setting.workload.block_tokens
+    machine = wanted.setting.machine
+    setting = wanted.setting
+    device_bytes = machine.gpu_memory_bytes or 0
+    block_tokens = setting.workload.block_tokens
     lean = {"recompute": "full"} if wanted.train.recompute == AUTO else {}
     found: list[Remedy] = []
     for count in setting.rank_counts(wanted.train, wanted.held):
@@ -393,7 +403,8 @@ def _may_need_more(wanted: Wanted, changes: dict[str, Any]) -> bool:
 
 def _with_less_offloaded(wanted: Wanted) -> Iterator[str]:
     """Yield less offloading than configured, if the host lacks memory that the GPUs have."""
-    train, machine = wanted.train, wanted.setting.machine
+    train = wanted.train
+    machine = wanted.setting.machine
     ways = leanest(wanted)
     if not machine.is_gpu or not ways or not lacks_host_memory(ways[0][1], machine):
         return
@@ -439,7 +450,8 @@ def _freed(wanted: Wanted) -> Iterator[str]:
 
 def _in_4_bits(wanted: Wanted) -> Iterator[str]:
     """Yield adapters on a 4-bit base if the GPUs have memory for these but not for unquantized."""
-    train, setting = wanted.train.model_copy(update={"method": "lora"}), wanted.setting
+    train = wanted.train.model_copy(update={"method": "lora"})
+    setting = wanted.setting
 
     def fits_without_host(train: Train) -> bool:
         ways = leanest(replace(wanted, train=train))
@@ -525,7 +537,8 @@ def smallest_cluster(wanted: Wanted) -> str | None:
     These are the fewest GPUs of this kind, no fewer than now, and as many GPUs as now of the
     smallest larger kind.
     """
-    machine, sentences = wanted.setting.machine, []
+    machine = wanted.setting.machine
+    sentences = []
     same = next((shape for shape in _shapes(wanted) if wanted.on(shape).fits), None)
     if same is not None:
         nodes = f"cluster.nodes {same.nodes} with " if same.nodes > 1 else ""
@@ -538,7 +551,8 @@ def smallest_cluster(wanted: Wanted) -> str | None:
             else " (which needs cluster.internode_gbit_s too)"
         )
         more += _least_on_host(wanted.on(same))
-        blocks, size = wanted.blocks_at_once(same), same.ranks_per_node
+        blocks = wanted.blocks_at_once(same)
+        size = same.ranks_per_node
         if blocks > wanted.setting.batch_blocks:
             tokens = blocks * wanted.setting.workload.block_tokens
             more += f" and train.global_batch_tokens {tokens}, which changes the training"
@@ -582,7 +596,8 @@ def _shapes(wanted: Wanted) -> Iterator[Machine]:
     Nodes that use fewer of their GPUs than now, so that each GPU has more host memory, are tried
     only if no others would do.
     """
-    machine, batch_blocks = wanted.setting.machine, wanted.setting.batch_blocks
+    machine = wanted.setting.machine
+    batch_blocks = wanted.setting.batch_blocks
     now = machine.ranks_per_node
     least = {size: _least_nodes(wanted, size) for size in {*range(now, MOST_PER_NODE + 1), now}}
     if min(least.values()) > MOST_NODES:
@@ -628,7 +643,8 @@ def _least_nodes(wanted: Wanted, per_node: int) -> int:
 
 def _of_each_count(wanted: Wanted, per_node: int) -> dict[int, Wanted]:
     """Return the same training for each number of ranks to a block that such nodes may have."""
-    setting, train = wanted.setting, wanted.train
+    setting = wanted.setting
+    train = wanted.train
     if "context_ranks" not in free_keys(train, wanted.held):
         return {train.ranks_per_block: wanted}
     counts = allowed_counts(setting.geometry, train, per_node, setting.workload.block_tokens)

@@ -82,7 +82,8 @@ def read_measured(content: Mapping[str, Any]) -> Measured:
     unknown = sorted(set(rates) - set(RATES))
     if unknown:
         _refuse(f"rates.{unknown[0]}: no such rate; there are {', '.join(RATES)}")
-    gpu, memory = content.get("gpu"), content.get("gpu_memory_bytes")
+    gpu = content.get("gpu")
+    memory = content.get("gpu_memory_bytes")
     if not (gpu is None or (isinstance(gpu, str) and gpu)):
         _refuse(f"gpu: {gpu!r} is not the name of a GPU, or null")
     if (gpu is None) != (memory is None):
@@ -115,7 +116,8 @@ def _rate(rates: Mapping[str, Any], name: str) -> Rate:
 def _part(part: Any, where: str) -> MeasuredPart:
     if not isinstance(part, Mapping):
         _refuse(f"{where}: {_short(part)} is no mapping")
-    shape, variant = part.get("shape"), part.get("variant")
+    shape = part.get("shape")
+    variant = part.get("variant")
     if (
         not isinstance(shape, list)
         or not shape
@@ -319,7 +321,8 @@ def machine_of(
     _refuse_missing(rates, cluster, precision)
     name, memory_bytes = (gpu.name, gpu.memory_bytes) if gpu is not None else (None, None)
     if measured is not None:
-        name, memory_bytes = name or measured.gpu, measured.gpu_memory_bytes or memory_bytes
+        name = name or measured.gpu
+        memory_bytes = measured.gpu_memory_bytes or memory_bytes
     if not cluster.gpus_per_node:
         name = "CPU"
     return Machine(
@@ -351,7 +354,8 @@ def _in_long_documents(measured: Measured) -> dict[str, Rate]:
 def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
     measured_name = measured.gpu if measured is not None else None
     if measured is not None and (measured_name is not None) != (cluster.gpus_per_node > 0):
-        was, is_now = measured_name or "CPUs", f"cluster.gpus_per_node is {cluster.gpus_per_node}"
+        was = measured_name or "CPUs"
+        is_now = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
         raise _error(
             f"cluster.measured: measured on {was}, and {is_now}; {AGAIN} where training will run"
         )
@@ -416,7 +420,8 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
     }
     if gpu is None:
         return rates
-    source, peak = f"catalogue: {gpu.name}", gpu.peak_flop_s(precision)
+    source = f"catalogue: {gpu.name}"
+    peak = gpu.peak_flop_s(precision)
     if peak is None:
         others = " or ".join(other for other in ("bf16", "fp16", "fp32") if gpu.computes_in(other))
         raise _error(
@@ -438,7 +443,8 @@ def _catalogue(gpu: Gpu | None, precision: str, attention: str, threads: int) ->
 
 
 def _cpus(cluster: Cluster, precision: str) -> dict[str, Rate]:
-    source, threads = "a usual CPU", cluster.cpus_per_rank
+    source = "a usual CPU"
+    threads = cluster.cpus_per_rank
     band = _CPU_BAND if precision == "fp32" else _CPU_HALF_BAND
     memory = _gbyte_rate(_CPU_MEMORY_GBYTE_S, _CPU_BAND, source)
     return {

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline_lib.config.checks import warnings_of
 from pipeline_lib.config.load import FLAG, load_config, load_configs
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.warnings import warnings_of
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.files import json_text
 from pipeline_lib.core.stage import Say
@@ -44,7 +44,8 @@ def show_plan(
     found = _answer(path, config, store)
     if what_if:
         told = [text for text in what_if if text.partition("=")[0] == DOCUMENTS]
-        now, config = found, load_config(path, [text for text in what_if if text not in told])
+        now = found
+        config = load_config(path, [text for text in what_if if text not in told])
         learn_architecture(config, store, say)
         found = _answer(path, config, store, _document_tokens(told[-1], config) if told else None)
         say(render_what_if(now.content, found.content, what_if, is_detailed))
@@ -66,7 +67,8 @@ def show_plan(
         say(f"\nwarning: {text}")
     if not is_sealed(config, store, "train"):
         question = question_of(config, store)
-        run, untrained = run_of(question), () if question.geometry.is_trained else (PLANNED_ONLY,)
+        run = run_of(question)
+        untrained = () if question.geometry.is_trained else (PLANNED_ONLY,)
         for problem in (*untrained, *too_little_disk(run, config, store), *later_problems(run)):
             say(f"\nthe training would be refused: {problem}")
     if is_detailed and found.wanted is not None and found.choice is not None:
@@ -93,7 +95,8 @@ def _document_tokens(what_if: str, config: Config) -> float:
 
     Raise ConfigError if it is not a length that blocks have room for.
     """
-    text, most = what_if.partition("=")[2], config.shard.block_tokens
+    text = what_if.partition("=")[2]
+    most = config.shard.block_tokens
     try:
         tokens = float(text)
     except ValueError:

@@ -146,7 +146,8 @@ def plan_answers(
     geometry: Geometry, settings: Evaluate, gpus: int, gpu_bytes: int, host_bytes: int | None
 ) -> Answers:
     """Return how a model answers on a node with `gpus` GPUs of `gpu_bytes` and `host_bytes`."""
-    asked, tokens = settings.generations + len(settings.prompts), settings.max_new_tokens
+    asked = settings.generations + len(settings.prompts)
+    tokens = settings.max_new_tokens
     bounded = partial(Answers, asked=asked, asked_tokens=tokens)
     if not asked:
         return bounded("none", gpus=0, answers=0, new_tokens=tokens)

@@ -50,8 +50,11 @@ def explain(one: predict.Prediction, setting: Setting) -> str:
 
 
 def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    geometry, train, workload = setting.geometry, one.train, setting.workload
-    trained, ranks = geometry.trained_parameters(train), setting.ranks.total
+    geometry = setting.geometry
+    train = one.train
+    workload = setting.workload
+    trained = geometry.trained_parameters(train)
+    ranks = setting.ranks.total
     yield f"parameters P = {geometry.parameters:,}; trained T = {trained:,}"
     yield (
         f"weights in matrix products M = {geometry.matmul_parameters:,}, in {geometry.layers} "
@@ -75,9 +78,11 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     how = "compiled" if is_compiled(train) else "eager"
     yield f"layers run {how}, activation checkpointing {recompute_of(train)}{gathered}"
     yield f"tokens of a step = {of_step}, {1 - workload.real_fraction:.1%} of them padding"
-    micro, groups = f"{train.micro_batch_blocks} x {workload.block_tokens}", str(ranks)
+    micro = f"{train.micro_batch_blocks} x {workload.block_tokens}"
+    groups = str(ranks)
     if train.ranks_per_block > 1:
-        micro, groups = f"{micro} / {train.ranks_per_block}", f"{ranks} / {train.ranks_per_block}"
+        micro = f"{micro} / {train.ranks_per_block}"
+        groups = f"{ranks} / {train.ranks_per_block}"
     tokens = micro_batch_tokens(train, workload.block_tokens)
     chunks = ""
     if feeds_in_chunks(train, bool(geometry.expert_layers), tokens):
@@ -89,7 +94,8 @@ def _sizes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
 
 
 def _explain_memory(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    memory, formulas = one.memory, _state_formulas(one, setting)
+    memory = one.memory
+    formulas = _state_formulas(one, setting)
     for part in PARTS:
         size = getattr(memory, f"{part}_bytes")
         if size:
@@ -111,12 +117,15 @@ def _explain_memory(one: predict.Prediction, setting: Setting) -> Iterator[str]:
 
 def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]:
     """Return the formulas of what is kept between steps, as arithmetic that a test evaluates."""
-    train, geometry = one.train, setting.geometry
+    train = one.train
+    geometry = setting.geometry
     if train.offload != "none" or train.optimizer != "adamw":
         return {}
-    trained, number = geometry.trained_parameters(train), compute_bytes(train)
+    trained = geometry.trained_parameters(train)
+    number = compute_bytes(train)
     frozen = geometry.parameters - (trained if train.method == "full" else 0)
-    share, ranks = sharded_over(train, setting.ranks), setting.ranks.total
+    share = sharded_over(train, setting.ranks)
+    ranks = setting.ranks.total
     if not train.uses_deepspeed:
         quantized = geometry.quantized_parameters(train)
         in_four_bits = f" + {NF4_BYTES} x {quantized:,}" if quantized else ""
@@ -163,7 +172,8 @@ def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
 
 def _token_forward(one: predict.Prediction, setting: Setting, per_token_s: float) -> Iterator[str]:
     """Yield the parts of one token's forward pass through a layer, which takes `per_token_s`."""
-    geometry, document = setting.geometry, setting.workload.documents_at(End.EXPECTED)
+    geometry = setting.geometry
+    document = setting.workload.documents_at(End.EXPECTED)
     speeds = setting.machine.speeds_in(document)
     forward = layer_forward(geometry, one.train, speeds, document)
     weights = f"{forward.weights:.10g}"
@@ -198,7 +208,8 @@ def _exchanges(one: predict.Prediction) -> Iterator[str]:
     if not one.exchanges:
         yield "none: there is one rank"
     for each in one.exchanges:
-        exchange, link = each.exchange, "between nodes" if each.crosses_nodes else "within nodes"
+        exchange = each.exchange
+        link = "between nodes" if each.crosses_nodes else "within nodes"
         yield (
             f"{exchange.kind} of {exchange.name} ({exchange.phase}): {exchange.times:g} times "
             f"{gigabytes(exchange.payload_bytes)} in {exchange.pieces} pieces {link}: "
@@ -228,7 +239,8 @@ def _step(one: predict.Prediction, setting: Setting) -> Iterator[str]:
 
 
 def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
-    workload, ranks = setting.workload, setting.ranks.total
+    workload = setting.workload
+    ranks = setting.ranks.total
     real = f"{setting.batch_blocks} x {workload.block_tokens} x {workload.real_fraction:.6g}"
     yield (
         f"tokens/s a rank = {real} / {one.step_s.value:.6g} / {ranks} = "

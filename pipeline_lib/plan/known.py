@@ -241,7 +241,8 @@ def read_blocks(folder: Path) -> Blocks:
     """Return the content of the sealed shard stage in `folder`. Raise IntegrityError on damage."""
     from pipeline_lib.data.blocks import BlockIndex, BlockReader
 
-    reader, held_out = BlockReader(folder / "train"), BlockIndex.read(folder / "validation")
+    reader = BlockReader(folder / "train")
+    held_out = BlockIndex.read(folder / "validation")
     workload = workload_from(
         reader.index, reader.costs, reader.samples_per_block(), held_out.blocks
     )

@@ -550,7 +550,8 @@ class Machine:
 
     def speeds_in(self, document_tokens: float, end: End = End.EXPECTED) -> Speeds:
         """Return `speeds` with attention's in documents of this length (a mean over tokens)."""
-        speeds, share = self.speeds(end), attention_share(document_tokens) if self.is_gpu else 1.0
+        speeds = self.speeds(end)
+        share = attention_share(document_tokens) if self.is_gpu else 1.0
         return replace(speeds, attention_flop_s=share * speeds.attention_flop_s)
 
     @cached_property

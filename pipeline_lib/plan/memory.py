@@ -205,16 +205,19 @@ def host_need(
     """Return what a node's host needs for its ranks, each with the given bytes of Memory."""
     if is_gpu:
         own_bytes = AROUND_BYTES + ranks.per_node * RANK_BYTES["cuda"]
-        state_bytes, copied_bytes = ranks.per_node * host_bytes, ranks.per_node * copied_bytes
+        state_bytes = ranks.per_node * host_bytes
+        copied_bytes = ranks.per_node * copied_bytes
         return HostNeed(state_bytes, copied_bytes, own_bytes, 0, ranks.per_node, is_gpu)
-    state_bytes, own_bytes = ranks.per_node * cpu_rank_bytes, _STAGE_BYTES + SNAKEMAKE_BYTES
+    state_bytes = ranks.per_node * cpu_rank_bytes
+    own_bytes = _STAGE_BYTES + SNAKEMAKE_BYTES
     margin_bytes = math.ceil(_CPU_MARGIN * (state_bytes + own_bytes)) + _LIBRARIES_BYTES
     return HostNeed(state_bytes, 0, own_bytes, margin_bytes, ranks.per_node, is_gpu)
 
 
 def host_need_of_plan(plan: PlanDocument) -> HostNeed:
     """Return the host memory that a node needs for the way to train that plan.json has chosen."""
-    cluster, memory = plan.cluster, plan.chosen_memory
+    cluster = plan.cluster
+    memory = plan.chosen_memory
     ranks = Ranks(known(cluster.ranks), known(cluster.ranks) // known(cluster.nodes))
     sizes = known(memory.host_bytes), known(memory.copied_bytes), known(memory.cpu_rank_bytes)
     return host_need(*sizes, ranks, is_gpu=cluster.is_gpu)
@@ -319,7 +322,8 @@ def _zero_on_cpus(model: Model, train: Train, ranks: Ranks, state: "_State", all
     the update. This sum of parts was fitted to three runs (55M with and without offloading, 206M
     with it), and is within 5 % of them; what they hold was not traced.
     """
-    weights, bucket = compute_bytes(train) * model.trained, FP32_BYTES * ZERO_BUCKET
+    weights = compute_bytes(train) * model.trained
+    bucket = FP32_BYTES * ZERO_BUCKET
     unfilled = (compute_bytes(train) + FP32_BYTES) * max(0, ZERO_BUCKET - model.trained)
     in_update = (
         state.weights
@@ -396,7 +400,8 @@ class _State:
 
 
 def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _State:
-    number, share = compute_bytes(train), sharded_over(train, ranks)
+    number = compute_bytes(train)
+    share = sharded_over(train, ranks)
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
     frozen_bytes = number * (frozen - model.quantized) + NF4_BYTES * model.quantized
     moments = model.trained * (
@@ -411,7 +416,8 @@ def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _Sta
         optimizer = moments / share
     else:
         weights = (model.trained * FP32_BYTES + frozen_bytes) / share
-        gradients, optimizer = gradients / share, moments / share
+        gradients = gradients / share
+        optimizer = moments / share
     sizes = math.ceil(weights), math.ceil(gradients), math.ceil(optimizer)
     if train.offload == "none":
         return _State(*sizes)

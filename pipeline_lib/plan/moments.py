@@ -188,7 +188,8 @@ def _loss(geometry: Geometry, train: Train, model: Model, tokens: int, has_trito
     half precision is widened to fp32 on its way to gradients.
     """
     logits = max(1, min(tokens, LOGITS_AT_ONCE // geometry.vocab)) * geometry.vocab
-    number, trained_head = compute_bytes(train), model.matrix if train.method == "full" else 0
+    number = compute_bytes(train)
+    trained_head = model.matrix if train.method == "full" else 0
     of_head = FP32_BYTES * trained_head
     if has_triton:
         return number * logits + of_head
@@ -274,8 +275,10 @@ def _in_attention(geometry: Geometry, train: Train) -> float:
     head of the queries.
     """
     arithmetic = Arithmetic.of(train)
-    number, stream = arithmetic.number_bytes, arithmetic.stream_bytes(train) * geometry.hidden
-    q, k = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
+    number = arithmetic.number_bytes
+    stream = arithmetic.stream_bytes(train) * geometry.hidden
+    q = geometry.heads * geometry.head_dim
+    k = geometry.kv_heads * geometry.head_dim
     return (
         stream + number * (2 * q + 2 * k) + (FP32_BYTES + 2 * number) * q + _sent(geometry, train)
     )
@@ -295,7 +298,8 @@ def _in_a_layer_in_chunks(geometry: Geometry, train: Train, tokens: int) -> floa
     the first it is the gradient of its result, and attention's.
     """
     arithmetic = Arithmetic.of(train)
-    number, stream = arithmetic.number_bytes, arithmetic.stream_bytes(train) * geometry.hidden
+    number = arithmetic.number_bytes
+    stream = arithmetic.stream_bytes(train) * geometry.hidden
     of_chunk = fed_per_token(geometry, train, False) + 2 * number * geometry.intermediate
     chunk = tokens_at_once(tokens) * (of_chunk + stream)
     if train.method == "full":  # gradients of weights, in fp32, of a chunk and added up
@@ -441,7 +445,8 @@ class _Sharded:
 
     def _unit(self, done: int, half: _Half) -> Moment:
         """Return the memory in a unit's backward pass, after `done` others, with its gradients."""
-        unit, matrix = self._unit_bytes, self.model.matrix
+        unit = self._unit_bytes
+        matrix = self.model.matrix
         if self._stays:
             is_last_pass = self.accumulation <= 2
             gathered = self._whole_bytes
@@ -478,7 +483,8 @@ class _Sharded:
 
     def _end(self) -> Moment:
         """Return the memory when the embedding's gradient, and a tied head's, is complete."""
-        number, first = self._number, self.model.first
+        number = self._number
+        first = self.model.first
         complete = (
             number * first * (2 if self.geometry.tied else 1) + self._reduced * self.model.unit
         )
@@ -488,11 +494,13 @@ class _Sharded:
         )
         gradients = self._kept_gradients(self.model.trained - first)
         if self._stays and self.accumulation > 1:
-            gathered, exchanged = number * self.model.parameters, max(complete, copied)
+            gathered = number * self.model.parameters
+            exchanged = max(complete, copied)
         elif copied > number * first + complete:
             gathered, exchanged = 0, copied
         else:
-            gathered, exchanged = number * first, complete
+            gathered = number * first
+            exchanged = complete
         return Moment("at the end of the backward pass", gradients, gathered, exchanged, 0, 0)
 
     def _end_of_adapters(self) -> Moment:
@@ -506,7 +514,8 @@ def _kept(geometry: Geometry, train: Train, tokens: int, layers: int) -> int:
 
     A block may be one document.
     """
-    recompute, share = recompute_of(train), layers / geometry.layers
+    recompute = recompute_of(train)
+    share = layers / geometry.layers
     of_all = sum(
         count * kept_per_token(geometry, train, kind, recompute)
         for kind, count in geometry.kinds.items()

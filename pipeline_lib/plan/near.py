@@ -48,7 +48,8 @@ class NearMiss:
         """Return what it lacks, in a few words."""
         lacking = []
         if self.gpu_bytes:
-            needs, has = self.way.memory.total_bytes, machine.gpu_memory_bytes or 0
+            needs = self.way.memory.total_bytes
+            has = machine.gpu_memory_bytes or 0
             margin = f"tight: {gib(self.gpu_bytes)} short of the margin"
             lacking.append(margin if self.is_margin else f"too large by {gib(needs - has)} a GPU")
         if self.host_bytes:
@@ -60,11 +61,13 @@ class NearMiss:
 
         `limit_in_words` is the memory that a host has.
         """
-        memory, step_s = self.way.memory, self.way.step_s.value
+        memory = self.way.memory
+        step_s = self.way.step_s.value
         faster = f", {chosen.step_s.value / step_s:.2f} times as fast" if chosen.fits else ""
         said = [f"{brief(step_s)} a step{faster}"]
         if self.gpu_bytes:
-            has, usable = gib(machine.gpu_memory_bytes or 0), usable_fraction(memory)
+            has = gib(machine.gpu_memory_bytes or 0)
+            usable = usable_fraction(memory)
             margin = "only the margin lacks: " if self.is_margin else ""
             needs = f"a GPU needs {gib(memory.total_bytes)} of {has}"
             kept = (
@@ -106,7 +109,8 @@ def missed(way: Prediction, machine: Machine) -> NearMiss:
 
 def is_near(memory: Memory, machine: Machine) -> bool:
     """Return whether that memory is at most a little more than what GPUs and hosts have."""
-    most_gpu, most_host = machine.gpu_memory_bytes, machine.host_limit_bytes
+    most_gpu = machine.gpu_memory_bytes
+    most_host = machine.host_limit_bytes
     if most_gpu is None or memory.total_bytes > most_gpu * (1 + _NEAR):
         return False
     more = _NEAR_ASSUMED if machine.is_host_assumed else _NEAR

@@ -47,7 +47,8 @@ def compare_with_one_node(config: Config, nodes: int, internode_gbit_s: float, s
         question = question_of(config, store)
         if question.machine is None:
             return f"{unknown}: set cluster.gpu, by which the plan knows the speed of the GPUs"
-        together, alone = fitting_way(question), way_on_one_node(config, question)
+        together = fitting_way(question)
+        alone = way_on_one_node(config, question)
     except PipelineError as error:
         return f"{unknown}: {error}"
     if together is None:

@@ -69,7 +69,8 @@ _ADAPTER_BYTES = ((2, 4), (6, 4))
 # model/build.py: products are twice as fast by the data sheets; casting moves this many bytes for
 # each input and output channel of a linear, forward and backward. Fitted to two runs, of widths
 # 4096 and 2560, within 5 %.
-_FP8_GAIN, _FP8_BYTES = 2.0, (5.0, 10.0)
+_FP8_GAIN = 2.0
+_FP8_BYTES = (5.0, 10.0)
 # Operations that the host launches for a layer, forward and backward.
 _LAUNCHES = (77, 136)
 _ADAPTED_LAUNCHES = (127, 222)  # with peft's own modules
@@ -154,8 +155,11 @@ def ends_passes(case: Case, end: End) -> Passes:
 
 
 def _best_known(part: str, case: Case, end: End) -> Passes:
-    formula, machine = _layer if part == "layer" else _ends, case.machine
-    geometry, train, workload = case.geometry, case.train, case.workload
+    formula = _layer if part == "layer" else _ends
+    machine = case.machine
+    geometry = case.geometry
+    train = case.train
+    workload = case.workload
     documents = workload.documents_at(end)
     speeds = machine.speeds_in(documents, end)
     computed = formula(geometry, train, speeds, documents, workload.supervised_fraction)
@@ -378,7 +382,8 @@ def _weight_passes(geometry: Geometry, train: Train, speeds: Speeds) -> tuple[fl
         if train.method == "full"
         else model.trained / geometry.layers
     )
-    number, of_layer = compute_bytes(train), model.layer_bytes(train) * weights
+    number = compute_bytes(train)
+    of_layer = model.layer_bytes(train) * weights
     if family_of(train) == "fsdp":  # copied out when gathered; gradients widened for the exchange
         again = 0.0 if stays_gathered(train) else 2 * of_layer
         moved = (2 * of_layer, again + (number + FP32_BYTES) * trained)
@@ -402,10 +407,12 @@ def _launches(geometry: Geometry, train: Train) -> tuple[float, float]:
     if is_compiled(train):
         own, of_adapter = _COMPILED_LAUNCHES, _COMPILED_LAUNCHES_OF_ADAPTER
     elif train.method == "lora" and not has_fused_adapters(train):
-        own, of_adapter = _ADAPTED_LAUNCHES, (0, 0)
+        own = _ADAPTED_LAUNCHES
+        of_adapter = (0, 0)
     adapters = len(geometry.adapted_linears(train.lora)) if train.method == "lora" else 0
     of_recompute = _COMPILED_RECOMPUTE_LAUNCHES if is_compiled(train) else _RECOMPUTE_LAUNCHES
-    around, again = _STRATEGY_LAUNCHES[family_of(train)], of_recompute[recompute_of(train)]
+    around = _STRATEGY_LAUNCHES[family_of(train)]
+    again = of_recompute[recompute_of(train)]
     forward, backward = (
         own[place] + adapters * of_adapter[place] + around[place] + again[place] for place in (0, 1)
     )

@@ -125,7 +125,10 @@ def memory_of(case: Case) -> Memory:
 
 def predict_step(case: Case) -> Prediction:
     """Predict a case, whose strategy must be a concrete one."""
-    train, machine, workload, ranks = case.train, case.machine, case.workload, case.ranks
+    train = case.train
+    machine = case.machine
+    workload = case.workload
+    ranks = case.ranks
     times = {end: step_time(case, end) for end in End}
     memory = memory_of(case)
     step_s = _seconds({end: time.total_s for end, time in times.items()})
@@ -215,7 +218,8 @@ def _seconds(values: Mapping[End, float]) -> Figure:
 
 
 def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
-    workload, peak_flop_s = case.workload, case.machine.peak_flop_s
+    workload = case.workload
+    peak_flop_s = case.machine.peak_flop_s
     if peak_flop_s is None:
         return None
     supervised = round(tokens * workload.supervised_fraction / workload.real_fraction)
@@ -234,7 +238,8 @@ def _mfu(case: Case, tokens: float, step_s: Figure) -> Figure | None:
 
 def _run(case: Case, steps: int, forward_s: Figure, step_s: Figure, checkpoint_size: int) -> Figure:
     """Return the time of all steps, of copies at saves, and of validations, without compiling."""
-    train, machine = case.train, case.machine
+    train = case.train
+    machine = case.machine
     epoch_steps = case.epoch_steps or steps
     saves = train.saves(steps, epoch_steps)
     copied = {
@@ -253,7 +258,8 @@ def _saving(case: Case, steps: int, step_s: Figure, save_s: Mapping[End, float])
 
     At the end of the run it waits for all of the last save.
     """
-    train, epoch_steps = case.train, case.epoch_steps or steps
+    train = case.train
+    epoch_steps = case.epoch_steps or steps
     saves = train.saves(steps, epoch_steps)
     apart = min(train.save_intervals(epoch_steps).values())
     meanwhile_s = {End.BAD: step_s.high, End.EXPECTED: step_s.value, End.GOOD: step_s.low}

@@ -220,7 +220,8 @@ def _of_template(config: Config) -> Iterator[str]:
 
 
 def _of_training(config: Config, known: _Known, store: Store) -> Iterator[str]:
-    geometry, machine = known.geometry, known.machine
+    geometry = known.geometry
+    machine = known.machine
     is_recurrent = (
         geometry is not None
         and geometry.delta is not None

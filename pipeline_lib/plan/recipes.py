@@ -122,7 +122,8 @@ def read_recipe(path: Path) -> Recipe:
         # otherwise its strategies depend on an optional library
         has_deepspeed=config.train.uses_deepspeed,
     )
-    machine, found = question.machine, answer(question, is_explained=False)
+    machine = question.machine
+    found = answer(question, is_explained=False)
     if machine is None or found.choice is None:
         raise ConfigError(str(path), ["cluster.gpu: a recipe names its GPUs"])
     way = found.choice.chosen
@@ -164,7 +165,9 @@ def recipe_files(root: Path) -> dict[Path, str]:
 
 
 def _rows(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    way, machine, train = recipe.way, recipe.machine, recipe.config.train
+    way = recipe.way
+    machine = recipe.machine
+    train = recipe.config.train
     trained = "all trained"
     if train.method == "lora":
         trained = f"{recipe.geometry.trained_parameters(train):,} trained in adapters"
@@ -221,7 +224,8 @@ def _speed(figure: Figure) -> str:
 
 
 def _cells(recipe: Recipe) -> tuple[str, ...]:
-    way, name = recipe.way, recipe.path.name
+    way = recipe.way
+    name = recipe.path.name
     return (
         f"[{name}](../{RECIPES}/{name})",
         recipe.machine_text,
@@ -236,7 +240,8 @@ def _cells(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _wrapped(name: str, value: str) -> list[str]:
-    first, rest = f"# {name:<{_NAMES}}", "# " + " " * _NAMES
+    first = f"# {name:<{_NAMES}}"
+    rest = "# " + " " * _NAMES
     return textwrap.wrap(
         value, _WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
@@ -252,5 +257,6 @@ def _between(text: str, markers: tuple[str, str], lines: Iterable[str], path: Pa
         raise ConfigError(
             str(path), [f"needs the two lines {begin!r} and {end!r}, once and in this order"]
         )
-    kept_before, kept_after = found[: found.index(begin) + 1], found[found.index(end) :]
+    kept_before = found[: found.index(begin) + 1]
+    kept_after = found[found.index(end) :]
     return "\n".join([*kept_before, *lines, *kept_after]) + "\n"

@@ -140,7 +140,8 @@ def least(load: Load, ratio: float, has_deepspeed: bool) -> Remedy | None:
 
 def alternatives(load: Load, ratio: float, has_deepspeed: bool) -> Iterator[Remedy]:
     """Yield every legal way to train on the same global batch with less memory that runs here."""
-    train, now_bytes = load.train, load.memory.total_bytes
+    train = load.train
+    now_bytes = load.memory.total_bytes
     for changes in _changes(train, load.ranks, load.block_tokens):
         changed = eager_under_deepspeed(Train.model_validate({**train.model_dump(), **changes}))
         if (
@@ -164,7 +165,8 @@ def alternatives(load: Load, ratio: float, has_deepspeed: bool) -> Iterator[Reme
 
 
 def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str, Any]]:
-    kept, full = train.kept_attention_layers, train.model_copy(update={"recompute": "full"})
+    kept = train.kept_attention_layers
+    full = train.model_copy(update={"recompute": "full"})
     smaller = [
         size for size in range(1, train.micro_batch_blocks) if train.micro_batch_blocks % size == 0
     ]

@@ -361,7 +361,8 @@ class Group:
 
     def would_fit(self, count: int) -> bool:
         """Return if GPUs may hold its smallest micro-batch when `count` ranks share each block."""
-        setting, lean = self.setting, {"context_ranks": count, "micro_batch_blocks": self.sizes[0]}
+        setting = self.setting
+        lean = {"context_ranks": count, "micro_batch_blocks": self.sizes[0]}
         if self.train.offload_activations == AUTO:
             lean["offload_activations"] = can_keep_on_host(self.train)
         train = setting.leaner(
@@ -469,7 +470,8 @@ def _of_count(setting: Setting, train: Train, free: frozenset[str]) -> list[Grou
 
 
 def _groups(setting: Setting, train: Train, free: Collection[str]) -> Iterator[Group]:
-    ranks, machine = setting.ranks.total, setting.machine
+    ranks = setting.ranks.total
+    machine = setting.machine
     parts = _sizes(setting, train, free)
     is_memory_known = machine.gpu_memory_bytes is not None or machine.host_memory_bytes is not None
     values: dict[str, list[Any]] = {
@@ -560,7 +562,8 @@ def fastest_near_miss(
         if setting.keeps_auto(kept.train):  # with all that they may keep
             every = {"kept_attention_layers": setting.geometry.attention_layers}
             kept = Group(setting, kept.train.model_copy(update=every), group.sizes)
-        first, end = kept.fitting, kept.near
+        first = kept.fitting
+        end = kept.near
         if first < end and kept.at(end - 1).step_s < limit_s:
             missed.append((kept, first, end))
     if not missed:

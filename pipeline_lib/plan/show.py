@@ -65,9 +65,11 @@ def render_what_if(
     table = Table(
         "", "as configured", "what if " + ", ".join(flags), box=None, padding=(0, 2, 0, 0)
     )
-    before, after = _main_figures(plan), _main_figures(changed)
+    before = _main_figures(plan)
+    after = _main_figures(changed)
     for name in {**before, **after}:
-        now, then = before.get(name, ""), after.get(name, "")
+        now = before.get(name, "")
+        then = after.get(name, "")
         table.add_row(name, now, then if then != now else "the same")
     return "\n".join(
         [f"plan of {plan.experiment}", "", _text(table), *_below(changed, is_detailed)]
@@ -78,12 +80,15 @@ def banded(figure: Figure, show: Callable[[float], str]) -> str:
     """Format a figure with its band, `1.24 s (1.10 to 1.41)`, or without it if all are equal."""
     if figure.value is None or figure.low is None or figure.high is None:
         return "not known"
-    value, low, high = show(figure.value), show(figure.low), show(figure.high)
+    value = show(figure.value)
+    low = show(figure.low)
+    high = show(figure.high)
     if low == high:
         return value
     units = {text.split(" ")[1] if text.count(" ") == 1 else None for text in (value, low, high)}
     if len(units) == 1 and None not in units:
-        low, high = low.split(" ")[0], high.split(" ")[0]
+        low = low.split(" ")[0]
+        high = high.split(" ")[0]
     return f"{value} ({low} to {high})"
 
 
@@ -96,14 +101,17 @@ def _machines(plan: PlanDocument) -> str:
     cluster = plan.cluster
     if not cluster.is_gpu:
         return _ranks(plan)
-    nodes, ranks = known(cluster.nodes), known(cluster.ranks)
-    name, each = plan.machine.name, ranks // nodes
+    nodes = known(cluster.nodes)
+    ranks = known(cluster.ranks)
+    name = plan.machine.name
+    each = ranks // nodes
     gpus = f"{each} x {name}" if name else f"{count(each, 'GPUs')} of unknown kind"
     return f"{f'{nodes} nodes of ' if nodes != 1 else ''}{gpus}"
 
 
 def _model(plan: PlanDocument) -> str:
-    model, trained = plan.model, "all trained"
+    model = plan.model
+    trained = "all trained"
     if model.trainable_parameters != model.parameters:
         trained = (
             f"{model.trainable_parameters:,} trained "
@@ -139,7 +147,9 @@ def _answers(plan: PlanDocument) -> list[Row]:
 
 def _fit(plan: PlanDocument) -> str:
     """Return the memory that a rank and the host of a node need, of what they have."""
-    machine, memory, device_bytes = plan.machine, plan.chosen_memory, plan.machine.gpu_memory_bytes
+    machine = plan.machine
+    memory = plan.chosen_memory
+    device_bytes = plan.machine.gpu_memory_bytes
     needed = _needed_bytes(plan, memory)
     text = f"{gib(needed)} a {'GPU' if plan.cluster.is_gpu else 'rank'}"
     if device_bytes:
@@ -180,7 +190,8 @@ def _time(plan: PlanDocument) -> str:
 
 def _money(plan: PlanDocument) -> str:
     """Return the training's cost, or an hour's while its length is unknown; empty if unpriced."""
-    price, cost = plan.summary.gpu_hour_price, plan.summary.cost
+    price = plan.summary.gpu_hour_price
+    cost = plan.summary.cost
     if price is None or not plan.cluster.is_gpu:
         return ""
     hour = f"{price:,.2f} a GPU-hour"
@@ -197,8 +208,10 @@ def _inserted(figure: Figure, show: Callable[[float], str], words: str) -> str:
 
 
 def _steps(plan: PlanDocument) -> str:
-    batch, steps = plan.batch, plan.summary.steps
-    each, epochs = f"{known(batch.tokens_per_step):,} tokens", _counted(batch.epochs, "epoch")
+    batch = plan.batch
+    steps = plan.summary.steps
+    each = f"{known(batch.tokens_per_step):,} tokens"
+    epochs = _counted(batch.epochs, "epoch")
     if batch.samples_per_step is not None:
         each += f" ({count(batch.samples_per_step, 'samples')})"
     if steps.value is None:
@@ -212,7 +225,8 @@ def _steps(plan: PlanDocument) -> str:
 
 
 def _below(plan: PlanDocument, is_detailed: bool) -> list[str]:
-    lines, words = (["", _text(_strategies(plan))] if plan.words.verdicts else []), plan.words
+    lines = ["", _text(_strategies(plan))] if plan.words.verdicts else []
+    words = plan.words
     if words.near_miss:
         lines += ["", _text(_pairs([("near miss", words.near_miss)]))]
     if words.advice:
@@ -238,7 +252,8 @@ def _details(plan: PlanDocument) -> list[str]:
 
 
 def _figures(plan: PlanDocument) -> Iterator[Row]:
-    batch, found = plan.batch, plan.prediction
+    batch = plan.batch
+    found = plan.prediction
     yield "ranks", _ranks(plan)
     yield from _rates(plan)
     yield "blocks", _blocks(batch)
@@ -265,7 +280,8 @@ def _figures(plan: PlanDocument) -> Iterator[Row]:
 
 
 def _ranks(plan: PlanDocument) -> str:
-    cluster, machine = plan.cluster, plan.machine
+    cluster = plan.cluster
+    machine = plan.machine
     kind = "GPUs of unknown kind" if cluster.is_gpu else "CPUs"
     if machine.gpu_memory_bytes:
         kind = f"{machine.name} of {gib(machine.gpu_memory_bytes)}"
@@ -347,7 +363,8 @@ def _network(plan: PlanDocument) -> list[Row]:
 
 
 def _memory(plan: PlanDocument) -> list[Row]:
-    is_gpu, memory = plan.cluster.is_gpu, plan.chosen_memory
+    is_gpu = plan.cluster.is_gpu
+    memory = plan.chosen_memory
     sizes = {
         part: getattr(memory, f"{part}_bytes") for part in PARTS if is_gpu or part != "reserve"
     }
@@ -371,7 +388,9 @@ def _needed_bytes(plan: PlanDocument, memory: Memory) -> int:
 
 
 def _disk(plan: PlanDocument) -> list[Row]:
-    disk, train, found = plan.disk, read_train(plan.train or {}), plan.prediction
+    disk = plan.disk
+    train = read_train(plan.train or {})
+    found = plan.prediction
     takes = f", {banded(found.checkpoint_s, brief)} to write" if plan.has_prediction else ""
     does = "goes on" if plan.chosen.save_async else "waits"
     return [
@@ -396,7 +415,8 @@ def _slow_saves(plan: PlanDocument) -> str:
         or train.saves(steps, epoch_steps) <= 1
     ):
         return ""
-    save_s, step_s = known(plan.prediction.checkpoint_s.value), known(plan.prediction.step_s.value)
+    save_s = known(plan.prediction.checkpoint_s.value)
+    step_s = known(plan.prediction.step_s.value)
     return slow_saves(train, epoch_steps, known(plan.disk.checkpoint_bytes), save_s, step_s)
 
 
@@ -407,7 +427,8 @@ def _bars(
 
     The first row has the title.
     """
-    before, rows = 0.0, list[Row]()
+    before = 0.0
+    rows = list[Row]()
     named = {PART_NAMES.get(name, name): size for name, size in parts.items() if size}
     longest = max(map(len, named), default=0)
     for name, size in named.items():

@@ -29,7 +29,8 @@ def run(job: Job) -> dict[str, Any]:
     Raise DataError, ConfigError or DiskFull for what would fail later: model, block length, steps,
     memory, disk. With `strategy: auto` the plan contains the strategy that was chosen.
     """
-    settings, shard = job.spec.settings, job.inputs["shard"].folder(*BLOCK_SIZES)
+    settings = job.spec.settings
+    shard = job.inputs["shard"].folder(*BLOCK_SIZES)
     geometry = read_geometry(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
     blocks = read_blocks(shard)
     held_out = BlockIndex.read(shard / "validation")
@@ -51,7 +52,8 @@ def run(job: Job) -> dict[str, Any]:
         repetition=repetition_in(job.inputs["tokenize"].manifest),
     )
     found = answer(question)
-    plan, table = found.content, render(found.content)
+    plan = found.content
+    table = render(found.content)
     job.say(table)
     if found.refusal is not None:
         raise ConfigError(f"experiment {plan['experiment']!r}", [found.refusal])

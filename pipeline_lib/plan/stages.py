@@ -181,7 +181,8 @@ def merge_need(run: Run, read_bytes: int) -> Need:
     and for the proof part by part. Adapters stay in memory.
     """
     cpus = min(_MERGE_CPUS, run.cluster.cpus_per_node)
-    gpus, gpu_bytes = int(run.cluster.gpus_per_node > 0), 0
+    gpus = int(run.cluster.gpus_per_node > 0)
+    gpu_bytes = 0
     work_s = verifying_s(read_bytes) + 5 * read_bytes / FILE_BYTES_S + read_bytes / _HASH_BYTES_S
     largest = max_tensor = _UNKNOWN_PARAMETERS // 10
     at_once = 2 * max_tensor  # of the embedding and the head; all others are small
@@ -222,7 +223,8 @@ def loading_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> Nee
     CPUs of the largest node without GPUs, if known.
     """
     answers = replace(run, evaluate=Evaluate(generations=1)).answers
-    gpus, of_each = run.gpus, HALF_BYTES if run.gpus else CPU_BYTES
+    gpus = run.gpus
+    of_each = HALF_BYTES if run.gpus else CPU_BYTES
     if answers is not None:
         gpus = answers.gpus
         of_each = {"gpu": HALF_BYTES, "cpu": CPU_BYTES, "none": 0}[answers.place]
@@ -243,10 +245,13 @@ def evaluation_need(run: Run, read_bytes: int, most_cpus: int | None = None) -> 
     that while it computes, and once more for the answers. `most_cpus` is the number of CPUs of the
     largest node without GPUs, if known.
     """
-    geometry, workload, answers = run.geometry, run.workload, run.answers
+    geometry = run.geometry
+    workload = run.workload
+    answers = run.answers
     if geometry is None or answers is None:
         return replace(loading_need(run, read_bytes, most_cpus), stage="evaluate")
-    gpus, computing = run.gpus, run.evaluation_s(most_cpus)
+    gpus = run.gpus
+    computing = run.evaluation_s(most_cpus)
     has_bytes = run.machine.host_memory_bytes if run.machine else None
     is_once = will_load_once(geometry, workload.block_tokens, answers, run.cluster, run.machine)
     is_read_again = answers.answers > 0 and not is_once

@@ -111,12 +111,18 @@ def overlapped(*times_s: float) -> float:
 
 def step_time(case: Case, end: End) -> StepTime:
     """Return the time of a step."""
-    speeds, ranks, accumulation = case.machine.speeds(end), case.ranks, case.accumulation
-    tokens, layers = case.micro_batch_tokens, case.geometry.layers
-    layer, ends, moved = layer_passes(case, end), ends_passes(case, end), _moved(case, speeds)
+    speeds = case.machine.speeds(end)
+    ranks = case.ranks
+    accumulation = case.accumulation
+    tokens = case.micro_batch_tokens
+    layers = case.geometry.layers
+    layer = layer_passes(case, end)
+    ends = ends_passes(case, end)
+    moved = _moved(case, speeds)
     work = {}
     for name in ("forward", "backward"):
-        of_layer, of_ends = getattr(layer, name), getattr(ends, name)
+        of_layer = getattr(layer, name)
+        of_ends = getattr(ends, name)
         device_s = layers * of_layer.device_s(tokens) + of_ends.device_s(tokens)
         added_s = _added_s(case, speeds) if name == "backward" else 0.0
         work[name] = _Work(
@@ -207,7 +213,8 @@ def _moved(case: Case, speeds: Speeds) -> dict[str, float]:
     gradients and the updated weights once a step; what they copy besides in fp32 is not counted.
     ZeRO-3 copies gradients in every pass, and offloaded parameters when they are used.
     """
-    train, number = case.train, compute_bytes(case.train)
+    train = case.train
+    number = compute_bytes(case.train)
     away_s = kept_on_host(case.geometry, train, case.micro_batch_tokens) / speeds.copy_bytes_s
     if train.offload == "none":
         return {"forward": away_s, "backward": away_s, "update": 0.0}

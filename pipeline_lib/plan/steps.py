@@ -114,7 +114,8 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
 
     Idle ranks are allowed, but not with local SGD: an update of a rank that has no samples is none.
     """
-    wanted, each = train.global_batch_samples, workload.samples_per_block
+    wanted = train.global_batch_samples
+    each = workload.samples_per_block
     if wanted is None:
         return None
     blocks = train.batch_blocks(workload.block_tokens, each)
@@ -130,10 +131,12 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
 
 def idle_ranks(train: Train, ranks: int, workload: Workload) -> str | None:
     """Return how long ranks idle with `global_batch_samples`, and a remedy; None if hardly."""
-    wanted, each = train.global_batch_samples, workload.samples_per_block
+    wanted = train.global_batch_samples
+    each = workload.samples_per_block
     if wanted is None:
         return None
-    blocks, at_once = train.batch_blocks(workload.block_tokens, each), train.blocks_at_once(ranks)
+    blocks = train.batch_blocks(workload.block_tokens, each)
+    at_once = train.blocks_at_once(ranks)
     # Which of the numbers of ranks that may share a block is taken is for the plan to say, which
     # knows the model.
     is_open = train.context_ranks == AUTO and has_few_blocks(train, ranks, blocks)
@@ -267,8 +270,11 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
     The plan of the packed data will then refuse it. The values named do for other lengths than the
     estimated ones too.
     """
-    train, ranks, block_tokens = config.train, config.cluster.ranks, config.shard.block_tokens
-    wanted, workload = train.global_batch_samples, expected_workload(config, vocabulary)
+    train = config.train
+    ranks = config.cluster.ranks
+    block_tokens = config.shard.block_tokens
+    wanted = train.global_batch_samples
+    workload = expected_workload(config, vocabulary)
     if wanted is None or not workload.is_estimated or _misfit(train, ranks, workload) is None:
         return None
     each = workload.samples_per_block
@@ -331,10 +337,12 @@ def _more_steps(train: Train, batch: BatchPlan, steps: int, ranks: int) -> str:
         return f"set train.max_steps to {FEW_STEPS} or more"
     at_once = train.blocks_at_once(ranks)
     blocks = batch.global_batch_blocks * steps // FEW_STEPS // at_once * at_once
-    block_tokens, shorter = batch.block_tokens, ""
+    block_tokens = batch.block_tokens
+    shorter = ""
     if not blocks:  # a smaller batch takes shorter blocks too
         fitting = batch.tokens_per_step * steps // FEW_STEPS // at_once
-        blocks, block_tokens = at_once, fitting // _BLOCK_UNIT * _BLOCK_UNIT
+        blocks = at_once
+        block_tokens = fitting // _BLOCK_UNIT * _BLOCK_UNIT
         shorter = f" with {_SHORTER} {block_tokens:,}"
     epochs = f"train.epochs {math.ceil(train.epochs * FEW_STEPS / steps)}"
     if block_tokens < _LEAST_BLOCK and shorter:

@@ -146,11 +146,13 @@ def _of_fsdp(
 
     No computation is left to hide the embedding; a tied head is gathered and reduced with it.
     """
-    number, layers = compute_bytes(train), math.ceil(geometry.layers / train.unit_layers)
+    number = compute_bytes(train)
+    layers = math.ceil(geometry.layers / train.unit_layers)
     units = layers + (1 if geometry.tied else 3)
     gathered = model.base_bytes(train)
     again = model.layer_bytes(train) * (model.parameters - model.root)
-    reduced, first = float(_reduced_bytes(train) * model.trained), float(model.first)
+    reduced = float(_reduced_bytes(train) * model.trained)
+    first = float(model.first)
     tail = min(reduced, _reduced_bytes(train) * first) if train.method == "full" else 0.0
     is_kept = stays_gathered(train)
     every = 1 if is_kept else times
@@ -205,7 +207,8 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
             )
         ]
     if train.gradient_compression == "powersgd":
-        payload, tail = _powersgd_bytes(geometry, train), 0.0
+        payload = _powersgd_bytes(geometry, train)
+        tail = 0.0
     pieces = max(1, math.ceil(payload / _DDP_BUCKET_BYTES))
     # its factors are exchanged by the computing thread
     overlaps = train.gradient_compression != "powersgd"
@@ -239,7 +242,8 @@ def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, 
 
 @lru_cache(maxsize=16)  # a search asks for those of a few models thousands of times
 def _adapter_shapes(geometry: Geometry, lora: Lora) -> Mapping[str, tuple[int, ...]]:
-    linears, experts = geometry.adapted_linears(lora), geometry.adapted_experts(lora)
+    linears = geometry.adapted_linears(lora)
+    experts = geometry.adapted_experts(lora)
     adapted = [
         *(
             (layer, name, 1, widths)
@@ -297,7 +301,8 @@ def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> lis
     That distance, stage3_max_reuse_distance, counts parameters; between the two uses of a layer,
     all that follow it are used twice, hence half of ZERO3_LIVE.
     """
-    number, pieces = compute_bytes(train), 7 * geometry.layers + 2
+    number = compute_bytes(train)
+    pieces = 7 * geometry.layers + 2
     gathered = float(number * model.parameters)
     again = float(number * max(0, model.parameters - ZERO3_LIVE // 2))
     reduced = float(_reduced_bytes(train) * model.trained)

@@ -53,7 +53,9 @@ def lengths_of_runs(
 
 
 def _length_of_run(config: Config, store: Store) -> tuple[list[str], list[str]]:
-    train, ranks, blocks = config.train, config.cluster.ranks, blocks_of(config, store)
+    train = config.train
+    ranks = config.cluster.ranks
+    blocks = blocks_of(config, store)
     vocabulary = vocabulary_of(config, store)
     workload = blocks.workload if blocks else expected_workload(config, vocabulary)
     batch = plan_batches(train, ranks, blocks.training if blocks else None, workload)
@@ -109,7 +111,8 @@ def little_memory(configs: Sequence[Config], store: Store) -> list[str]:
 def _little_memory(config: Config, store: Store) -> Iterator[str]:
     try:
         question = question_of(config, store)
-        machine, batch = question.machine, question.batch(question.train)
+        machine = question.machine
+        batch = question.batch(question.train)
     except PipelineError:
         return
     if machine is None or machine.is_gpu or is_sealed(config, store, "train"):

@@ -95,7 +95,8 @@ def given(train: Train) -> str:
 
 def verdicts(choice: Choice, setting: Setting, is_auto: bool) -> dict[str, str]:
     """Return for each strategy, in a few words, that it is chosen, or why not."""
-    chosen, found = choice.chosen, dict(choice.left_out)
+    chosen = choice.chosen
+    found = dict(choice.left_out)
     for name, way in {**choice.best, chosen.train.strategy: chosen}.items():
         if way is chosen:
             auto = "chosen" if way.fits else "needs the least memory"
@@ -168,7 +169,8 @@ def describe(way: Prediction) -> str:
 
 
 def _bound_by(way: Prediction) -> str:
-    total, parts = way.step_s.value, way.parts
+    total = way.step_s.value
+    parts = way.parts
     takes = f"A step is predicted to take {brief(total)}"
     if way.bound == "exchange":
         return f"{takes}, bound by communication: {_traffic(way)}."
@@ -188,7 +190,8 @@ def _traffic(way: Prediction) -> str:
     An example is `all-gather of weights 4 x 3.1 GB between nodes; 8.2 s of waiting, ...`.
     """
     slowest = sorted(way.exchanges, key=lambda each: -each.exposed_s)[:_NAMED_PARTS]
-    places, moved = set(), []
+    places = set()
+    moved = []
     for exchange, crosses_nodes in (
         (each.exchange, each.crosses_nodes) for each in slowest if each.seconds
     ):
@@ -228,11 +231,13 @@ def _longer(way: Prediction, chosen: Prediction) -> str:
 
 
 def _too_large(way: Prediction, setting: Setting) -> str:
-    machine, memory = setting.machine, way.memory
+    machine = setting.machine
+    memory = way.memory
     if lacks_host_memory(memory, machine):
         host = gigabytes(host_bytes_of_node(memory, machine))
         return f"a node needs {host} of host memory, and {host_limit_in_words(machine)}"
-    kept, has = max(MARGIN, memory.error), gib(machine.gpu_memory_bytes or 0)
+    kept = max(MARGIN, memory.error)
+    has = gib(machine.gpu_memory_bytes or 0)
     sizes = sorted(
         ((getattr(memory, f"{part}_bytes"), part) for part in PARTS if part != "reserve"),
         reverse=True,
@@ -359,13 +364,16 @@ def _approximations(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
 
 def _approximated(one: _Approximation, chosen: Prediction, wanted: Wanted) -> Change | None:
     """Return the change by that approximation; None if it may not be configured or does not fit."""
-    what, update = f"train.{one.key}: {one.value}", {one.key: one.value}
+    what = f"train.{one.key}: {one.value}"
+    update = {one.key: one.value}
     if one.is_for_ddp and wanted.train.strategy not in (AUTO, "ddp"):
-        what, update = f"{what} with train.strategy: ddp", {**update, "strategy": "ddp"}
+        what = f"{what} with train.strategy: ddp"
+        update = {**update, "strategy": "ddp"}
     then = fastest(replace(wanted, train=wanted.train.model_copy(update=update)))
     if then is None:
         return None
-    took, instead = brief(then.step_s.value), brief(chosen.step_s.value)
+    took = brief(then.step_s.value)
+    instead = brief(chosen.step_s.value)
     text = (
         f"{what} ({describe(then)}) would take {took} a step instead of {instead}; another "
         f"training: {one.effect}"
@@ -382,7 +390,8 @@ def _without_dropout(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
         return
     then = fastest(replace(wanted, train=wanted.train.model_copy(update=no_dropout)))
     if then is not None:
-        took, instead = brief(then.step_s.value), brief(chosen.step_s.value)
+        took = brief(then.step_s.value)
+        instead = brief(chosen.step_s.value)
         key = "train.lora.dropout: 0"
         text = (
             f"{key} allows fused adapters and compiled layers: {took} a step instead of {instead}"
@@ -392,7 +401,8 @@ def _without_dropout(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
 
 def _with_batch(wanted: Wanted, batch_blocks: int) -> Wanted:
     """Return the same training with a larger batch; an epoch then has fewer steps."""
-    setting, train = wanted.setting, wanted.train
+    setting = wanted.setting
+    train = wanted.train
     steps = setting.steps
     if steps is not None and train.max_steps is None:
         steps = max(1, steps * setting.batch_blocks // batch_blocks)

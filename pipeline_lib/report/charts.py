@@ -77,7 +77,8 @@ def empty_plot(height: int, x_label: str, y_label: str, zooms: bool = True, **op
     With `zooms`, the figure zooms by dragging a box, and by the wheel with ctrl; without ctrl, the
     wheel scrolls the page.
     """
-    box, wheel = BoxZoomTool(), WheelZoomTool(modifiers="ctrl", visible=False)
+    box = BoxZoomTool()
+    wheel = WheelZoomTool(modifiers="ctrl", visible=False)
     plot = figure(
         height=height,
         sizing_mode="stretch_width",

@@ -85,7 +85,8 @@ def smoothed(values: Values, half_life: float) -> Values:
     averages = np.full(len(values), np.nan)
     for index, value in enumerate(values):
         if not math.isnan(value):
-            total, weight = keep * total + value, keep * weight + 1.0
+            total = keep * total + value
+            weight = keep * weight + 1.0
         if weight:
             averages[index] = total / weight
     return averages

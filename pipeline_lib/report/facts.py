@@ -211,8 +211,11 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
 
     Raise IntegrityError naming the file if one is damaged or of another schema.
     """
-    tokenize, shard, train = inputs["tokenize"], inputs["shard"], inputs["train"]
-    merge, evaluate = inputs["merge"], inputs["evaluate"]
+    tokenize = inputs["tokenize"]
+    shard = inputs["shard"]
+    train = inputs["train"]
+    merge = inputs["merge"]
+    evaluate = inputs["evaluate"]
     return ReportFacts(
         experiment=experiment,
         manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},

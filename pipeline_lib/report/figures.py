@@ -86,7 +86,8 @@ def ledger_figure(ledger: Ledger) -> Chart | None:
 
 def lengths_figure(ledger: Ledger) -> Chart | None:
     """Draw a histogram of the lengths of the kept samples."""
-    edges, counts = ledger.length_histogram.edges, ledger.length_histogram.counts
+    edges = ledger.length_histogram.edges
+    counts = ledger.length_histogram.counts
     if not counts or len(edges) != len(counts) + 1:
         return None
     plot = empty_plot(
@@ -150,7 +151,8 @@ def scores_figure(scores: Scores) -> Chart | None:
 
 def _fates(source: Source) -> dict[tuple[str, str], int]:
     """Return how many samples or rows of `source` met each fate: kind in FATE_COLOURS, name."""
-    cut, pieces = source.truncated or 0, source.split or 0
+    cut = source.truncated or 0
+    pieces = source.split or 0
     fates = {
         ("kept", "kept whole"): (source.kept or 0) - cut - pieces,
         ("kept", "kept, cut"): cut,

@@ -123,7 +123,9 @@ def _outcome(
     since_s: float,
     logs: Path,
 ) -> Outcome:
-    name, store, training = experiment.name, dag.store, experiment.ref("train").digest
+    name = experiment.name
+    store = dag.store
+    training = experiment.ref("train").digest
     rung, judged = rungs.get(training, (None, None))
     step, loss = (rung.step, judged.loss) if rung and judged else (None, None)
     if store.is_sealed(experiment.ref("report")):

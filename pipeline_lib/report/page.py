@@ -39,7 +39,8 @@ SHOWN_VERSIONS = ("code", "python", "torch", "transformers", "tokenizers")
 
 def render(facts: ReportFacts, curves: Curves) -> str:
     """Return the page as HTML."""
-    events, ledger = _event_rows(facts), facts.ledger
+    events = _event_rows(facts)
+    ledger = facts.ledger
     tuned = estimate_of(facts.evaluation.eval.tuned)
     percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1] or 0.0)
     percentiles_text = ", ".join(f"{name} {units.count(value)}" for name, value in percentiles)

@@ -104,11 +104,13 @@ def comparison(
         "checkpoint_bytes": median(event.get("bytes") for event in saved),
         "checkpoint_s": median(event.get("duration_s") for event in saved),
     }
-    speed, ranks = measured.pop("tokens_per_s", None), plan.cluster.ranks
+    speed = measured.pop("tokens_per_s", None)
+    ranks = plan.cluster.ranks
     measured["tokens_per_s_per_rank"] = speed / ranks if speed is not None and ranks else None
     compared = []
     for key, (name, unit) in FIGURES.items():
-        band, value = _band(plan, key), measured.get(key)
+        band = _band(plan, key)
+        value = measured.get(key)
         if band.value and band.low is not None and band.high is not None and value is not None:
             compared.append(Compared(key, name, unit, band.value, band.low, band.high, value))
     return compared

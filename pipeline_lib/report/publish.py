@@ -66,7 +66,8 @@ def publish(experiment: Experiment, store: Store, target: Path = CURRENT) -> dic
     The caller holds the lock RECORDING. Raise IntegrityError if the experiment's report is not
     sealed, or is damaged.
     """
-    report, head = sealed_part(experiment, store, "report"), f"# Experiment {experiment.name}"
+    report = sealed_part(experiment, store, "report")
+    head = f"# Experiment {experiment.name}"
     ran = settings_of_run(experiment.config)
     texts = {
         "config.yaml": f"{head} as resolved, defaults included; every publish rewrites this file.\n"
@@ -126,7 +127,8 @@ def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = Tru
     sealed_part(experiment, store, "report")
     console = Console(highlight=False)
     console.print(summary_table(experiment, store))
-    report, merged = experiment.ref("report"), experiment.ref("merge")
+    report = experiment.ref("report")
+    merged = experiment.ref("merge")
     paths = {"report": store.sealed(report) / "report.html", "model": store.sealed(merged)}
     if is_linked:
         paths = link_results(experiment, store)
@@ -151,7 +153,8 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
     facts = read_facts(
         experiment.name, {part: open_sealed(experiment.ref(part), store) for part in parts}
     )
-    scores, training = facts.evaluation.eval, facts.training
+    scores = facts.evaluation.eval
+    training = facts.training
     table = Table(
         title=f"Experiment {experiment.name}",
         title_justify="left",
@@ -164,7 +167,8 @@ def summary_table(experiment: Experiment, store: Store) -> Table:
         table.add_row("held-out loss", "nothing was held out")
     models = {} if scores.are_of_nothing else {"base": scores.base, "tuned": scores.tuned}
     for name, score in models.items():
-        loss, perplexity = units.real(score.loss, "nats/token"), units.rounded(score.perplexity)
+        loss = units.real(score.loss, "nats/token")
+        perplexity = units.rounded(score.perplexity)
         table.add_row(f"held-out loss, {name}", f"{loss}, perplexity {perplexity}")
     table.add_row("trained", units.count(training.tokens, "tokens"))
     table.add_row("of them supervised", units.count(training.supervised_tokens, "tokens"))

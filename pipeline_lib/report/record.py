@@ -101,7 +101,8 @@ def record(
         ).split()
         if config_text is not None:
             published[DEFAULT_CONFIG] = config_text
-            saved, commit = commit, _with_config(commit, config_text)
+            saved = commit
+            commit = _with_config(commit, config_text)
             for ref in refs:
                 _git("update-ref", ref, commit, saved)
         if any(
@@ -171,7 +172,8 @@ def _git(*arguments: str, text: str = "", **environment: str) -> str:
 
 def _add_model(experiment: Experiment, store: Store, say: Callable[[str], None]) -> list[Path]:
     """Copy the sealed model to DVC's cache and to results/current/model; return git's files."""
-    sealed, model = sealed_part(experiment, store, "merge"), CURRENT / MODEL_NAME
+    sealed = sealed_part(experiment, store, "merge")
+    model = CURRENT / MODEL_NAME
     if model.exists():
         raise PipelineError(
             f"{model}: this is no model that `record` put there; move it away and record again"

@@ -32,8 +32,10 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
     The plan's errors are fractions of the predicted values: 0.1 where the measured value is a tenth
     higher.
     """
-    scores, training = facts.evaluation.eval, facts.training
-    peak_bytes, throughput = facts.peak_memory_bytes, facts.tokens_per_s
+    scores = facts.evaluation.eval
+    training = facts.training
+    peak_bytes = facts.peak_memory_bytes
+    throughput = facts.tokens_per_s
     errors = {one.key: one.error_fraction for one in facts.compared}
     found = {
         "eval": {

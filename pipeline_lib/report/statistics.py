@@ -126,7 +126,8 @@ def critical(pairs: int, freedom: int) -> float:
 
 def _ratio(nats: NDArray[np.float64], tokens: NDArray[np.int64]) -> SampleEstimate:
     """Return the ratio of the sums; its error is infinite with tokens in under two documents."""
-    total, count = float(tokens.sum()), int(np.count_nonzero(tokens))
+    total = float(tokens.sum())
+    count = int(np.count_nonzero(tokens))
     value = float(nats.sum()) / total
     if count < 2:
         return SampleEstimate(value, math.inf, count)

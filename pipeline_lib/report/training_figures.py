@@ -51,7 +51,8 @@ def training_figures(
     """Return the training figures with data, by element id; `restarts` begin later attempts."""
     if not len(curves.step):
         return {}
-    first, last = int(curves.step[0]), int(curves.step[-1])
+    first = int(curves.step[0])
+    last = int(curves.step[-1])
     margin = max(1.0, 0.01 * (last - first))
     limits = (first - margin, last + margin)
     axis = _StepAxis(

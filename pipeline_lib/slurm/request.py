@@ -64,7 +64,8 @@ def training_resources(
     user.
     """
     own = ("--open-mode=append", f"--signal=USR1@{request.warning_s}")
-    several_each, several = request.tasks_per_node > 1, request.tasks > 1
+    several_each = request.tasks_per_node > 1
+    several = request.tasks > 1
     return {
         **_job(request, site, True, (*given, *own)),
         "nodes": request.nodes,

@@ -237,7 +237,8 @@ def too_long_evaluation(
     run = _run_of(config, store)
     partition = site.partition_of(is_training=run.gpus > 0)
     nodes = groups_of(partition, groups)
-    expected, limit = run.evaluation_s(most_cpus_of(nodes)), limit_of(nodes)
+    expected = run.evaluation_s(most_cpus_of(nodes))
+    limit = limit_of(nodes)
     if expected is None or limit is None or expected.value <= limit * _MINUTE_S:
         return
     where = count(run.gpus, "GPUs") if run.gpus else f"{run.cpus(most_cpus_of(nodes))} CPUs"
@@ -278,10 +279,14 @@ def refuse_long_evaluation(config: Config, store: Store, site: Site) -> None:
 
 def _run_of(config: Config, store: Store) -> Run:
     """Return what is known of the experiment for its stages."""
-    geometry, machine, workload = None, None, Workload.assumed(config)
+    geometry = None
+    machine = None
+    workload = Workload.assumed(config)
     with suppress(PipelineError):
         question = question_of(config, store)
-        machine, geometry, workload = question.machine, question.geometry, question.workload
+        machine = question.machine
+        geometry = question.geometry
+        workload = question.workload
     return Run(config.cluster, config.train, config.asked, geometry, workload, machine)
 
 

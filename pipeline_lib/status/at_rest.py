@@ -34,7 +34,8 @@ NOT_BEGUN = "not begun"
 STOPPED = "stopped"  # by its sweep, until the sweep decides anew
 UNREADABLE = "unreadable"
 
-LOGS, SLURM_LOGS = Path("logs"), Path("logs/slurm")
+LOGS = Path("logs")
+SLURM_LOGS = Path("logs/slurm")
 _RUNG_RULE = "rule_rung_stage"
 REASON_CHARS = 600
 LOG_BYTES = 16 * 1024

@@ -184,7 +184,8 @@ def _frozen(path: Path, frozen_at: float) -> Frozen:
     with suppress(IsADirectoryError):
         path.open("rb").close()  # raises if the file cannot be read, which json_object hides
     value = json_object(path)
-    config, parts = value.get("config"), value.get("parts")
+    config = value.get("config")
+    parts = value.get("parts")
     name = config.get("experiment") if isinstance(config, dict) else None
     if (
         not isinstance(name, str)

@@ -79,7 +79,8 @@ def last_words(failures: Sequence[Failure], errors: Sequence[str], command: str)
             else f"stopped before the end; {again}"
         )
     if not failed:
-        shown, head = failures, f"stopped: {count(len(failures), 'jobs')} interrupted"
+        shown = failures
+        head = f"stopped: {count(len(failures), 'jobs')} interrupted"
     else:
         shown = failed
         head = f"error: {count(len(failed), 'jobs')} failed"

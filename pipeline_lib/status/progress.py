@@ -221,7 +221,8 @@ def _each_s(rows: Sequence[Event]) -> float | None:
     """Return one attempt's seconds per step, with work between steps, as in train.metrics."""
     if not rows:
         return None
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     begun_s = number(first.get("elapsed_s"))
     ended_s = number(last.get("elapsed_s"))
     steps = last["step"] - first["step"]

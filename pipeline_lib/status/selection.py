@@ -157,7 +157,9 @@ class Selector:
     def _of_config(self, text: str) -> list[SelectedExperiment]:
         if text not in self._dags:
             self._dags[text] = Dag.open(Path(text), self.store)
-        dag, catalog, found = self._dags[text], self.catalog(self.store), []
+        dag = self._dags[text]
+        catalog = self.catalog(self.store)
+        found = []
         known = {
             (one.name, one.parts.get(LAST_PART)): one
             for one in reversed(catalog.experiments(all_of_them=True))

@@ -170,7 +170,8 @@ def _notes(found: Sequence[Status]) -> Iterator[Text | Padding]:
                 (status.digest or status.frozen, status.state, status.reason), []
             ).append(status)
     for group in groups.values():
-        first, numbers = group[0], group[0].numbers
+        first = group[0]
+        numbers = group[0].numbers
         names = list(dict.fromkeys(status.experiment for status in group))
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         stage = f" in {first.stage}" if first.stage else ""

@@ -131,7 +131,8 @@ def hand_over(spec: Spec, store: Store, page_name: str, summary_name: str, say: 
 
     Problems are only reported through `say`: the report itself is complete.
     """
-    sealed, training = store.sealed(spec.ref), store.sealed(spec.inputs["train"])
+    sealed = store.sealed(spec.ref)
+    training = store.sealed(spec.inputs["train"])
     try:
         plan = read_plan(training / PLAN_NAME)
         wanted = plan.tracking.to

@@ -115,7 +115,8 @@ def feed_tracker(name: str, run_dir: Path, plan_dir: Path, environ: Mapping[str,
         if not (TRACKERS[name].joins(environ) and state.exists()):
             remove_dir(folder)
             folder.mkdir()
-        fed, plan = Fed(state), read_plan(plan_dir / PLAN_NAME)
+        fed = Fed(state)
+        plan = read_plan(plan_dir / PLAN_NAME)
         run = TrackedRun(
             folder=folder,
             identity=run_dir.name[:32],

@@ -46,8 +46,10 @@ def _frozen_config(sealed: Path, experiment: str) -> dict[str, Any] | None:
     newest: tuple[float, dict[str, Any] | None] = (0.0, None)
     for path in (sealed.parents[1] / "experiments").glob("*.json"):
         try:
-            frozen, frozen_at = read_json(path), path.stat().st_mtime
-            config, parts = frozen["config"], frozen["parts"].values()
+            frozen = read_json(path)
+            frozen_at = path.stat().st_mtime
+            config = frozen["config"]
+            parts = frozen["parts"].values()
             if (
                 sealed.name in parts
                 and config["experiment"] == experiment

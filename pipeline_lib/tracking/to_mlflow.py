@@ -66,7 +66,8 @@ class MlFlow:
         )
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        metric, now_ms = self._entities.Metric, round(time.time() * 1000)
+        metric = self._entities.Metric
+        now_ms = round(time.time() * 1000)
         self._client.log_batch(
             self._id, [metric(name, value, now_ms, step) for name, value in values.items()]
         )

@@ -260,7 +260,8 @@ class Zero(Strategy):
         """
         self.world = world
         self.train = train
-        given, chosen = train.deepspeed_json, dict[str, Any]()
+        given = train.deepspeed_json
+        chosen = dict[str, Any]()
         if given is not None:
             chosen = read_deepspeed_json(given, train.strategy, train.offload)
         self.config = zero_config(train, world.size, accumulation, chosen)

@@ -119,7 +119,8 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
         torch.cuda.set_device(world.device)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     try:
-        store, timeout = _store_of(world, timeout_s), timedelta(seconds=timeout_s)
+        store = _store_of(world, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )

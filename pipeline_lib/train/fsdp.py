@@ -106,7 +106,8 @@ class Fsdp(Native):
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         self._mesh = state_mesh(self.world, self.train)
         shard = partial(fully_shard, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
-        layers, at_once = decoder_layers(model), self.train.unit_layers
+        layers = decoder_layers(model)
+        at_once = self.train.unit_layers
         for start in range(0, len(layers), at_once):
             shard(
                 layers[start : start + at_once],

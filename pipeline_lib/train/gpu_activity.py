@@ -61,7 +61,8 @@ def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares
             by_kind[kind_of(name)].append(clipped)
             if is_of_context(name):
                 of_context.append(clipped)
-    compute, communication = length(by_kind["compute"]), length(by_kind["communication"])
+    compute = length(by_kind["compute"])
+    communication = length(by_kind["communication"])
     used = length(by_kind["compute"] + by_kind["communication"])
     busy = length(chain.from_iterable(by_kind.values()))
     return Shares(
@@ -76,7 +77,8 @@ def shares_of(kernels: Iterable[tuple[str, Interval]], span: Interval) -> Shares
 
 def length(intervals: Iterable[Interval]) -> float:
     """Return the length of the union of `intervals`."""
-    covered, reached = 0.0, float("-inf")
+    covered = 0.0
+    reached = float("-inf")
     for begin, end in sorted(intervals):
         covered += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
@@ -96,7 +98,8 @@ class StepProfiler:
     def __init__(self, world: World, every_steps: int | None, events: EventLog) -> None:
         """Profile nothing if `every_steps` is None."""
         self._last: dict[str, float] = {}
-        self._device, self._events = world.device, events
+        self._device = world.device
+        self._events = events
         self._every_steps = every_steps if world.is_first and world.device.type == "cuda" else None
         if every_steps is not None and world.is_first and world.device.type != "cuda":
             events.emit(EventName.PROFILE_LEFT_OUT, reason="steps are profiled on GPUs only")
@@ -124,7 +127,8 @@ class StepProfiler:
 
     def take(self) -> dict[str, float]:
         """Return the profile's fields for the last step's row, once; nothing without one."""
-        last, self._last = self._last, {}
+        last = self._last
+        self._last = {}
         return last
 
 

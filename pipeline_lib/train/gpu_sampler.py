@@ -46,7 +46,8 @@ class GpuSampler:
     def take(self) -> Sample:
         """Return each value's mean since the last call, or the last means without new samples."""
         with self._lock:
-            taken, self._taken = self._taken, []
+            taken = self._taken
+            self._taken = []
         if taken:
             self._latest = {
                 key: round(sum(sample[key] for sample in taken) / len(taken), 3) for key in taken[0]

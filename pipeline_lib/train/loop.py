@@ -91,7 +91,8 @@ class Batches:
 
     def of_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of global step `step`, from 0."""
-        blocks, key = self.blocks_of_step(step), key_of(self.seed, step)
+        blocks = self.blocks_of_step(step)
+        key = key_of(self.seed, step)
         return list(self.portion.batches(self.reader, blocks, self.micro_batch_blocks, key))
 
     def blocks_of_step(self, step: int) -> NDArray[np.int64]:
@@ -226,7 +227,8 @@ class Loop:
 
     def follow(self, result: StepResult) -> None:
         """Carry out the guards' decision on the step. Raises Diverged if they gave up."""
-        step, verdict = self.step, result.judgement.verdict
+        step = self.step
+        verdict = result.judgement.verdict
         if verdict == Verdict.APPLY:
             self.updates += 1
             return
@@ -277,7 +279,8 @@ class Loop:
         again and saves `to_step` on the way, so its result is that of a run that had it. To go on
         from `before` at once would make the result depend on what happened to be saved.
         """
-        folder, is_first = self.saver.folder, self.stepper.world.is_first
+        folder = self.saver.folder
+        is_first = self.stepper.world.is_first
         from_step = 0 if before is None else int(checkpoint.read_state(before)["step"])
 
         def set_newer_aside() -> None:
@@ -324,7 +327,8 @@ class Loop:
         if self.step < self.total_steps and not is_due:
             return {}
         self.events.notify(EventName.RANK_DOING, what="validating")
-        wrapped, strategy = self.stepper.wrapped, self.stepper.strategy
+        wrapped = self.stepper.wrapped
+        strategy = self.stepper.strategy
         self.let_ranks_agree()
         micro_batch_blocks = self.train.micro_batch_blocks
         loss = held_out_loss(
@@ -379,7 +383,8 @@ class Loop:
         self.events.notify(EventName.RANK_DOING, what="saving")
         self.saver.wait()
         self.let_ranks_agree()
-        strategy, world = self.stepper.strategy, self.stepper.world
+        strategy = self.stepper.strategy
+        world = self.stepper.world
         kinds = self.kinds_to_save
         snapshot = StateSnapshot(
             step=self.step,
@@ -405,7 +410,8 @@ class Loop:
         self.saver.save(
             snapshot, best_step, time.monotonic() - start_s, self.window.step_before(self.step)
         )
-        self.saved_step, self.has_saved = self.step, True
+        self.saved_step = self.step
+        self.has_saved = True
         self.checkpoint_wait_s += time.monotonic() - start_s
 
     @property
@@ -494,7 +500,8 @@ class Loop:
 
     def choose(self, choice: Callable[[], Path | None]) -> Path | None:
         """Return on all ranks what `choice` returns on the first."""
-        is_first, folder = self.stepper.world.is_first, self.saver.folder
+        is_first = self.stepper.world.is_first
+        folder = self.saver.folder
         name = together(
             self.saver.group, folder, lambda: str((choice() if is_first else None) or "")
         )[0]

@@ -100,7 +100,8 @@ def instruments(
 
     Their threads end with the block.
     """
-    world, every_steps = meter.world, meter.train.profile_every_steps
+    world = meter.world
+    every_steps = meter.train.profile_every_steps
     sent = SentMeter(has_others=world.is_first and world.size > world.local_size)
     ranks = RankMeter(world, last_step)
     with Prefetcher(read, last_step, world.device) as prefetcher, gpu_sampler(world.device) as gpu:

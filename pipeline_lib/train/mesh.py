@@ -31,7 +31,8 @@ def portion_of(world: World, train: Train) -> Portion:
     if parts == 1:
         return Portion(world.rank, groups)
     mesh = _mesh(world, block=groups, context=parts)
-    number, process_group = mesh.get_local_rank("context"), mesh.get_group("context")
+    number = mesh.get_local_rank("context")
+    process_group = mesh.get_group("context")
     return Portion(
         mesh.get_local_rank("block"), groups, Part(number, parts, process_group.group_name)
     )

@@ -243,7 +243,8 @@ class MetricsRows:
 
     def saved(self) -> SavedRows:
         """Return what the next checkpoint writes; it links other copies than the one before."""
-        copy, self._next_copy = self._next_copy, (self._next_copy + 1) % len(COPIES)
+        copy = self._next_copy
+        self._next_copy = (self._next_copy + 1) % len(COPIES)
         return SavedRows(tuple(self._files), tuple(self._latest), copy)
 
     def undo_after(self, step: int) -> None:
@@ -253,7 +254,8 @@ class MetricsRows:
         """
         changed = [file for file in self._files if file.first_step + ROWS_OF_A_FILE - 1 > step]
         rows = [row for file in changed for row in file.rows()] + self._latest
-        self._files, self._latest = self._files[: len(self._files) - len(changed)], []
+        self._files = self._files[: len(self._files) - len(changed)]
+        self._latest = []
         for row in rows:
             self.add(
                 {**row, "verdict": UNDONE} if row["step"] > step and "verdict" not in row else row

@@ -84,12 +84,15 @@ def take_values(moment: Tensor, values: Tensor) -> None:
     largest = blocks.abs().amax(-1).clip(1e-12)
     # A block's scale is its largest value, or in a signed moment that divided by the most negative
     # code, not -1.
-    candidates, least_code = [largest], float(-state.qmap[0])
+    candidates = [largest]
+    least_code = float(-state.qmap[0])
     if least_code > 0:
         by_code = largest / least_code
-        up, down = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+        up = torch.full_like(largest, torch.inf)
+        down = torch.zeros_like(largest)
         candidates += [by_code, torch.nextafter(by_code, up), torch.nextafter(by_code, down)]
-    codes, scale = torch.empty_like(blocks, dtype=state.codes.dtype), largest.clone()
+    codes = torch.empty_like(blocks, dtype=state.codes.dtype)
+    scale = largest.clone()
     is_open = torch.ones_like(largest, dtype=torch.bool)
     for candidate in candidates:
         found = quant_utils.quantize_8bit_with_qmap(blocks / candidate[:, None], state.qmap).to(

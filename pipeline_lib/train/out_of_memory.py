@@ -125,7 +125,8 @@ class MemoryWatch:
     def explain(self, shortage: Shortage, capacity_bytes: int) -> str:
         """Return the message: several lines, of which the first alone is enough for a log."""
         predicted = self._load.memory
-        used, wanted = shortage.used_bytes or 0, shortage.wanted_bytes or 0
+        used = shortage.used_bytes or 0
+        wanted = shortage.wanted_bytes or 0
         ratio = (used + wanted) / predicted.total_bytes
         use = f"{gib(used)} of {gib(capacity_bytes)} in use"
         if shortage.others_bytes > _NOTABLE_BYTES:

@@ -263,9 +263,12 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
 
     The weights are those of the checkpoint of the same step, which is not written again.
     """
-    wrapped, strategy, world = loop.stepper.wrapped, loop.stepper.strategy, loop.stepper.world
+    wrapped = loop.stepper.wrapped
+    strategy = loop.stepper.strategy
+    world = loop.stepper.world
     result_step = loop.take_best()
-    source, folder = job.run_dir / CHECKPOINTS / step_name(result_step), job.out / WEIGHTS
+    source = job.run_dir / CHECKPOINTS / step_name(result_step)
+    folder = job.out / WEIGHTS
     is_linked = together(
         None, folder, lambda: world.is_first and saved_tensors.link_weights(source, folder)
     )[0]

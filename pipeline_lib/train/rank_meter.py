@@ -33,7 +33,8 @@ class RankMeter:
         """Return the mean utilization since the last readings and the peak bytes, if due."""
         if step % EVERY_STEPS and step != self._last_step:
             return []
-        taken, self._utilizations = self._utilizations, []
+        taken = self._utilizations
+        self._utilizations = []
         utilization = round(sum(taken) / len(taken), 3) if taken else _NOT_KNOWN
         return [utilization, float(memory_fields(self._world)["peak_memory_bytes"])]
 
@@ -43,7 +44,8 @@ def rank_fields(readings: Sequence[float]) -> dict[str, Any]:
 
     Without the utilization of every rank there is none.
     """
-    utilizations, memories = list(readings[::2]), [int(value) for value in readings[1::2]]
+    utilizations = list(readings[::2])
+    memories = [int(value) for value in readings[1::2]]
     if not memories:
         return {}
     known = {} if _NOT_KNOWN in utilizations else {UTILIZATION: utilizations}

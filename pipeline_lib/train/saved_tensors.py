@@ -82,7 +82,8 @@ def save_parts(
     """
     written: dict[str, FileEntry] = {}
     # A loop's variable, and `enumerate`, would keep each part in memory while the next is made.
-    rest, shards_before = iter(parts), 0
+    rest = iter(parts)
+    shards_before = 0
     while (part := next(rest, None)) is not None:
         weights = of_kind(part, WEIGHTS)
         others = {

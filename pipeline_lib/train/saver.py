@@ -154,7 +154,8 @@ class Saver:
         Raises DiskFull, SaveFailed or LockLost, on all ranks alike.
         """
         if self._flight is not None:
-            flight, self._flight = self._flight, None
+            flight = self._flight
+            self._flight = None
             self._tell_of(flight.result())
 
     def _tell_of(self, saved: dict[str, Any]) -> None:

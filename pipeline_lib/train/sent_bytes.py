@@ -43,7 +43,8 @@ class SentMeter:
         """Return the field `node_sent_bytes` for the row of a step, if it is known."""
         if not self._has_others:
             return {}
-        before, self._before = self._before, sent_bytes(self._sys)
+        before = self._before
+        self._before = sent_bytes(self._sys)
         # an interface went away
         if before is None or self._before is None or self._before < before:
             return {}

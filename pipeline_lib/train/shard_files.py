@@ -95,7 +95,8 @@ def header_of(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        begin = end
+        end = end + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _NAMES_OF_DTYPES[dtype],
             "shape": list(shape),

@@ -145,7 +145,8 @@ class HostBuffers:
 
     def _await_growth(self) -> None:
         if self._growth is not None:
-            growth, self._growth = self._growth, None
+            growth = self._growth
+            self._growth = None
             growth.result()
 
     def _grow(self, size_bytes: int) -> None:
@@ -153,7 +154,8 @@ class HostBuffers:
 
         The slabs of all ranks of the host count.
         """
-        needed_bytes, free_bytes = size_bytes * self._world.local_size, self._free_bytes()
+        needed_bytes = size_bytes * self._world.local_size
+        free_bytes = self._free_bytes()
         if 2 * needed_bytes > free_bytes:
             self.trouble = self.trouble or (
                 f"buffers of {needed_bytes / 1e9:.1f} GB for the ranks of this host, which has "

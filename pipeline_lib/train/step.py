@@ -27,7 +27,8 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         """Start empty."""
-        self._device, self._is_gpu = device, device.type == "cuda"
+        self._device = device
+        self._is_gpu = device.type == "cuda"
         self._marks: list[tuple[str, Any, Any]] = []
 
     @contextmanager
@@ -174,7 +175,8 @@ class Stepper:
                 self.strategy.update(lr, grad_norm)
             else:
                 self.strategy.discard(grad_norm)
-        phases, duration_s = self.clock.take(), time.monotonic() - start_s
+        phases = self.clock.take()
+        duration_s = time.monotonic() - start_s
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,

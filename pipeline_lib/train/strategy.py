@@ -115,11 +115,13 @@ class LossScale:
         if not math.isfinite(norm):
             if self.value <= 1.0:
                 raise Diverged(OVERFLOW)
-            self.value, self.finite_steps = self.value / 2, 0
+            self.value = self.value / 2
+            self.finite_steps = 0
             return
         self.finite_steps += 1
         if self.finite_steps == GROWS_AFTER:
-            self.value, self.finite_steps = self.value * 2, 0
+            self.value = self.value * 2
+            self.finite_steps = 0
 
     def state(self) -> Tensor:
         """Return [2] float64: the scale, and the number of finite steps since it last changed."""

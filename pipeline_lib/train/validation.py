@@ -92,9 +92,12 @@ class Validations:
         if "validation_loss" not in row:
             return
         loss = row["validation_loss"]
-        self.last_step, self.without_gain = row["step"], self.without_gain + 1
+        self.last_step = row["step"]
+        self.without_gain = self.without_gain + 1
         if loss is not None and loss < self.best_loss:
-            self.best_step, self.best_loss, self.without_gain = row["step"], loss, 0
+            self.best_step = row["step"]
+            self.best_loss = loss
+            self.without_gain = 0
 
 
 # Sample answers to a few held-out prompts during training, for people to read.

@@ -227,7 +227,8 @@ class Inventory:
         """
         if digest in self._specs:
             return self._specs[digest]
-        made, spec = self.by_digest.get(digest), None
+        made = self.by_digest.get(digest)
+        spec = None
         if made is not None and made.manifest is not None:  # saves reading another file
             with suppress(IntegrityError):
                 spec = Spec.from_json(made.manifest.spec, str(made.path / MANIFEST_NAME))
@@ -292,7 +293,9 @@ def folders_in(folder: Path) -> list[Path]:
 
 def size_below(path: str | Path) -> tuple[int, float]:
     """Return the bytes of the files below `path`, or of that file, and the newest mtime."""
-    total, newest, waiting = 0, 0.0, [os.fspath(path)]
+    total = 0
+    newest = 0.0
+    waiting = [os.fspath(path)]
     while waiting:
         current = waiting.pop()
         try:
@@ -353,9 +356,11 @@ def _run_folder(path: Path) -> RunFolder:
     saved, _ = size_below(path / CHECKPOINTS)
     wanted_by = tuple(entry.name for entry in _entries(path / "jobs"))
     try:
-        checkpoints, reason = tuple(step for _, step in sealed_steps(path / CHECKPOINTS)), None
+        checkpoints = tuple(step for _, step in sealed_steps(path / CHECKPOINTS))
+        reason = None
     except Unreadable as error:
-        checkpoints, reason = (), str(error)
+        checkpoints = ()
+        reason = str(error)
     aside = sorted(entry.path for entry in _entries(path / SET_ASIDE))
     set_aside = tuple(Leftover(Path(one), path.name, *size_below(one)) for one in aside)
     return RunFolder(

@@ -99,7 +99,8 @@ class Removal:
 
     def remove(self) -> None:
         """Remove what was not asked for since `garbage` was found."""
-        garbage, inventory = self.garbage, self.garbage.inventory
+        garbage = self.garbage
+        inventory = self.garbage.inventory
         for one in garbage.made:
             self._remove(one, inventory.lock_of(one.ref.digest))
         for run in garbage.runs:

@@ -98,7 +98,9 @@ def by_stage(inventory: Inventory, logs: Path) -> list[tuple[str, int, int]]:
     stages: dict[str, list[int]] = {}
     for one in inventory.made:
         stages.setdefault(one.ref.stage, []).append(one.bytes)
-    runs, left, others = inventory.runs, inventory.leftovers, inventory.others
+    runs = inventory.runs
+    left = inventory.leftovers
+    others = inventory.others
     small = [
         folder
         for folder in folders_in(inventory.store.root)

@@ -67,7 +67,8 @@ class Cost:
         """
         saved = record.named(EventName.CHECKPOINT_SAVED)
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
-        steps, planned = plan.batch.steps or 0, plan.prediction.step_s
+        steps = plan.batch.steps or 0
+        planned = plan.prediction.step_s
         if planned.value and planned.low and plan.prediction.run_s.value:
             beside_s = max(0.0, plan.prediction.run_s.value - steps * planned.value)
             each = (
@@ -81,7 +82,8 @@ class Cost:
                 [float(event.get("duration_s", 0.0)) for event in saved] or [0.0]
             )
             saves = config.train.saves(steps, plan.batch.steps_per_epoch or steps)
-            low, value = None, steps * step_s + save_s * saves
+            low = None
+            value = steps * step_s + save_s * saves
             high = value
         run_s = Figure(value=value, low=low, high=high)
         return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)
@@ -92,9 +94,11 @@ class Cost:
         value = self.run_s.value or 0.0
         low = self.run_s.low
         high = self.run_s.high or 0.0
-        devices, kind = cluster.ranks, "GPU"
+        devices = cluster.ranks
+        kind = "GPU"
         if cluster.device != "cuda":
-            devices, kind = cluster.ranks * cluster.cpus_per_rank, "CPU core"
+            devices = cluster.ranks * cluster.cpus_per_rank
+            kind = "CPU core"
         hours = [rounded(one * devices / HOUR_S) for one in (value, low or value, high)]
         first = "the faster of these two steps, the first of their process"
         time = f"at most {amount(high, 's')}: from {first}"
@@ -106,7 +110,8 @@ class Cost:
         disk = "not known: no checkpoint was written"
         if self.checkpoint_bytes is not None:
             kept = self.config.train.checkpoints_on_disk
-            needed, free = kept * self.checkpoint_bytes, shutil.disk_usage(store).free
+            needed = kept * self.checkpoint_bytes
+            free = shutil.disk_usage(store).free
             disk = (
                 f"{size(needed)} for {kept} of {size(self.checkpoint_bytes)}; {size(free)} are free"
             )
@@ -127,7 +132,8 @@ class Cost:
 
     def _jobs(self, value_s: float, high_s: float) -> str:
         """Return the number of cluster jobs under the configured time limit."""
-        minutes, requeues = self.config.cluster.runtime_minutes, self.config.cluster.max_requeues
+        minutes = self.config.cluster.runtime_minutes
+        requeues = self.config.cluster.max_requeues
         if minutes is None:
             return (
                 "cluster.runtime_minutes is not set: a job requests the time that the plan predicts"
@@ -207,7 +213,8 @@ def conclude(dag: Dag, say: Say) -> None:
 
     These are the directories that only the rehearsal needed.
     """
-    nothing, path = why_not(dag), report_path(dag)
+    nothing = why_not(dag)
+    path = report_path(dag)
     text = path.read_text(encoding="utf-8").rstrip() if path is not None and path.exists() else ""
     if nothing is not None and not text.startswith(_NOTHING):
         say(nothing + ("; when it was rehearsed, this was found:\n" if text else ""))
@@ -227,7 +234,9 @@ def why_not(dag: Dag) -> str | None:
 
     None if a rehearsal makes sense.
     """
-    rehearsal, experiment, store = dag.rehearsal, dag.experiment, dag.store
+    rehearsal = dag.rehearsal
+    experiment = dag.experiment
+    store = dag.store
     if rehearsal is None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
     if store.is_sealed(experiment.ref("train")):
@@ -256,7 +265,8 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     """
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
-    plan, training = read_plan(trained / PLAN_NAME), read_one(Training, trained / SUMMARY_NAME)
+    plan = read_plan(trained / PLAN_NAME)
+    training = read_one(Training, trained / SUMMARY_NAME)
     if reason := _too_short(plan, rehearsal):
         return reason
     if training.steps != rehearsal.last_step:

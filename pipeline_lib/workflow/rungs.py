@@ -31,7 +31,8 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
     If the whole training is already done, its metrics are read instead. A training that diverged is
     out of the sweep until `out` is deleted; any other error is raised.
     """
-    step, whole = int(to_rung.settings["until_step"]), Ref(to_rung.stage, run_digest(to_rung))
+    step = int(to_rung.settings["until_step"])
+    whole = Ref(to_rung.stage, run_digest(to_rung))
     try:
         if store.is_sealed(whole):
             say(
@@ -60,11 +61,13 @@ def reach(to_rung: Spec, store: Store, out: Path, train: Callable[[], None], say
 
 def _reached(sealed: Path, step: int) -> Reached:
     """Return the sealed training's last validation up to `step`; else raise TrainingError."""
-    summary, rows = read_json(sealed / SUMMARY_NAME), read_jsonl(sealed / METRICS_NAME)
+    summary = read_json(sealed / SUMMARY_NAME)
+    rows = read_jsonl(sealed / METRICS_NAME)
     validated = [row for row in rows if "validation_loss" in row and row["step"] <= step]
     if not validated:
         raise TrainingError(f"{sealed}: there was no validation up to step {step}")
-    last, stopped = validated[-1], summary["stopped_early"] and summary["steps"] <= step
+    last = validated[-1]
+    stopped = summary["stopped_early"] and summary["steps"] <= step
     return Reached(
         last["step"], last["validation_loss"], stopped or summary["total_steps"] <= step, None
     )

@@ -35,7 +35,8 @@ class StagesStopped:
 
 def _ask_stages_to_stop() -> None:
     """Send SIGTERM to each stage, also to those that are just starting, until this process ends."""
-    over, told = threading.Event(), set[psutil.Process]()
+    over = threading.Event()
+    told = set[psutil.Process]()
     while not over.wait(RETELL_S):
         for stage in _stages():
             if stage not in told:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from pipeline_lib.config.checks import cross_check, warnings_of
+from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.load import load_config, load_sweep
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.strict_yaml import dotted
 from pipeline_lib.config.train import Train
+from pipeline_lib.config.warnings import warnings_of
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.report.publish import resolved
 from tests.config.test_compile import compiled

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_lib.config.checks import warnings_of
 from pipeline_lib.config.load import load_configs
+from pipeline_lib.config.warnings import warnings_of
 from tests.config.test_load import ROOT, VALID, written
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)
 
-from pipeline_lib.config.checks import warnings_of
+from pipeline_lib.config.warnings import warnings_of
 from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.text import redact
