@@ -18,9 +18,8 @@ from pipeline_lib.plan.predict import Prediction
 from pipeline_lib.plan.search import Setting
 
 LONG_STEP_S = 3.0  # one of these is enough: the network decides, and it is steady
-ALONE_STEP_S = (
-    8.0  # the longest of one node, whose speed hardly depends on how much more a step accumulates
-)
+# the longest of one node, whose speed hardly depends on how much more a step accumulates
+ALONE_STEP_S = 8.0
 USUAL_STEPS = 2
 WARM_STEPS = {"powersgd": 3}  # after two steps that exchange everything
 USUAL_WARM_STEPS = 1

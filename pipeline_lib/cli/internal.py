@@ -247,9 +247,8 @@ def _function_of(stage: str) -> StageFunction:
     function: Callable[..., dict[str, object]]
     with importing():
         if stage == "download":
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = (
-                "1"  # such as that models need torch: none is loaded
-            )
+            # such as that models need torch: none is loaded
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
             from pipeline_lib.data.download import run as function
         elif stage == "shard":
             from pipeline_lib.data.shard import run as function

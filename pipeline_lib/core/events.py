@@ -24,22 +24,18 @@ class EventName(StrEnum):
 
     RUN_LAUNCHED = "run.launched"  # an attempt began: the ranks are about to start
     RUN_START = "run.start"  # the first rank is ready to train
-    RUN_STEPS = (
-        "run.steps"  # it has made its first pass, and loaded its checkpoint: the steps begin
-    )
+    # it has made its first pass, and loaded its checkpoint: the steps begin
+    RUN_STEPS = "run.steps"
     RUN_RESUMED = "run.resumed"  # the run continues from a checkpoint
     RUN_PROCESSOR_CHANGED = "run.processor_changed"  # that was saved on another kind of CPU or GPU
     RUN_ROLLED_BACK = "run.rolled_back"  # weights and moments went back to a checkpoint
-    RUN_REWOUND = (
-        "run.rewound"  # the checkpoints after a step are set aside: a user or the guards ask for it
-    )
+    # the checkpoints after a step are set aside: a user or the guards ask for it
+    RUN_REWOUND = "run.rewound"
     RUN_END = "run.end"  # the last step is done
-    RUN_INTERRUPTED = (
-        "run.interrupted"  # an attempt ended before the last step; the same command continues
-    )
-    RUN_FAILED = (
-        "run.failed"  # an attempt ended with an error that the same command would meet again
-    )
+    # an attempt ended before the last step; the same command continues
+    RUN_INTERRUPTED = "run.interrupted"
+    # an attempt ended with an error that the same command would meet again
+    RUN_FAILED = "run.failed"
     RUN_REQUEUED = "run.requeued"  # SLURM was asked to queue the job again
     RUN_REQUEUE_REFUSED = "run.requeue_refused"  # the job is not queued again, or SLURM refused to
     RANK_DOING = "rank.doing"  # observers only: what this rank does between steps, such as saving
@@ -52,9 +48,8 @@ class EventName(StrEnum):
     SAMPLES_WRITTEN = "samples.written"  # answers to held-out prompts were written
     CHECKPOINT_SAVED = "checkpoint.saved"  # a checkpoint was sealed
     CHECKPOINT_REJECTED = "checkpoint.rejected"  # a checkpoint was set aside as damaged
-    CHECKPOINT_SLOW_COPIES = (
-        "checkpoint.slow_copies"  # copies for saves go through memory that is not page-locked
-    )
+    # copies for saves go through memory that is not page-locked
+    CHECKPOINT_SLOW_COPIES = "checkpoint.slow_copies"
 
 
 class EventLog:

@@ -29,12 +29,10 @@ from pipeline_lib.core.files import disk_full_named, time_on_disk_ns
 HIDDEN = "hidden"
 HEARTBEAT_S = 10.0
 DEAD_AFTER_S = 120.0  # without a change of the heartbeat
-DEAD_IF_OLD_AFTER_S = (
-    30.0  # the same for a heartbeat that is older than DEAD_AFTER_S by the disk's clock
-)
-LAST_WORDS_S = (
-    2.0  # to report why a process ends; the reader of its output may have stopped reading
-)
+# the same for a heartbeat that is older than DEAD_AFTER_S by the disk's clock
+DEAD_IF_OLD_AFTER_S = 30.0
+# to report why a process ends; the reader of its output may have stopped reading
+LAST_WORDS_S = 2.0
 REMOVAL_S = 5.0  # removing a lock takes microseconds; a process that takes longer was killed
 # FAT, some of FUSE and SMB
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

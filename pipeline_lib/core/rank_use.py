@@ -16,9 +16,8 @@ from pipeline_lib.core.units import gib
 EVERY_STEPS = 10
 UTILIZATION, PEAK_MEMORY = "gpu_utilization_of_ranks", "peak_memory_bytes_of_ranks"
 LEAST_UTILIZATION = 0.8
-MOST_DIFFERENCE = (
-    0.1  # between ranks: of utilization in points, of memory as a fraction of the largest
-)
+# between ranks: of utilization in points, of memory as a fraction of the largest
+MOST_DIFFERENCE = 0.1
 LEAST_READINGS = 3  # fewer may all come from the first steps, which choose kernels and compile
 RECENT_READINGS = 4  # that warnings about a training in work are from
 _NAMED_RANKS = 4

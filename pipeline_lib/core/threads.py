@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-READERS = (
-    4  # one reads 4 GB/s of cached files to a GPU, and the file system and the bus can do more
-)
+# one reads 4 GB/s of cached files to a GPU, and the file system and the bus can do more
+READERS = 4
 
 
 @contextmanager

@@ -48,9 +48,8 @@ class RowBatch:
     layout: Layout | None  # None: no row of the file had a known format so far
     columns: dict[str, str]
     first: str | None = None  # the row that determined the format, if the config did not set it
-    is_slow: bool = (
-        False  # tokenize each row by itself, so that the one that exceeds the limits is known
-    )
+    # tokenize each row by itself, so that the one that exceeds the limits is known
+    is_slow: bool = False
 
     def __call__(self, state: Encoder, guard: Guard) -> Encoded:
         """Encode the rows.
@@ -151,9 +150,8 @@ def text_size(value: Any) -> int:
     return 8
 
 
-MOST_OVER_LIMITS = (
-    8  # rows put aside; more of them show that the template is at fault, and each takes seconds
-)
+# rows put aside; more of them show that the template is at fault, and each takes seconds
+MOST_OVER_LIMITS = 8
 
 
 class PuttingAside:

@@ -59,9 +59,8 @@ _PLAIN_BPE: Mapping[str, Any] = {
 FIRST_CHECKED = 64  # texts at the start of a run that are compared with tokenizers
 CHECK_EVERY = 8  # later, one text in this many batches is compared
 MAX_PIECE_CHARS = 100_000  # tiktoken's regular expressions run out of stack on a million spaces
-MAX_CHECKED_CHARS = (
-    1_000_000  # `tokenizers` takes some 200 bytes of memory for each character of a text
-)
+# `tokenizers` takes some 200 bytes of memory for each character of a text
+MAX_CHECKED_CHARS = 1_000_000
 # Borders that no token of SPLIT_PATTERN crosses and that NFC does not touch: a letter or digit
 # before an ASCII character that is no letter, or before Chinese punctuation; a digit before any
 # ASCII character.

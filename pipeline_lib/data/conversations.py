@@ -39,9 +39,8 @@ class TextParts(str):
 MAX_TURNS = 1000
 CALL_IN_TEXT = "<tool_call>"  # the tag with which templates write a call
 OPENS_THINKING, ENDS_THINKING = "<think>", "</think>"
-MAX_DEPTH = (
-    64  # nesting of tools and arguments; json.dumps, templates and the stack can all handle more
-)
+# nesting of tools and arguments; json.dumps, templates and the stack can all handle more
+MAX_DEPTH = 64
 
 
 class Reason(StrEnum):

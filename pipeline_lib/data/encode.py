@@ -98,9 +98,8 @@ class Rendered(NamedTuple):
     asked_to_think: bool | None = None  # the thinking switch that the prompt was rendered with
     thinking: int = 0  # characters of `full` up to the end of thinking that is masked
     drop: Drop | None = None  # why the turn is dropped, if not because its prompt is no prefix
-    is_continued: bool = (
-        False  # whether the answer begins with a line end, which must not join that of the prompt
-    )
+    # whether the answer begins with a line end, which must not join that of the prompt
+    is_continued: bool = False
 
 
 class _Span(NamedTuple):
@@ -311,9 +310,8 @@ class Encoder:
             return Rendered(prompt, full, asked, drop=Drop.THINKING_NOT_RENDERED)
         is_continued = _begins_with_line_end(prompt, full)
         if opens_thinking(prompt) and not thinking_of(messages[-1]):
-            is_continued = (
-                False  # the line end is that of an empty block, in which a model would think
-            )
+            # the line end is that of an empty block, in which a model would think
+            is_continued = False
         if not thinking or self.settings.thinking != "mask":
             return Rendered(prompt, full, asked, is_continued=is_continued)
         end = end_of_thinking(messages[-1], full, len(prompt))

@@ -69,9 +69,8 @@ class Guard:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        self.cursor.value = (
-            NOWHERE  # not in `finally`: after a failure the parent still reads the position
-        )
+        # not in `finally`: after a failure the parent still reads the position
+        self.cursor.value = NOWHERE
 
 
 # Work for a worker: picklable. `Pool.map` raises its PipelineError again in the parent.
@@ -139,9 +138,8 @@ class _PanicForMemory:
 
 # Spawned, not forked: the parent may have threads and use a GPU.
 _CONTEXT = multiprocessing.get_context("spawn")
-TASKS_PER_WORKER = (
-    4  # the most tasks in flight per worker, from reading a task to yielding its result
-)
+# the most tasks in flight per worker, from reading a task to yielding its result
+TASKS_PER_WORKER = 4
 _POLL_S = 2.0
 
 

@@ -210,9 +210,8 @@ def _is_wrapped(text: str, own_keys: Collection[str]) -> bool:
 CHUNK_BYTES = 1 << 16
 _SPACE = re.compile(r"[ \t\r\n]*")
 _ANY_VALUE = json.JSONDecoder(parse_int=str, parse_float=str, strict=False)  # numbers of any size
-_LONGEST_WORD = (
-    16  # characters; a value or an error this near the end of the text may be an effect of the cut
-)
+# characters; a value or an error this near the end of the text may be an effect of the cut
+_LONGEST_WORD = 16
 
 
 class JsonArray:

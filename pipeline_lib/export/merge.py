@@ -50,9 +50,8 @@ from pipeline_lib.train.state import is_finite
 
 # Export of the trained adapters alone, in peft's format.
 
-UNNAMED_BASE = (
-    "FOLDER OF THE BASE MODEL"  # in the code that loads adapters on a model that no hub has
-)
+# in the code that loads adapters on a model that no hub has
+UNNAMED_BASE = "FOLDER OF THE BASE MODEL"
 ADAPTER_FOLDER = "adapter"
 
 

@@ -56,13 +56,11 @@ from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
 
 # By what `python -m benchmarks.merges` measured (benchmarks/RESULTS.md).
-VALUE_TOLERANCE = (
-    1e-5  # beyond rounding, relative to the tensor's root mean square: fp32 sums in another order
-)
+# beyond rounding, relative to the tensor's root mean square: fp32 sums in another order
+VALUE_TOLERANCE = 1e-5
 LOGIT_TOLERANCE = 1e-4  # of logits in fp32
-_NOISES = (
-    4  # after a training in bf16 or fp16, logits may differ by so many times the noise of bf16
-)
+# after a training in bf16 or fp16, logits may differ by so many times the noise of bf16
+_NOISES = 4
 _FLIPPED_TOLERANCE = 0.5  # at positions where a router chose other experts
 # Of the probe's block, by which the noise is measured at as many positions as of the whole. On CPUs
 # no more of it is compared, at 37 GFLOP/s a core in fp32: 7 minutes of a core for a model of 8B.
@@ -70,9 +68,8 @@ _NOISE_TOKENS = 1024
 _LEAST_POSITIONS = 8  # of the probe, that are compared on CPUs
 # values; on CPUs what is computed of them stays in the cache
 _COMPARED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
-_UNIT_COPIES = (
-    4  # in fp32, of what a GPU compares: the base's, the merged one, and what the comparison makes
-)
+# in fp32, of what a GPU compares: the base's, the merged one, and what the comparison makes
+_UNIT_COPIES = 4
 _SIGNIFICANT_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 

@@ -17,9 +17,8 @@ import psutil
 from pipeline_lib.core.user_cache import UserCache, is_own
 from pipeline_lib.records.plan import PlanDocument, known
 
-RENDEZVOUS_FILE = (
-    "PIPELINE_RENDEZVOUS"  # where the ranks of one machine meet, instead of at an address
-)
+# where the ranks of one machine meet, instead of at an address
+RENDEZVOUS_FILE = "PIPELINE_RENDEZVOUS"
 NODE_VARIABLE = "NODE_RANK"
 # What a launcher sets for each rank or node: left over from an outer one, it would be taken for
 # ours.

@@ -160,9 +160,8 @@ def _prepared(kind: _Kind, train: Train, host: HostMemory | None) -> Callable[..
         forward = selectively_recomputed(forward, kind.has_random)
     attend, feed = attended, fed_forward
     if train.compile is True:
-        torch._dynamo.config.optimize_ddp = (
-            False  # DDP's hooks are outside of layers, so no graph breaks are needed
-        )
+        # DDP's hooks are outside of layers, so no graph breaks are needed
+        torch._dynamo.config.optimize_ddp = False
         forward = _compiled(forward, plain)
         attend = _compiled(attended, plain)
         feed = torch.compile(fed_forward)

@@ -23,9 +23,8 @@ from pipeline_lib.arch.geometry import (
 from pipeline_lib.arch.layers import has_fused_adapters, is_compiled
 from pipeline_lib.config.train import Train
 
-_CHOICE_BYTES = (
-    40  # for each expert of a token: index, weight, and its positions in the order by experts
-)
+# for each expert of a token: index, weight, and its positions in the order by experts
+_CHOICE_BYTES = 40
 # Linears by what they multiply, where it is not theirs alone.
 _SHARED_INPUTS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "of attention"),

@@ -86,9 +86,8 @@ def waiting_tokens(geometry: Geometry, number_bytes: int, free_bytes: int | None
 # room: a step reads the weights once for all of them.
 
 ANSWERING_BYTES = 4 * GIB  # of a GPU beside the weights: activations, keys and values
-CPU_BYTES = (
-    5  # of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
-)
+# of host memory for each parameter of a model in fp32 on CPUs, with what loading takes
+CPU_BYTES = 5
 _MOST_READ = TERA  # parameters that the answers of one model may read on CPUs: at 20 GB/s, 200 s
 _LEAST_TOKENS = 16  # an answer of fewer shows nothing
 _ASSUMED_HOST_BYTES = 64 * GIGA  # of a host whose memory is not known
@@ -349,9 +348,8 @@ def evaluation_s(
     number_bytes = HALF_BYTES if machine.is_gpu else FP32_BYTES
     weights_bytes = number_bytes * geometry.matmul_parameters
     prompts = MODELS * answers.answers * workload.document_tokens
-    most = (
-        1  # fp32 products of two to eight rows take CPUs as long as the rows one by one (measured)
-    )
+    # fp32 products of two to eight rows take CPUs as long as the rows one by one (measured)
+    most = 1
     if machine.is_gpu:
         most = answers_at_once(
             geometry, math.ceil(workload.document_tokens), answers.new_tokens, number_bytes

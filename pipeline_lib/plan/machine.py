@@ -146,9 +146,8 @@ _PCIE_A10 = Link("PCIe without P2P", from_gbyte_per_s(4.3), 2.5)  # two A10s of 
 
 # the GB that torch reports per nominal GB, which some vendors count as GiB
 _MORE_OR_LESS = (0.95, 1.08)
-_GRACE_MEMORY = (
-    "480gb"  # the memory of a GH200's CPU, which is part of the name that its driver reports
-)
+# the memory of a GH200's CPU, which is part of the name that its driver reports
+_GRACE_MEMORY = "480gb"
 
 
 def _gpu(

@@ -48,9 +48,8 @@ _DATA_BYTES = 8_000_000_000
 _IN_MEMORY = 0.5  # bytes per byte of the token files: lengths, order and bins of all documents
 # Each thread of the merge holds a tensor of the base or a trained one in fp32, and what it becomes.
 _MERGED_BYTES = FP32_BYTES + HALF_BYTES
-ADAPTERS_IN_PROOF_BYTES = (
-    GIB  # of adapters that the proof keeps in memory, beside those of the merge
-)
+# of adapters that the proof keeps in memory, beside those of the merge
+ADAPTERS_IN_PROOF_BYTES = GIB
 # The proof computes in fp32, without TF32: an A100 or an H100 does so at a sixteenth of its rate in
 # bf16.
 _FP32_SLOWDOWN = 16

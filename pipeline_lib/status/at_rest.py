@@ -49,9 +49,8 @@ _OVER = (
     "OUT_OF_MEMORY",
     "BOOT_FAIL",
 )
-_SLACK_S = (
-    5.0  # between the last event and the end of the log, which may be on different file systems
-)
+# between the last event and the end of the log, which may be on different file systems
+_SLACK_S = 5.0
 # The end of an interruption's message before logs had an exit line. It must match old logs, so it
 # never changes.
 _OLD_CONTINUES = "run the same command again to continue"

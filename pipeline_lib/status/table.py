@@ -30,9 +30,8 @@ STYLES = {
     **{FAILED: "bold red", INTERRUPTED: "red", UNREADABLE: "red"},
 }
 _LEFT = ("stage", "state")  # columns that are always shown
-_NAMES_SHOWN = (
-    5  # of experiments with the same stage, in a line below the table; others are counted
-)
+# of experiments with the same stage, in a line below the table; others are counted
+_NAMES_SHOWN = 5
 _NAME_CHARS = 16  # of an experiment's name that always fit; a longer name wraps
 
 

@@ -269,9 +269,8 @@ class Zero(Strategy):
         self.optimizer: torch.optim.Optimizer
         self._engine: Any
         self._sharded: Sharded
-        self._is_discarding = (
-            False  # then hooks hide the gradients from the optimizer, whose step updates nothing
-        )
+        # then hooks hide the gradients from the optimizer, whose step updates nothing
+        self._is_discarding = False
         self._hidden_gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:

@@ -20,9 +20,8 @@ from pipeline_lib.core.text import shortened
 from pipeline_lib.launch.rendezvous import Rendezvous
 
 LET_GO_S = 0.3
-PATIENT = (
-    "patient"  # description of a group whose ranks wait for disks: its timeout is never changed
-)
+# description of a group whose ranks wait for disks: its timeout is never changed
+PATIENT = "patient"
 # Activities in which a rank may take much longer than its peers: it reads or writes a whole model
 # by itself.
 LOADING, LEAVING = "loading", "leaving the result"

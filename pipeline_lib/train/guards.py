@@ -15,9 +15,8 @@ from typing import Any
 from pipeline_lib.config.train import Guards
 
 MIN_ACCEPTED = 10  # steps before any loss counts as a spike
-MIN_DEVIATION = (
-    0.01  # nats per token: if losses hardly vary, the next one is not a spike for a small change
-)
+# nats per token: if losses hardly vary, the next one is not a spike for a small change
+MIN_DEVIATION = 0.01
 MAX_OVERFLOWS = 20  # in a row; fp16's loss scale has settled by then
 
 

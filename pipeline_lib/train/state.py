@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from pipeline_lib.core.run_folder import WEIGHTS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LOSS_SCALE = (
-    "loss_scale"  # of fp16, the same on all ranks: own state of a strategy that any other can use
-)
+# of fp16, the same on all ranks: own state of a strategy that any other can use
+LOSS_SCALE = "loss_scale"
 STATE_KINDS = (WEIGHTS, *MOMENTS)  # the large tensors of a checkpoint are named `KIND.NAME`
 
 Value = TypeVar("Value")

@@ -555,9 +555,8 @@ def no_orphans() -> Iterator[None]:
 
 
 ROWS = [row(number) for number in range(6)]
-IN_ROWS = (
-    "{% if 'What is' in (messages[0].content or '') %}"  # and in no question of a check of models
-)
+# and in no question of a check of models
+IN_ROWS = "{% if 'What is' in (messages[0].content or '') %}"
 LOOP = "{% for each in range(99999) %}"
 SPIN = IN_ROWS + LOOP * 3 + "{% endfor %}" * 3 + "{% endif %}"
 FILL = LOOP + "{% set all.text = all.text ~ 'a' * 50_000_000 %}{% endfor %}"

@@ -25,9 +25,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU"),
 ]
-TOLERANCE = (
-    0.2  # of the predicted peak; the reserve is not in it, nor half a GiB of ddp with small batches
-)
+# of the predicted peak; the reserve is not in it, nor half a GiB of ddp with small batches
+TOLERANCE = 0.2
 
 
 @pytest.fixture(scope="module")

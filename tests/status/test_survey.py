@@ -25,9 +25,8 @@ from pipeline_lib.status.watch import show
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 
-OLD_CONTINUES = (
-    "run the same command again to continue"  # of logs from before there were exit codes
-)
+# of logs from before there were exit codes
+OLD_CONTINUES = "run the same command again to continue"
 
 
 def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:

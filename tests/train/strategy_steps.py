@@ -39,9 +39,8 @@ class Run:
     load: Path | None = None  # state to begin from, after `first` updates
     save: Path | None = None  # where to leave the state
     device: str = "cpu"
-    discards: bool = (
-        False  # throw a step away before each, every other one with gradients that are not finite
-    )
+    # throw a step away before each, every other one with gradients that are not finite
+    discards: bool = False
 
 
 def do_runs(environ: Mapping[str, str], *runs: Run) -> list[dict[str, Any]]:
