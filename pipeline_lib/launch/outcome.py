@@ -125,14 +125,17 @@ def _launcher_killed(evidence: _Evidence) -> PipelineError | None:
 
 
 def _ranks_waited_for(evidence: _Evidence) -> PipelineError | None:
-    """Return the loss of ranks whose signs stopped, if no cause is told and others ended for it."""
+    """Return the loss of ranks whose signs stopped, if no cause is told and others ended for it.
+
+    The first to fail is none of them: its silence before it was killed has that cause too.
+    """
     may_be_others = evidence.rank in evidence.reports or evidence.signal_number in ENDED_WITH_OTHERS
     if not may_be_others or not evidence.has_no_cause:
         return None
     lost = [
         one
         for one in find_lost(evidence.signs, evidence.ranks)
-        if one.rank in evidence.without_report
+        if one.rank in evidence.without_report and one.rank != evidence.rank
     ]
     if not lost:
         return None

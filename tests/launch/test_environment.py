@@ -1,5 +1,7 @@
 """What ranks find in their environment, whoever starts them."""
 
+import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from pipeline_lib.core.errors import (
     PipelineError,
     TrainingError,
 )
+from pipeline_lib.core.files import write_json
 from pipeline_lib.core.run_folder import EVENTS_NAME
 from pipeline_lib.core.stage import Job
 from pipeline_lib.core.store import Spec, Store
@@ -346,6 +349,24 @@ def test_the_most_telling_of_what_ranks_leave_is_told(
 
     assert str(found).startswith(message)
     assert found.exit_code == code
+
+
+@pytest.mark.parametrize("first_to_fail", [1, 0])
+def test_the_first_to_fail_was_killed_and_another_that_was_silent_was_waited_for(
+    tmp_path: Path, first_to_fail: int
+) -> None:
+    """On a busy machine a rank may miss its signs and go on all the same."""
+    for rank, heard_s in ((0, 1000.0), (1, 988.0)):
+        sign = {"rank": rank, "host": "n1", "pid": 7, "step": 0, "doing": "starting"}
+        path = tmp_path / "heartbeats" / f"rank-{rank}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {**sign, "every_s": 5.0, "for_s": 0.0})
+        os.utime(path, (heard_s, heard_s))
+    told = str(explain("spawn", -signal.SIGKILL, first_to_fail, 2, tmp_path))
+    if first_to_fail == 1:
+        assert told.startswith("rank 1 on n1 was killed by SIGKILL (out of memory?); ")
+    else:
+        assert told.startswith("rank 1 on n1 was last heard 12 s before the others, starting")
 
 
 def test_a_report_from_before_there_were_causes_is_read() -> None:
