@@ -357,10 +357,12 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
         warnings.filterwarnings("ignore", "Unsupported layer type")  # Nf4Linear
         torch.manual_seed(seed)
         # then nothing is drawn
-        model = get_peft_model(base, config, low_cpu_mem_usage=base.device.type == "meta")
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+        model = get_peft_model(
+            base,
+            config,
+            autocast_adapter_dtype=True,  # in fp32
+            low_cpu_mem_usage=base.device.type == "meta",  # then nothing is drawn
+        )
     if lora.dropout:
         drawing = Drawing()
         setattr(base, DRAWING, drawing)
