@@ -85,6 +85,23 @@ def test_resume_on_the_same_world_is_bitwise(
     assert_same_result(resumed, whole(4, strategy=strategy, epochs=2))
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("fsdp", 2), ("zero1", 2)])
+def test_the_last_checkpoint_has_weights_alone_and_a_run_killed_before_its_seal_needs_no_more(
+    arena: Arena, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    settings: dict[str, Any] = {"strategy": strategy, "save_every_steps": 2}
+    whole = run(arena, tmp_path / "whole", ranks, **settings)
+    checkpoints = arena.job(ranks, tmp_path / "unused", **settings).run_dir / "checkpoints"
+    before, last = sorted(checkpoints.glob("step-*"))[-2:]
+    last_step = rows(whole)[-1]["step"]
+    assert last.name.endswith(str(last_step))
+    assert (before / "tensors").exists()
+    assert not (last / "tensors").exists()
+    again = run(arena, tmp_path / "again", ranks, resumes_at=last_step, **settings)
+    assert_same_result(again, whole)
+    assert {row["attempt"] for row in rows(again)} == {1}
+
+
 @pytest.mark.parametrize("save_async", [True, False])
 def test_by_auto_all_ranks_save_when_the_first_ones_clock_says_so(
     arena: Arena, whole: Callable[..., Path], tmp_path: Path, save_async: bool
