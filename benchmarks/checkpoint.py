@@ -69,10 +69,9 @@ def line_of(row: Row) -> str:
         )
         return (
             f"save {row['number']}: blocked {row['blocked_s']:.3f} s; {row['bytes'] / 1e9:.2f} GB "
-            "written in "
-            f"{row['write_s']:.1f} s, {row['write_bytes_s'] / 1e9:.2f} GB/s; {row[_BESIDE]} steps "
-            f"beside it: {beside}; "
-            f"{row['host_bytes'] / 1e9:.2f} GB of host memory at the peak of the save"
+            f"written in {row['write_s']:.1f} s, {row['write_bytes_s'] / 1e9:.2f} GB/s; "
+            f"{row[_BESIDE]} steps beside it: {beside}; {row['host_bytes'] / 1e9:.2f} GB of host "
+            "memory at the peak of the save"
         )
     if name == "disk":
         size_gb, rate = row["bytes"] / 1e9, row["bytes_s"] / 1e9

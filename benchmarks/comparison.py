@@ -96,8 +96,7 @@ def summary(results: Sequence[Row]) -> list[str]:
         held = sum(row[what]["within_band"] for row in known)
         lines.append(
             f"{what}: {good} of {len(known)} within {goal:.0%}, {held} within their bands; median "
-            "error "
-            f"{statistics.median(errors):.1%}, worst {percent(worst[what]['error'])} "
+            f"error {statistics.median(errors):.1%}, worst {percent(worst[what]['error'])} "
             f"({worst['name']})"
         )
     failed = [

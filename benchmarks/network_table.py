@@ -135,8 +135,7 @@ def ranking(results: Sequence[Row], gbit_s: float | None, accumulation: int) -> 
     verdict = "right" if not wrong else f"WRONG for {'; '.join(wrong)}"
     return [
         f"{gbit_s:g} Gbit/s, {accumulation} micro-batches: {good} of {len(known)} within "
-        f"{TIME_GOAL:.0%}; ranking "
-        f"{verdict} (Kendall's tau {agree / len(pairs):.2f})",
+        f"{TIME_GOAL:.0%}; ranking {verdict} (Kendall's tau {agree / len(pairs):.2f})",
         f"  predicted: {orders[0]}",
         f"  measured:  {orders[1]}",
     ]

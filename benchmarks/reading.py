@@ -49,9 +49,8 @@ def run() -> None:
             files = len(BlockReader(folder).index.shards)
             rows.append([f"{files:,}", spread(opened, "ms"), f"{blocks:,}", f"{rate:,.0f}"])
     title = (
-        f"read: blocks of {BLOCK_TOKENS} tokens from the page cache, in the order of "
-        "training, "
-        "one core"
+        f"read: blocks of {BLOCK_TOKENS} tokens from the page cache, in the order of training, one "
+        "core"
     )
     show(title, ["shards", "open", "blocks", "blocks/s"], rows)
 

@@ -57,10 +57,8 @@ def refuse_quantized(config: Mapping[str, Any], origin: str) -> None:
     if found:
         raise DataError(
             f"{origin}: its weights are quantized ({', '.join(found)}), and training starts from "
-            "F32, BF16 or F16: "
-            "name the model that it was made from, or, if this is a copy whose weights are plain "
-            "again, delete that "
-            "key in a local folder"
+            "F32, BF16 or F16: name the model that it was made from, or, if this is a copy whose "
+            "weights are plain again, delete that key in a local folder"
         )
 
 

@@ -273,8 +273,7 @@ class Geometry:
             )
         if train.unit_layers > self.layers:
             yield (
-                f"train.unit_layers: {train.unit_layers} are more than the model's "
-                f"{self.layers} "
+                f"train.unit_layers: {train.unit_layers} are more than the model's {self.layers} "
                 "layers"
             )
         if (

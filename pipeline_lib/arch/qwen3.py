@@ -206,8 +206,7 @@ def _problems(config: Config) -> Iterator[str]:
         and config["hidden_size"] % heads
     ):
         yield (
-            f"num_attention_heads: {heads} does not divide hidden_size, "
-            f"{config['hidden_size']}; "
+            f"num_attention_heads: {heads} does not divide hidden_size, {config['hidden_size']}; "
             "give head_dim"
         )
 

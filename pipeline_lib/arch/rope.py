@@ -99,6 +99,5 @@ def refuse_scaled(scaling: str) -> None:
     if scaling:
         raise DataError(
             "its config.json scales the rotary embeddings already (rope_type "
-            f"{cut(scaling, 40)!r}), and model.rope is "
-            "for models that do not; remove model.rope"
+            f"{cut(scaling, 40)!r}), and model.rope is for models that do not; remove model.rope"
         )

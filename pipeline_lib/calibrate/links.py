@@ -24,8 +24,7 @@ def group_of_node(world: World) -> dist.ProcessGroup | None:
     if world.size % world.local_size:
         raise TrainingError(
             f"rank {world.rank}: its node has {world.local_size} of {world.size} ranks, so nodes "
-            "differ; start as many "
-            "ranks on each"
+            "differ; start as many ranks on each"
         )
     starts = range(0, world.size, world.local_size)
     groups = [dist.new_group(list(range(start, start + world.local_size))) for start in starts]

@@ -21,8 +21,7 @@ def add_to(commands: Any) -> None:
     """Add these commands to the subparsers `commands`."""
     text = (
         "look at this machine, at hosts, or at nodes of a cluster: what they have, how fast they "
-        "are, what is wrong,"
-        " what to set"
+        "are, what is wrong, what to set"
     )
     examine = commands.add_parser("doctor", help=text, description=text)
     examine.add_argument(

@@ -81,14 +81,12 @@ def describe_sameness(same: Sameness, names: Sequence[str]) -> str:
         until = f"up to step {min(left, right):,}, where {shorter} ends; {longer} continues"
         return f"{pair} are the same to the last bit {until}."
     curves = (
-        f"{units.count(left, 'steps')} with the same loss, learning rate and gradient norm "
-        "to "
-        "the last bit"
+        f"{units.count(left, 'steps')} with the same loss, learning rate and gradient norm to the "
+        "last bit"
     )
     if same.models is None:
         return (
-            f"{pair} have the same curves so far: {curves}; at least one of the models does "
-            "not "
+            f"{pair} have the same curves so far: {curves}; at least one of the models does not "
             "exist yet."
         )
     if same.models:

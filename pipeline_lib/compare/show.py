@@ -73,8 +73,7 @@ def footnotes(comparison: Comparison) -> list[str]:
         )
         found.append(
             f"Intervals are of 95%{documents}. They cover the choice of held-out documents, not "
-            "the choice "
-            f"of the seed.{together}"
+            f"the choice of the seed.{together}"
         )
     names_by_note: dict[str, list[str]] = {}
     for place, one in ranking.versus.items():

@@ -145,8 +145,7 @@ def _of_many(comparison: Comparison, versus: dict[int, Versus]) -> str:
         )
         text = (
             f"{best} is the best of {among(comparison)} by more than chance, at {loss}: the next "
-            "is "
-            f"{units.real(nearest.difference, UNIT, 4)} above it, 95% interval "
+            f"is {units.real(nearest.difference, UNIT, 4)} above it, 95% interval "
             f"{_ends(nearest)}{basis(nearest)}."
         )
     else:

@@ -546,8 +546,7 @@ def warmup_problem(train: Train, steps: int) -> str | None:
     if (train.warmup_steps or 0) < steps:
         return None
     text = (
-        f"{train.warmup_steps} of the {units.count(steps, 'steps')} of the run, so the "
-        "learning "
+        f"{train.warmup_steps} of the {units.count(steps, 'steps')} of the run, so the learning "
         "rate never falls"
     )
     return f"{text}; {max(1, steps // 10)} would be a tenth of them"

@@ -336,8 +336,7 @@ def _saved_files(folder: Path) -> list[Path]:
     if _saved(state, "_indices_data_files"):
         raise DataError(
             f"{str(state)!r}: an old version of `datasets` saved a selection of the rows beside "
-            "them "
-            "(_indices_data_files), which is not read; load it there, and save "
+            "them (_indices_data_files), which is not read; load it there, and save "
             "dataset.flatten_indices()"
         )
     files = [folder / name for name in _saved(state, "_data_files")]
@@ -505,8 +504,7 @@ def _file_content(
     if not files and Path(source.path).exists():
         problems.append(
             f"{key}: {source.path!r} is neither a file nor a folder saved by `datasets`; name the "
-            "files in "
-            "it, as in 'folder/*.jsonl'"
+            "files in it, as in 'folder/*.jsonl'"
         )
     elif not files:
         problems.append(

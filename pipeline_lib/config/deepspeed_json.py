@@ -243,8 +243,7 @@ def _zero_problems(chosen: Mapping[str, Any], strategy: str, offload: Offload) -
         elif key == "stage":
             if f"zero{value}" != strategy:
                 yield (
-                    f"{name}: {json.dumps(value)} contradicts train.strategy: {strategy}; "
-                    "change "
+                    f"{name}: {json.dumps(value)} contradicts train.strategy: {strategy}; change "
                     "one of them"
                 )
         elif name in REASONS:

@@ -178,8 +178,7 @@ def halving_problems(halving: Halving, config: Config) -> Iterator[tuple[Keys, s
         )
     if config.train.local_sgd_steps > 1:
         text = (
-            "cannot be combined with sweep.halving: stopping between two averagings changes "
-            "the "
+            "cannot be combined with sweep.halving: stopping between two averagings changes the "
             "result"
         )
         yield ("train", "local_sgd_steps"), f"{text}; remove one of them"

@@ -97,10 +97,9 @@ def _tokens(draft: Draft) -> None:
         values["tokenize.over_long"] = "truncate"
         why = (
             "longer samples are truncated there, so over_long is truncate, not our default drop. "
-            "There the question"
-            " may be shortened, too; here the end is lost, and a sample whose question alone fills "
-            "it is dropped."
-            " More than tokenize.max_dropped_fraction (5%) cut or dropped stops the stage"
+            "There the question may be shortened, too; here the end is lost, and a sample whose "
+            "question alone fills it is dropped. More than tokenize.max_dropped_fraction (5%) cut "
+            "or dropped stops the stage"
         )
     draft.changed("cutoff_len", values, why)
     if draft.truth("mask_history"):
@@ -228,8 +227,7 @@ def _targets(draft: Draft) -> None:
 
 
 _BATCH = (
-    "per_device_train_batch_size gradient_accumulation_steps train_batch_size "
-    "ray_num_workers "
+    "per_device_train_batch_size gradient_accumulation_steps train_batch_size ray_num_workers "
     "packing neat_packing"
 )
 
@@ -575,8 +573,7 @@ def _validation(draft: Draft) -> None:
         draft.taken(keys, why="the held-out loss is taken at the end only, as here by default")
     else:
         why = (
-            "a number of steps or `epoch` here: set train.validate_every_steps; now only the "
-            "end "
+            "a number of steps or `epoch` here: set train.validate_every_steps; now only the end "
             "is validated"
         )
         draft.changed(keys, None, why)

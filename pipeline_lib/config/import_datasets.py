@@ -82,8 +82,7 @@ def convert_datasets(draft: Draft, info: Info | None, hub: str, count_rows: Coun
     is_online = where == "ONLINE"
     if info is None and not is_online:
         why = (
-            f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or "
-            "write "
+            f"no {INFO_NAME} is in {where} or beside the file: give it as another FILE, or write "
             "data.train"
         )
         draft.without("dataset eval_dataset dataset_dir", f"{why}; the config has no data yet")
@@ -160,9 +159,8 @@ def _held_out(
     except (DataError, OSError) as error:
         why = (
             "a number of rows there, a share here. How many rows the data have is not known here "
-            f"({error}), so that"
-            f" {DEFAULT_SHARE:.0%} is written, our default: set it to {shown(size)} divided by the "
-            "number of rows"
+            f"({error}), so that {DEFAULT_SHARE:.0%} is written, our default: set it to "
+            f"{shown(size)} divided by the number of rows"
         )
         draft.changed("val_size", {"data.validation_fraction": DEFAULT_SHARE}, why)
         return

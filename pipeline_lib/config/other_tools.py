@@ -22,8 +22,7 @@ _KEYS = {
     "tokenize.over_long": "truncation_strategy truncation_mode excess_length_strategy",
     "tokenize.train_on, which says which answers": (
         "mask_history train_on_prompt train_on_inputs roles_to_train assistant_only_loss "
-        "completion_only_loss"
-        " loss_scale"
+        "completion_only_loss loss_scale"
     ),
     "tokenize.prompt_thinking": "enable_thinking",
     "tokenize.system": "default_system default_system_message",
@@ -55,8 +54,7 @@ _KEYS = {
     "train.precision": "dtype torch_dtype fp16_opt_level bf16 fp16 fp8 pure_bf16 mixed_precision",
     "train.activation_checkpointing": (
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs "
-        "recompute_granularity"
-        " recompute"
+        "recompute_granularity recompute"
     ),
     "train.compile": "torch_compile",
     "train.attention": (
@@ -96,8 +94,7 @@ _KEYS = {
     "train.lora.lr_ratio": "loraplus_lr_ratio lorap_lr_ratio",
     "tracking.to": (
         "report_to use_swanlab use_wandb use_mlflow use_tensorboard plot_loss trackio_space_id "
-        "trackio_bucket_id"
-        " trackio_static_space_id"
+        "trackio_bucket_id trackio_static_space_id"
     ),
     "tracking.project": "wandb_project swanlab_project mlflow_experiment_name wandb_entity",
     "evaluate.max_new_tokens": "max_completion_length",
@@ -130,10 +127,9 @@ _NO_KEY = {
     ),
     "samples are always packed, and none attends to another": (
         "packing neat_packing sample_packing eval_sample_packing eval_packing packing_strategy "
-        "padding_free"
-        " pad_to_sequence_len pad_to_multiple_of padding_side batch_flattening "
-        "multipack_real_batches group_by_length"
-        " train_sampling_strategy length_column_name shuffle_dataset"
+        "padding_free pad_to_sequence_len pad_to_multiple_of padding_side batch_flattening "
+        "multipack_real_batches group_by_length train_sampling_strategy length_column_name "
+        "shuffle_dataset"
     ),
     "ranks read their blocks from memory-mapped files, without loader processes": (
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
@@ -146,49 +142,41 @@ _NO_KEY = {
     ),
     "columns that are not used are left out": "remove_unused_columns",
     "every optimizer step is recorded, and the progress line is always shown": (
-        "logging_steps logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter "
-        "log_level"
-        " log_level_replica disable_tqdm include_num_input_tokens_seen include_tokens_per_second "
-        "skip_memory_metrics"
-        " log_interval steps_per_print debug"
+        "logging_steps logging_strategy logging_first_step log_on_each_node "
+        "logging_nan_inf_filter log_level log_level_replica disable_tqdm "
+        "include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics log_interval "
+        "steps_per_print debug"
     ),
     "validation and evaluation always take the loss of the supervised tokens, in batches that they "
     "choose": (
         "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches "
-        "eval_use_gather_object"
-        " eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval "
-        "fp16_full_eval eval_batch_size"
+        "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+        "bf16_full_eval fp16_full_eval eval_batch_size"
     ),
     "the loss on the held-out blocks decides which step is best": "metric_for_best_model "
     "greater_is_better",
     "the loss is the cross-entropy, averaged over all supervised tokens of the step": (
         "label_smoothing_factor average_tokens_across_devices loss_type neftune_noise_alpha "
-        "use_dft_loss"
-        " use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy "
+        "use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha compute_accuracy "
         "ignore_pad_token_for_loss"
     ),
     "train.optimizer lists the optimizers; these settings have no key here": (
         "optim_args optim_target_modules use_galore use_badam use_apollo use_muon use_adam_mini "
-        "galore_target"
-        " galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
-        "apollo_target apollo_rank"
-        " apollo_update_interval apollo_scale apollo_proj apollo_proj_type apollo_scale_type "
-        "apollo_layerwise"
-        " apollo_scale_front badam_mode badam_start_block badam_switch_mode badam_switch_interval "
-        "badam_update_ratio"
-        " badam_mask_mode badam_verbose loraplus_lr_embedding"
+        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type "
+        "galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale "
+        "apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front "
+        "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio "
+        "badam_mask_mode badam_verbose loraplus_lr_embedding"
     ),
     "kernels are chosen by the GPU and by what is installed": (
         "use_liger_kernel liger_kernel_config enable_liger_kernel use_unsloth use_kernels tf32 "
-        "torch_compile_backend"
-        " torch_compile_mode use_cache use_cce"
+        "torch_compile_backend torch_compile_mode use_cache use_cce"
     ),
     "`strategy: auto` takes the micro-batch, the offload and the activation checkpointing that fit "
     "the memory": ("auto_find_batch_size torch_empty_cache_steps activation_offloading"),
     "the strategy chooses gradient buckets, buffers and the backend": (
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ddp_backend"
-        " use_orig_params allgather_bucket_size reduce_bucket_size"
+        "ddp_backend use_orig_params allgather_bucket_size reduce_bucket_size"
     ),
     "models are split over data-parallel ranks only (train.strategy), not over tensors or stages": (
         "tensor_parallel tensor_parallel_size tensor_model_parallel_size pipeline_parallel_size"
@@ -198,8 +186,7 @@ _NO_KEY = {
     "several nodes are a SLURM job or a list of hosts (docs/two-machines.md), which tells each "
     "rank its place": (
         "hostfile master_addr master_port node_rank machine_rank local_rank main_process_ip "
-        "main_process_port"
-        " rdzv_endpoint ray_init_kwargs"
+        "main_process_port rdzv_endpoint ray_init_kwargs"
     ),
     "for a base in 4 bits (QLoRA) set train.lora.base: nf4 yourself; other quantizations do not "
     "exist here": (
@@ -226,39 +213,30 @@ _NO_KEY = {
     "adapters have one rank, are of linear modules, and begin without an effect; only they are "
     "trained": (
         "bias lora_bias modules_to_save lora_modules_to_save additional_target "
-        "trainable_token_indices"
-        " layers_to_transform layers_pattern rank_pattern alpha_pattern init_lora_weights "
-        "init_weights loftq_config"
-        " eva_config corda_config lora_ga_config velora_config alora_invocation_tokens use_qalora "
-        "qalora_group_size"
-        " monteclora_config megatron_config megatron_core runtime_config target_parameters "
-        "use_bdlora arrow_config"
-        " kasa_config ensure_weight_tying fan_in_fan_out pissa_init pissa_iter pissa_convert "
+        "trainable_token_indices layers_to_transform layers_pattern rank_pattern alpha_pattern "
+        "init_lora_weights init_weights loftq_config eva_config corda_config lora_ga_config "
+        "velora_config alora_invocation_tokens use_qalora qalora_group_size monteclora_config "
+        "megatron_config megatron_core runtime_config target_parameters use_bdlora arrow_config "
+        "kasa_config ensure_weight_tying fan_in_fan_out pissa_init pissa_iter pissa_convert "
         "use_llama_pro"
     ),
     "preference and reward training do not exist here; conversations are examples to follow": (
         "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight "
-        "kto_rejected_weight"
-        " simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards "
-        "ref_model"
-        " ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters "
-        "reward_model_type ld_alpha"
-        " reward_model_quantization_bit"
+        "kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target "
+        "ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model "
+        "reward_model_adapters reward_model_type ld_alpha reward_model_quantization_bit"
     ),
     "only text is trained on: rows with pictures, sounds or videos are refused": (
         "media_dir image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels "
-        "video_min_pixels video_fps"
-        " video_maxlen use_audio_in_video audio_sampling_rate freeze_multi_modal_projector "
-        "freeze_language_model"
+        "video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate "
+        "freeze_multi_modal_projector freeze_language_model"
     ),
     "it says how a model answers or is served, not how it is trained": (
         "do_sample temperature top_p top_k num_beams repetition_penalty length_penalty "
-        "skip_special_tokens"
-        " predict_with_generate generation_max_length generation_num_beams eval_num_beams "
-        "infer_backend infer_dtype"
-        " use_kv_cache vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config "
-        "sglang_maxlen"
-        " sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend"
+        "skip_special_tokens predict_with_generate generation_max_length generation_num_beams "
+        "eval_num_beams infer_backend infer_dtype use_kv_cache vllm_maxlen vllm_gpu_util "
+        "vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction "
+        "sglang_tp_size sglang_config sglang_lora_backend"
     ),
     "the merged model is in results/NAME, in Hugging Face format": (
         "export_size export_device export_legacy_format export_hub_model_id"
@@ -282,8 +260,7 @@ HINTS = {word: f"here it is {key}" for word, key in OUR_KEY.items()} | {
 
 # Other tools' launchers, which `cluster.launcher` had once.
 _SPAWN = (
-    "leave it out, or set spawn, which starts the same ranks without a port that others "
-    "reach "
+    "leave it out, or set spawn, which starts the same ranks without a port that others reach "
     "(docs/security.md)"
 )
 LAUNCHERS = dict.fromkeys(("torchrun", "accelerate", "deepspeed"), _SPAWN)

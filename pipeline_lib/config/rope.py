@@ -22,8 +22,7 @@ class Rope(Section):
     original_max_position_embeddings: Tokens | None = Field(
         None,
         description="positions of the pretraining; default: `max_position_embeddings` of the "
-        "model's config.json, and"
-        " 32,768 where that is 40,960, as Qwen3's model card says",
+        "model's config.json, and 32,768 where that is 40,960, as Qwen3's model card says",
     )
 
 

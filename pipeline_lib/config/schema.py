@@ -166,8 +166,7 @@ class HubRepository(Section):
     revision: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="commit, tag or branch; default: the hub's main branch. A tag or branch is "
-        "resolved to a commit"
-        " once, and the store remembers it",
+        "resolved to a commit once, and the store remembers it",
     )
 
 
@@ -261,10 +260,8 @@ class FileData(Rows):
     source: Literal["file"] = Field(description="`file`: files on this machine")
     path: LocalPath = Field(
         description="a json, jsonl, csv (each also with .gz), parquet or arrow file, a glob, or a "
-        "folder saved by"
-        " `datasets` (`save_to_disk`); stages rerun if the content or the names of the files "
-        "change, not if they are"
-        " moved"
+        "folder saved by `datasets` (`save_to_disk`); stages rerun if the content or the names of "
+        "the files change, not if they are moved"
     )
     split: str | None = Field(
         None, description="split of a folder saved from a `DatasetDict`; default: `train`"
@@ -301,16 +298,13 @@ class Data(Section):
     validation: tuple[DataSource, ...] = Field(
         (),
         description="list of sources, with the same keys as those of `train`, that are held out as "
-        "a whole, instead of"
-        " a fraction of `train`",
+        "a whole, instead of a fraction of `train`",
     )
     validation_fraction: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)] = Field(
         0.05,
         description="fraction of the conversations of `train` held out for evaluation; "
-        "conversations with the same"
-        " first question and system message go to the same split. 0 holds nothing out; with "
-        "`validation`, this key is"
-        " left out",
+        "conversations with the same first question and system message go to the same split. 0 "
+        "holds nothing out; with `validation`, this key is left out",
     )
 
     @property
@@ -359,8 +353,7 @@ class Tokenize(Section):
     thinking: Literal["keep", "strip", "mask"] = Field(
         "keep",
         description="thinking in the assistant's messages: `keep` trains on it, `strip` removes "
-        "it, `mask` keeps it in"
-        " the context but does not train on it",
+        "it, `mask` keeps it in the context but does not train on it",
     )
     prompt_thinking: Literal["off", "on"] = Field(
         "off",
@@ -371,8 +364,7 @@ class Tokenize(Section):
     chat_template_kwargs: Annotated[dict[str, Variable], AfterValidator(_free_variables)] = Field(
         {},
         description="variables that the model's chat template reads, `{reasoning_effort: low}`, "
-        "for all rows; the"
-        " trained model has to be called with the same ones",
+        "for all rows; the trained model has to be called with the same ones",
     )
     train_on: Literal["all_assistant", "last_assistant"] = Field(
         "all_assistant", description="train on every answer of a conversation, or only on the last"
@@ -391,8 +383,7 @@ class Tokenize(Section):
     near_duplicates: Annotated[FiniteFloat, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
         description="conversations with at least this similarity count as duplicates too "
-        "(estimated Jaccard similarity"
-        " of character 5-grams); needs the extra `dedup`",
+        "(estimated Jaccard similarity of character 5-grams); needs the extra `dedup`",
     )
     max_dropped_fraction: Fraction = Field(
         0.05,
@@ -433,8 +424,7 @@ class Cluster(Section):
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
         1,
         description="number of nodes, all of the same kind; training on more than one runs as a "
-        "SLURM job, on the"
-        " `hosts` of the site file, or on machines that run `join`",
+        "SLURM job, on the `hosts` of the site file, or on machines that run `join`",
     )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         0, description="one rank per GPU; 0 trains on the CPU"
@@ -452,8 +442,7 @@ class Cluster(Section):
     internode_gbit_s: Bandwidth | None = Field(
         None,
         description="bandwidth from one node to another in Gbit/s, as iperf3 measures it; required "
-        "for more than one"
-        " node unless `measured` is set",
+        "for more than one node unless `measured` is set",
     )
     intranode_gbyte_s: Bandwidth | None = Field(
         None,
@@ -471,9 +460,8 @@ class Cluster(Section):
     launcher: Literal["auto", "spawn", "srun"] = Field(
         "auto",
         description="what starts the ranks: `srun` (one task per rank, within a SLURM job) or "
-        "`spawn` (one process on"
-        " each node, which starts its ranks); `auto` is `srun` within a SLURM job, `spawn` "
-        "elsewhere",
+        "`spawn` (one process on each node, which starts its ranks); `auto` is `srun` within a "
+        "SLURM job, `spawn` elsewhere",
     )
     cpus_per_rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, description="CPU threads of a rank"
@@ -481,16 +469,13 @@ class Cluster(Section):
     memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         None,
         description="host memory of a node in GB: the plan checks against it, and a SLURM job "
-        "requests it; default:"
-        " for named GPUs the plan checks offloading against a typical size, else it checks "
-        "nothing; a job requests what"
-        " the plan predicts",
+        "requests it; default: for named GPUs the plan checks offloading against a typical size, "
+        "else it checks nothing; a job requests what the plan predicts",
     )
     runtime_minutes: Annotated[int, Field(ge=1, le=366 * 24 * 60)] | None = Field(
         None,
         description="time limit of a training job on a cluster; shortly before it, the job saves "
-        "and is queued again;"
-        " default: what the plan predicts, with a margin",
+        "and is queued again; default: what the plan predicts, with a margin",
     )
     max_requeues: Annotated[int, Field(ge=0, le=100_000)] = Field(
         20, description="maximum number of times that an interrupted training job is queued again"

@@ -24,9 +24,8 @@ MAX_BYTES = 1 << 18
 MAX_DEPTH = 20
 
 _ANCHORS = (
-    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or "
-    "& has to stand in "
-    "quotes, as in '*.jsonl'"
+    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * "
+    "or & has to stand in quotes, as in '*.jsonl'"
 )
 _REFUSED = {
     tokens.AliasToken: _ANCHORS,

@@ -54,9 +54,8 @@ class Lora(Section):
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)] | Literal["all-linear"] = Field(
         "all-linear",
         description="linear modules that get an adapter in each layer, or all of them; in MoE "
-        "models `all-linear` is"
-        " those of the attention, and `experts.gate_up_proj` and `experts.down_proj` give each "
-        "expert an adapter",
+        "models `all-linear` is those of the attention, and `experts.gate_up_proj` and "
+        "`experts.down_proj` give each expert an adapter",
     )
     rslora: bool = Field(
         False, description="rank-stabilized LoRA: the update is scaled by alpha / sqrt(rank)"
@@ -93,26 +92,22 @@ class Guards(Section):
     spike_deviations: Annotated[FiniteFloat, Field(gt=0.0)] | None = Field(
         20.0,
         description="a loss is a spike if it is this many median absolute deviations above the "
-        "median of the last"
-        " accepted steps; null checks only whether it is finite",
+        "median of the last accepted steps; null checks only whether it is finite",
     )
     window_steps: Annotated[int, Field(ge=10)] = Field(
         64,
         description="a loss is compared with those of this many accepted steps; `max_skips` "
-        "applies to the same number"
-        " of steps",
+        "applies to the same number of steps",
     )
     max_skips: Positive = Field(
         3,
         description="steps that may be skipped within `window_steps`; one more goes back to the "
-        "last multiple of"
-        " `rollback_every_steps`, and if that happens again, the run ends",
+        "last multiple of `rollback_every_steps`, and if that happens again, the run ends",
     )
     rollback_every_steps: Positive = Field(
         100,
         description="steps to which the guards can go back: the multiples of this, which are saved "
-        "whatever"
-        " `save_every_steps` is, and step 0, the model as it was",
+        "whatever `save_every_steps` is, and step 0, the model as it was",
     )
 
     def step_before(self, refused: int) -> int:
@@ -138,11 +133,9 @@ class Train(Section):
     strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
         "ddp",
         description="`ddp` replicates the model, `fsdp` shards it (FSDP2), `hsdp` shards it within "
-        "groups of ranks and"
-        " replicates the groups, `zero1` to `zero3` use DeepSpeed; with `auto` the plan chooses "
-        "the fastest that fits"
-        " in memory, and also `shard_ranks`, `micro_batch_blocks` and `offload` unless they are "
-        "set",
+        "groups of ranks and replicates the groups, `zero1` to `zero3` use DeepSpeed; with "
+        "`auto` the plan chooses the fastest that fits in memory, and also `shard_ranks`, "
+        "`micro_batch_blocks` and `offload` unless they are set",
     )
     shard_ranks: Positive | None = Field(
         None,
@@ -152,12 +145,10 @@ class Train(Section):
     context_ranks: Literal["auto"] | Positive = Field(
         "auto",
         description="ranks that share each block, for long blocks: each rank holds an equal part "
-        "of the tokens and so"
-        " that part of the activations, and all exchange queries, keys and values in every layer "
-        "(Ulysses); with `ddp`,"
-        " `fsdp` and `hsdp`. `auto` is 1, unless nothing fits with 1, more ranks are faster, or a "
-        "step has fewer blocks"
-        " than the ranks process at a time (`micro_batch_blocks` each)",
+        "of the tokens and so that part of the activations, and all exchange queries, keys and "
+        "values in every layer (Ulysses); with `ddp`, `fsdp` and `hsdp`. `auto` is 1, unless "
+        "nothing fits with 1, more ranks are faster, or a step has fewer blocks than the ranks "
+        "process at a time (`micro_batch_blocks` each)",
     )
     unit_layers: Positive = Field(
         1, description="decoder layers that `fsdp` and `hsdp` gather at a time"
@@ -165,42 +156,36 @@ class Train(Section):
     offload: Literal["none", "optimizer", "optimizer+params"] = Field(
         "none",
         description="state kept in host memory: `zero1` and `zero2` can offload the optimizer, "
-        "`fsdp` and `hsdp` only"
-        " both together, `zero3` either",
+        "`fsdp` and `hsdp` only both together, `zero3` either",
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
         validation_alias=RENAMED["recompute"],
         description="activations to recompute in the backward pass: `full` keeps the input of each "
-        "layer and, for"
-        " documents from 16,384 tokens on, the attention's results, and computes the MLP of longer "
-        "micro-batches in"
-        " chunks of at most 16,384 tokens; `selective` keeps the results of matrix products and "
-        "attention too; `auto`"
-        " is the fastest that fits in memory",
+        "layer and, for documents from 16,384 tokens on, the attention's results, and computes "
+        "the MLP of longer micro-batches in chunks of at most 16,384 tokens; `selective` keeps "
+        "the results of matrix products and attention too; `auto` is the fastest that fits in "
+        "memory",
     )
     offload_activations: Literal["auto"] | bool = Field(
         "auto",
         description="on GPUs with `activation_checkpointing: full`: what is kept of the layers "
-        "waits in page-locked"
-        " host memory, and is copied while layers compute; `auto` does so if only then the run "
-        "fits in memory",
+        "waits in page-locked host memory, and is copied while layers compute; `auto` does so if "
+        "only then the run fits in memory",
     )
     kept_attention_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="with `activation_checkpointing: full`: layers that keep the attention's "
-        "results of documents from"
-        " 16,384 tokens on, the last ones of the model; the others compute their attention again, "
-        "which takes time"
-        " and no memory. `auto` is all, or as many as fit in memory",
+        "results of documents from 16,384 tokens on, the last ones of the model; the others "
+        "compute their attention again, which takes time and no memory. `auto` is all, or as "
+        "many as fit in memory",
     )
     reshard: Literal["auto"] | bool = Field(
         "auto",
         validation_alias=RENAMED["reshard"],
         description="`true`: `fsdp` and `hsdp` free the gathered weights of a layer after its "
-        "forward pass and gather"
-        " them again for the backward pass; `auto` keeps them if there is memory for the whole "
-        "model",
+        "forward pass and gather them again for the backward pass; `auto` keeps them if there is "
+        "memory for the whole model",
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
@@ -211,8 +196,7 @@ class Train(Section):
     attention: Literal["auto", "flash"] = Field(
         "auto",
         description="attention kernel on GPUs: `auto` is cuDNN's on a Hopper GPU with the extra "
-        "`cudnn`, else torch's"
-        " flash kernel; `flash` is always torch's",
+        "`cudnn`, else torch's flash kernel; `flash` is always torch's",
     )
     deepspeed_json: LocalPath | None = Field(
         None,
@@ -223,24 +207,20 @@ class Train(Section):
     save_every_steps: Positive | Literal["epoch", "auto"] = Field(
         "auto",
         description="optimizer steps between checkpoints, or `epoch` for one at the end of each; "
-        "`auto` is once a"
-        " minute, or so seldom that writing them takes a tenth of the time (a twentieth without "
-        "`save_async`);"
-        " `guards.rollback_every_steps` adds some",
+        "`auto` is once a minute, or so seldom that writing them takes a tenth of the time (a "
+        "twentieth without `save_async`); `guards.rollback_every_steps` adds some",
     )
     save_async: Literal["auto"] | bool = Field(
         "auto",
         description="write checkpoints in the background, from a copy in host memory, for which "
-        "the training waits;"
-        " `false` copies and writes them part by part while the training waits; `auto` is `false` "
-        "if state is"
-        " offloaded, or the host lacks the memory for the copy",
+        "the training waits; `false` copies and writes them part by part while the training "
+        "waits; `auto` is `false` if state is offloaded, or the host lacks the memory for the "
+        "copy",
     )
     keep_last: Annotated[int, Field(ge=1, le=100_000)] = Field(
         2,
         description="checkpoints to keep while training, beside the best: the last ones, and the "
-        "one to which the"
-        " guards would go back",
+        "one to which the guards would go back",
     )
     timeout_s: Seconds = Field(
         300,
@@ -279,10 +259,8 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none",
         description="approximation for slow networks, applied to the gradients that ranks "
-        "exchange: `bf16` halves"
-        " their size, `powersgd` sends low-rank factors and works with `ddp` only, and its result "
-        "depends on the number"
-        " of ranks",
+        "exchange: `bf16` halves their size, `powersgd` sends low-rank factors and works with "
+        "`ddp` only, and its result depends on the number of ranks",
     )
     powersgd_rank: Annotated[int, Field(ge=1, le=16_384)] = Field(
         4, description="rank of the factors with `gradient_compression: powersgd`"
@@ -290,8 +268,7 @@ class Train(Section):
     local_sgd_steps: Positive = Field(
         1,
         description="updates that each rank makes alone before `ddp` averages the models; an "
-        "approximation, whose"
-        " result depends on the number of ranks",
+        "approximation, whose result depends on the number of ranks",
     )
     global_batch_tokens: Positive = Field(
         65536,
@@ -301,8 +278,7 @@ class Train(Section):
     global_batch_samples: Positive | None = Field(
         None,
         description="samples of an optimizer step over all ranks, instead of "
-        "`global_batch_tokens`; a step takes as"
-        " many blocks as hold that many samples on average",
+        "`global_batch_tokens`; a step takes as many blocks as hold that many samples on average",
     )
     epochs: Annotated[
         FiniteFloat,
@@ -345,8 +321,7 @@ class Train(Section):
     min_lr_fraction: Fraction = Field(
         0.0,
         description="the learning rate at the end of the run, as a fraction of `lr`: an update "
-        "after the last would"
-        " have it, so that the last one learns, too",
+        "after the last would have it, so that the last one learns, too",
     )
     weight_decay: Annotated[FiniteFloat, Field(ge=0.0, le=100.0)] = Field(
         0.01, description="weight decay, applied to matrices only"
@@ -370,8 +345,7 @@ class Train(Section):
     validate_every_steps: Interval | None = Field(
         None,
         description="steps between measurements of the held-out loss, or `epoch` for one at the "
-        "end of each; default:"
-        " none while training",
+        "end of each; default: none while training",
     )
     early_stop_validations: Positive | None = Field(
         None, description="stop after this many validations in a row without a lower held-out loss"

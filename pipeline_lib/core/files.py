@@ -340,8 +340,7 @@ def require_space(where: Path, need_bytes: int, purpose: str) -> None:
     if free_bytes < need_bytes:
         raise DiskFull(
             f"{where}: {purpose} needs {need_bytes / 1e6:,.1f} MB, and {free_bytes / 1e6:,.1f} MB "
-            "are free; "
-            "free some space or point PIPELINE_STORE at a larger disk"
+            "are free; free some space or point PIPELINE_STORE at a larger disk"
         )
 
 

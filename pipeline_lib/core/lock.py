@@ -103,10 +103,8 @@ class Lock:
             if owner is None or owner.get("token") != self.token:
                 raise LockLost(
                     f"the lock {self.path} was taken over by {describe(owner)}, which saw no "
-                    "heartbeat of this process "
-                    "any more. The work is left to it, and nothing was published here since; "
-                    f"{CONTINUES} once it has "
-                    "ended"
+                    "heartbeat of this process any more. The work is left to it, and nothing was "
+                    f"published here since; {CONTINUES} once it has ended"
                 )
             yield file
 

@@ -156,9 +156,8 @@ def refuse_differences(
     if problem := _difference(_ModelOrigin(contents, folder, origin), limits):
         raise DataError(
             f"{folder}: {problem}. The model would be trained with what inference does not see: "
-            "save it again with "
-            "transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), and "
-            "take that"
+            "save it again with transformers "
+            "(AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), and take that"
         )
 
 
@@ -195,8 +194,7 @@ def _other_ids(state: _Both, guard: Guard) -> str | None:
             theirs = state.theirs(text, add_special_tokens=False)["input_ids"]
             if ours != theirs:
                 return (
-                    f"tokenizer.json gives other ids than transformers for {text!r:.80}: "
-                    f"{ours} "
+                    f"tokenizer.json gives other ids than transformers for {text!r:.80}: {ours} "
                     f"and {theirs}"
                 )
     return None

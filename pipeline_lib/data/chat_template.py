@@ -365,8 +365,7 @@ def repetition(
         return ""
     return (
         f"{count(samples, 'samples')} of {count(conversations, 'conversations')} have "
-        f"{tokens / once:.1f} times the "
-        f"tokens of one sample each ({tokens:,} against {once:,}): the chat template renders an "
-        "earlier "
-        "turn otherwise than the last, so each answer needs its own"
+        f"{tokens / once:.1f} times the tokens of one sample each ({tokens:,} against {once:,}): "
+        "the chat template renders an earlier turn otherwise than the last, so each answer needs "
+        "its own"
     )

@@ -157,8 +157,7 @@ def _check_roles(messages: Sequence[Message], supervised: Collection[int]) -> No
         raise BadRow(
             Reason.BAD_ROLE_ORDER,
             f"message {number + 1} is {roles[number]} "
-            f"{after}{_remedy(roles[number], before, number)}; the order has "
-            f"to be {order}",
+            f"{after}{_remedy(roles[number], before, number)}; the order has to be {order}",
         )
 
 
@@ -178,8 +177,7 @@ def _remedy(role: str, before: Message | None, number: int) -> str:
     if role == "assistant" and before is None:
         return (
             ", and nothing asks for it: to keep it as context write `loss: false` into its turn, "
-            "or write a message of "
-            "the user before it"
+            "or write a message of the user before it"
         )
     if before is None:
         return ""

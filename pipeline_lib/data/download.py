@@ -167,8 +167,7 @@ def hub_data(job: Job) -> None:
             suffixes = sorted({Path(name).suffix for name in snapshot.files} - {""})
             raise DataError(
                 f"{snapshot}: it has no file that rows are read from ({', '.join(DATA_SUFFIXES)}), "
-                "only "
-                f"{', '.join(suffixes) or 'none with a suffix'}; {_EXPORTED}"
+                f"only {', '.join(suffixes) or 'none with a suffix'}; {_EXPORTED}"
             )
         if source.files:
             # `*` also matches `/`
@@ -314,6 +313,5 @@ def _require_same_python(job: Job) -> None:
     if compiled != RUNNING_PYTHON:
         raise DataError(
             f"the config was compiled under Python {compiled.get('python')}, and this is "
-            f"{RUNNING_PYTHON['python']}; "
-            "run both with the same Python"
+            f"{RUNNING_PYTHON['python']}; run both with the same Python"
         )

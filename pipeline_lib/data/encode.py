@@ -222,8 +222,7 @@ class Encoder:
         if key := unrendered_default(self.template.render, self._system, self._tools):
             raise DataError(
                 f"tokenize.{key}: the chat template of {self._folder} does not render it, or not "
-                "all of it: take the "
-                "key out, or a model whose template renders it"
+                "all of it: take the key out, or a model whose template renders it"
             )
 
     @cached_property
@@ -500,16 +499,14 @@ class Encoder:
             if opens_thinking(prompt) and may_refuse:
                 return (
                     "with tokenize.prompt_thinking: on, the generation prompt of this template "
-                    "opens a thinking block, "
-                    "and these turns do not think: set prompt_thinking to off, which asks them "
-                    "with an empty block"
+                    "opens a thinking block, and these turns do not think: set prompt_thinking to "
+                    "off, which asks them with an empty block"
                 )
             if opens_thinking(prompt):
                 return (
                     "the model's generation prompt opens a thinking block, and these turns do not "
-                    "think: give them "
-                    "reasoning_content, set tokenize.thinking to keep or mask, or take a model "
-                    "that answers at once"
+                    "think: give them reasoning_content, set tokenize.thinking to keep or mask, "
+                    "or take a model that answers at once"
                 )
         return _HINTS[drop]
 
@@ -549,9 +546,8 @@ _HINTS = {
     "empty answers, or "
     "for texts whose last piece is a single token with tokenize.over_long: split",
     Drop.LAST_TURN_EXCLUDED: "tokenize.train_on is last_assistant, and the rows exclude the "
-    "assistant's last turn from "
-    "training (by its weight, or because it is in the prompt): include it, or set train_on to "
-    "all_assistant",
+    "assistant's last turn from training (by its weight, or because it is in the prompt): "
+    "include it, or set train_on to all_assistant",
     Drop.OVER_LONG: "raise tokenize.max_tokens, or set tokenize.over_long to truncate (a sample "
     "loses its end) or to "
     "split (of a conversation the turns that fit are kept, a text becomes pieces)",
@@ -559,23 +555,20 @@ _HINTS = {
     "reaches from it into the "
     "answer, so one cannot be masked without the other: set tokenize.thinking to keep or strip",
     Drop.THINKING_NOT_RENDERED: "the chat template leaves out what these answers think, so it "
-    "would not be learned: "
-    "take a model whose template renders it, write it as <think>...</think> at the start of the "
-    "answer if the template "
-    "keeps that, or set tokenize.thinking to strip to train on the answers alone",
+    "would not be learned: take a model whose template renders it, write it as "
+    "<think>...</think> at the start of the answer if the template keeps that, or set "
+    "tokenize.thinking to strip to train on the answers alone",
     Drop.CALLS_NOT_RENDERED: "the chat template leaves out calls of these conversations, or a part "
-    "of their arguments, "
-    "so the model would learn to stop instead of calling: take a model whose template renders "
-    "calls, also beside text",
+    "of their arguments, so the model would learn to stop instead of calling: take a model whose "
+    "template renders calls, also beside text",
     Drop.TOOLS_NOT_RENDERED: "the chat template leaves out the tools of these rows, or a part of "
     "their schemas, so the "
     "model would learn to call what it was not told of: take a model whose template renders tools, "
     "or set columns: "
     "{tools: ignore} to train without them",
     Drop.MESSAGE_NOT_RENDERED: "the chat template leaves out the text of a message of these "
-    "conversations, for its "
-    "role or its place, so the model would learn answers without what was said: take a model whose "
-    "template has it",
+    "conversations, for its role or its place, so the model would learn answers without what was "
+    "said: take a model whose template has it",
 }
 
 

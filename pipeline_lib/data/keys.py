@@ -66,8 +66,7 @@ _VALUE_WORDS = _set("text content str string raw value json list")
 # `type_of_reasoning`.
 _PROPERTY_WORDS = _set(
     "is has had no not use using with without need require enable disable num n count max min avg "
-    "total type kind of "
-    "level"
+    "total type kind of level"
 )
 _SYSTEM_WORDS = _set("system sys meta developer custom")
 _PROMPT_WORDS = _set("prompt message msg instruction")
@@ -253,9 +252,8 @@ _ANY_ROW = {
     **_MEDIA,
     **dict.fromkeys(
         ("chat_template_kwargs", "enable_thinking"),
-        "not read: a row does not set the template's variables (tokenize.chat_template_kwargs sets "
-        "them for all), and "
-        "thinking is on where an answer has reasoning_content",
+        "not read: a row does not set the template's variables (tokenize.chat_template_kwargs "
+        "sets them for all), and thinking is on where an answer has reasoning_content",
     ),
     "functions": _to_read("tools"),
     "documents": "not read: write their text into the question or the system message",
@@ -345,9 +343,8 @@ class PreferenceData(WrongFile):
         ignored = ", ".join(f"{key}: {IGNORE}" for key in self.keys)
         return (
             f"is preference data by its {' and '.join(self.keys)}: only good examples can be "
-            "trained on. Keep only "
-            "those, or take another data set. If the name means something else, set columns: "
-            f"{{{ignored}}}"
+            "trained on. Keep only those, or take another data set. If the name means something "
+            f"else, set columns: {{{ignored}}}"
         )
 
 

@@ -226,8 +226,7 @@ def _turn_content(turn: Fields, key: str, *, may_be_null: bool) -> str:
             kind = f"{part.get('type')!r:.40}" if isinstance(part, dict) else "none"
             detail = (
                 f'expected {{"type": "text", "text": ...}}, found a part of type {kind}; '
-                "only "
-                "text is supported"
+                "only text is supported"
             )
             raise BadRow(Reason.BAD_VALUE, f"{turn.shown(key)}[{number}]: {detail}")
         turn.add_part(
@@ -410,8 +409,7 @@ def _refuse_columns(fields: Fields, row_format: Format) -> None:
             raise BadRow(
                 Reason.WRONG_FORMAT,
                 f"holds columns, not rows: all of {shown} stand in one object; write one object a "
-                "row, with pandas "
-                "to_json(path, orient='records', lines=True, force_ascii=False)",
+                "row, with pandas to_json(path, orient='records', lines=True, force_ascii=False)",
             )
 
 

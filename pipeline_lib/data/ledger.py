@@ -77,9 +77,8 @@ class Encoded:
             found = int(self.turns_found[lost[0]])
             raise IntegrityError(
                 f"{self.place}: of {turns} turns of a conversation to be trained on, {found} are "
-                "in a sample or "
-                f"dropped for a reason ({len(lost)} such conversations there); this is a bug, "
-                "report it"
+                f"in a sample or dropped for a reason ({len(lost)} such conversations there); this "
+                "is a bug, report it"
             )
 
     @property
@@ -316,8 +315,7 @@ def too_many_unusable(total: SourceLedger | LostCounts, limits: Tokenize) -> str
         return None
     return (
         f"{unusable:,} of {count(total.rows, 'rows')} cannot be used "
-        f"({unusable / total.rows:.2%}), and "
-        f"tokenize.max_quarantined_fraction allows {allowed:.2%}"
+        f"({unusable / total.rows:.2%}), and tokenize.max_quarantined_fraction allows {allowed:.2%}"
     )
 
 

@@ -142,8 +142,7 @@ def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sea
     shorten = "shorten the rows, or set tokenize.over_long to drop, truncate or split"
     if too_long.tokens <= positions:
         remedy = (
-            f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no "
-            "less), "
+            f"set tokenize.max_tokens: {too_long.tokens} (and shard.block_tokens to no less), "
             f"{shorten}"
         )
     else:
@@ -153,9 +152,8 @@ def refuse_too_long(too_long: TooLong, rows: int, settings: Tokenize, model: Sea
         )
     raise DataError(
         f"rows longer than tokenize.max_tokens ({settings.max_tokens:,}): {too_long.rows:,} of "
-        f"{rows:,}, and "
-        f"tokenize.over_long is error. The longest, {too_long.place}, has {too_long.tokens:,} "
-        f"tokens: {remedy}"
+        f"{rows:,}, and tokenize.over_long is error. The longest, {too_long.place}, has "
+        f"{too_long.tokens:,} tokens: {remedy}"
     )
 
 

@@ -69,8 +69,7 @@ def guess(text: bytes) -> str:
     """Return the probable encoding of the non-UTF-8 `text`, and the command that converts it."""
     if (zero := text.find(b"\0")) >= 0:  # one of the two bytes of each character that ASCII has
         return (
-            f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} "
-            "-t "
+            f"the file is probably UTF-16: iconv -f {'UTF-16LE' if zero % 2 else 'UTF-16BE'} -t "
             "UTF-8"
         )
     # In GBK text nearly all characters are two bytes above 127; in Western text two such bytes

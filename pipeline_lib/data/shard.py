@@ -140,8 +140,7 @@ def run(job: Job) -> dict[str, Any]:
     if train.documents + validation.documents != len(samples):
         raise IntegrityError(
             f"{len(samples)} samples, and {train.documents} in training and {validation.documents} "
-            "in validation "
-            "blocks; this is a bug, report it"
+            "in validation blocks; this is a bug, report it"
         )
     return {"train": _counts(train), "validation": _counts(validation)}
 
@@ -151,9 +150,8 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], split: Split) -
     if split.validation_sources and not number:
         raise DataError(
             "data.validation: no sample of its sources is left, so there is nothing to judge the "
-            "training by; with "
-            "tokenize.duplicates: drop, rows that are also in data.train are dropped here: give "
-            "other rows"
+            "training by; with tokenize.duplicates: drop, rows that are also in data.train are "
+            "dropped here: give other rows"
         )
     sides = {"validation": number, "training": len(held_out) - number}
     if not split.fraction:
@@ -163,12 +161,10 @@ def _refuse_empty(samples: Samples, held_out: NDArray[np.bool_], split: Split) -
         if not of_side:
             raise DataError(
                 f"of {count(len(held_out), 'samples')} none is in the {side} split with "
-                "data.validation_fraction "
-                f"{split.fraction}; {'raise' if side == 'validation' else 'lower'} it, change "
-                "shard.seed, or add "
+                f"data.validation_fraction {split.fraction}; "
+                f"{'raise' if side == 'validation' else 'lower'} it, change shard.seed, or add "
                 "conversations (those with the same first question and system message stay "
-                "together, and there are "
-                f"{questions} different ones)"
+                f"together, and there are {questions} different ones)"
             )
 
 
@@ -179,10 +175,9 @@ def _warnings(samples: Samples, held_out: NDArray[np.bool_], split: Split) -> It
         if known:
             yield (
                 f"{known:,} of {count(int(held_out.sum()), 'held-out samples')} begin as a "
-                "training sample does, with "
-                "the same first question and system message: the held-out loss is lower than on "
-                "questions that are "
-                "new; leave these rows out of data.train or of data.validation"
+                "training sample does, with the same first question and system message: the "
+                "held-out loss is lower than on questions that are new; leave these rows out of "
+                "data.train or of data.validation"
             )
     elif warning := _far_from_fraction(samples, held_out, split.fraction):
         yield warning
@@ -209,12 +204,10 @@ def _far_from_fraction(samples: Samples, held_out: NDArray[np.bool_], fraction: 
     )
     return (
         f"{number:,} of {len(held_out):,} samples ({number / len(held_out):.1%}) are in "
-        "validation, and "
-        f"data.validation_fraction is {fraction}: all samples with the same first question and "
-        "system message stay "
-        f"together, and the most frequent of these beginnings has {most:,} "
-        f"({most / len(held_out):.1%}), all in "
-        f"{side}; change shard.seed to draw again, or give these conversations different beginnings"
+        f"validation, and data.validation_fraction is {fraction}: all samples with the same first "
+        "question and system message stay together, and the most frequent of these beginnings has "
+        f"{most:,} ({most / len(held_out):.1%}), all in {side}; change shard.seed to draw again, "
+        "or give these conversations different beginnings"
     )
 
 
@@ -270,8 +263,7 @@ def _write_side(
         epoch = f"; the first epoch uses {count(index.epoch_blocks, 'blocks')} ({parts})"
     job.say(
         f"shard: {side}: {count(index.documents, 'documents')} in {count(index.blocks, 'blocks')} "
-        "of "
-        f"{index.block_tokens:,} tokens, {index.packing_efficiency:.1%} full, "
+        f"of {index.block_tokens:,} tokens, {index.packing_efficiency:.1%} full, "
         f"{count(len(index.shards), 'files')}{epoch}"
     )
     return index

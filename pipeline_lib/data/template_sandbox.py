@@ -149,6 +149,5 @@ def _tojson(
 def _strftime_now(pattern: str) -> NoReturn:
     raise jinja2.TemplateError(
         f"it writes today's date (strftime_now({pattern!r:.40})), so that the same data would give "
-        "other "
-        "samples tomorrow; put a fixed date into the template"
+        "other samples tomorrow; put a fixed date into the template"
     )

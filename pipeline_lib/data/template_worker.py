@@ -127,8 +127,7 @@ def losses_explained(model: Path) -> Iterator[None]:
         if lost.cause is LossCause.KILLED:
             raise Interrupted(
                 f"{place}a worker process was {lost.detail}, most likely because memory ran out: "
-                "give the job more, "
-                "or fewer cores, and run again"
+                "give the job more, or fewer cores, and run again"
             ) from lost
         if lost.position is None:
             doing = "tokenizing"
@@ -139,8 +138,7 @@ def losses_explained(model: Path) -> Iterator[None]:
             if place:
                 remedy = (
                     f"Look at the row; if it is in order, the template is not. {remedy}, or allow "
-                    "such rows to be put "
-                    "aside with tokenize.max_quarantined_fraction"
+                    "such rows to be put aside with tokenize.max_quarantined_fraction"
                 )
         raise DataError(
             f"{place}a worker process was ended while {doing}: {lost.detail}. {remedy}"

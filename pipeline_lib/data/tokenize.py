@@ -71,9 +71,8 @@ BYTES_PER_WORKER = 1 << 20
 QUARANTINE_NAME = "quarantine.jsonl"
 NO_GENERATION_PROMPT = (
     "tokenize: the chat template writes no generation prompt, so the model learns to begin its "
-    "answers itself, with "
-    "what the template writes before them; a server that adds a prompt of its own asks otherwise "
-    "than in training"
+    "answers itself, with what the template writes before them; a server that adds a prompt of "
+    "its own asks otherwise than in training"
 )
 
 

@@ -56,10 +56,9 @@ def _torch_advice(facts: Facts) -> Iterator[str]:
         )
     else:
         yield (
-            f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check"
-            f" CUDA_VISIBLE_DEVICES, and that driver {facts['GPUs'].get('driver', '?')} is new "
-            "enough for that CUDA"
-            " (else install a torch for an older one)"
+            f"there are {count}, but torch, built for CUDA {torch['cuda']}, cannot use them; check "
+            f"CUDA_VISIBLE_DEVICES, and that driver {facts['GPUs'].get('driver', '?')} is new "
+            "enough for that CUDA (else install a torch for an older one)"
         )
 
 
@@ -68,8 +67,7 @@ def _clock_advice(facts: Facts) -> Iterator[str]:
         if reasons := gpu.get("slowed_down"):
             yield (
                 f"GPU {name} is slowed down: {', '.join(reasons)}, at {gpu['temperature_c']} °C; "
-                "have its cooling and"
-                " power supply checked, and leave this node out meanwhile"
+                "have its cooling and power supply checked, and leave this node out meanwhile"
             )
         elif (
             gpu.get("sm_clock_most_mhz")
@@ -77,9 +75,8 @@ def _clock_advice(facts: Facts) -> Iterator[str]:
         ):
             yield (
                 f"GPU {name} works at {gpu['sm_clock_mhz']} of {gpu['sm_clock_most_mhz']} MHz; see "
-                "whether its clock is"
-                " locked (`nvidia-smi -q -d CLOCK`, undone by `nvidia-smi -rgc`) or its power "
-                "limit lowered"
+                "whether its clock is locked (`nvidia-smi -q -d CLOCK`, undone by `nvidia-smi "
+                "-rgc`) or its power limit lowered"
             )
     for name, gpu in _gpus(facts).items():
         limit = gpu.get("power_limit_w")
@@ -87,8 +84,7 @@ def _clock_advice(facts: Facts) -> Iterator[str]:
         if limit and usual and limit < 0.9 * usual:
             yield (
                 f"GPU {name} may take {limit:.0f} W of the usual {usual:.0f} W; an administrator "
-                "can raise it with"
-                f" `nvidia-smi -pl {usual:.0f}`"
+                f"can raise it with `nvidia-smi -pl {usual:.0f}`"
             )
 
 
@@ -98,16 +94,14 @@ def _transport_advice(facts: Facts) -> Iterator[str]:
     if any(name.startswith("NET/Socket") for name in used):
         yield (
             "NCCL sends over sockets between GPUs of this machine; unset NCCL_P2P_DISABLE, "
-            "NCCL_SHM_DISABLE and"
-            " NCCL_NET, and in a container allow shared memory (`--ipc=host`)"
+            "NCCL_SHM_DISABLE and NCCL_NET, and in a container allow shared memory (`--ipc=host`)"
         )
     elif any(name.startswith("SHM") for name in used) and any(
         link.startswith("NV") for link in links
     ):
         yield (
             "NCCL sends through host memory although the GPUs have NVLink; unset NCCL_P2P_DISABLE "
-            "and NCCL_P2P_LEVEL,"
-            " and let the container see all GPUs of the node"
+            "and NCCL_P2P_LEVEL, and let the container see all GPUs of the node"
         )
 
 
@@ -118,9 +112,8 @@ def _host_advice(facts: Facts) -> Iterator[str]:
     if (size_bytes := limits.get("shm_bytes", SHM_BYTES)) < SHM_BYTES:
         yield (
             f"shared memory, /dev/shm, is {size_bytes / 1e6:.0f} MB, at least "
-            f"{SHM_BYTES / 1e9:.1f} GB are wanted;"
-            " start the container with `--shm-size=8g` or `--ipc=host`, or `mount -o "
-            "remount,size=8G /dev/shm`"
+            f"{SHM_BYTES / 1e9:.1f} GB are wanted; start the container with `--shm-size=8g` or "
+            "`--ipc=host`, or `mount -o remount,size=8G /dev/shm`"
         )
     if processors:
         cores = min(processors["allowed"], processors.get("cgroup_limit", processors["allowed"]))

@@ -71,9 +71,8 @@ def _failures(found: Findings) -> Iterator[str]:
         missing = [f"{a} <-> {b}" for a, b in combinations(names, 2) if {a, b} not in measured]
         yield (
             f"no exchange between {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: "
-            "can the nodes reach"
-            " each other by the interface that was taken? Name another in NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME"
+            "can the nodes reach each other by the interface that was taken? Name another in "
+            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         )
 
 
@@ -87,8 +86,7 @@ def _stores(found: Findings) -> Iterator[str]:
     for name in found.unseen:
         yield (
             f"{name} wrote into the store, and it is not seen here: its folder of that name is "
-            "another one; set"
-            " PIPELINE_STORE to a folder that all nodes share"
+            "another one; set PIPELINE_STORE to a folder that all nodes share"
         )
 
 
@@ -138,8 +136,7 @@ def _odd_nodes(found: Findings) -> Iterator[str]:
         if total < LESS * most:
             yield (
                 f"{name} has {total / 1e9:.0f} GB of host memory, where others have "
-                f"{most / 1e9:.0f} GB; ask for no"
-                " more (cluster.memory_gb), or leave it out"
+                f"{most / 1e9:.0f} GB; ask for no more (cluster.memory_gb), or leave it out"
             )
     for name, ahead_s in found.clocks.items():
         if abs(ahead_s) > CLOCK_S:
@@ -163,15 +160,13 @@ def _slow_pairs(found: Findings) -> Iterator[str]:
     for pair in sorted(slow, key=lambda pair: pair.worst):
         yield (
             f"{pair.first} <-> {pair.second}: {pair.worst * GBIT:.3g} Gbit/s, the median of the "
-            "pairs is"
-            f" {middle * GBIT:.3g}, the fast ones have {good * GBIT:.3g}"
+            f"pairs is {middle * GBIT:.3g}, the fast ones have {good * GBIT:.3g}"
         )
     for name in found.numbers.values():
         own = [pair for pair in pairs if name in (pair.first, pair.second)]
         if len(pairs) > len(own) and own and all(pair in slow for pair in own):
             yield (
-                f"{name}: all of its pairs are slow, so it is its own link; have it checked, "
-                "and "
+                f"{name}: all of its pairs are slow, so it is its own link; have it checked, and "
                 "leave the node out"
             )
     for pair in pairs:
@@ -181,8 +176,7 @@ def _slow_pairs(found: Findings) -> Iterator[str]:
             way = (pair.first, pair.second) if pair.there < pair.back else (pair.second, pair.first)
             yield (
                 f"{way[0]} -> {way[1]}: {low * GBIT:.3g} Gbit/s, and {fast * GBIT:.3g} the other "
-                "way; have the link"
-                " checked"
+                "way; have the link checked"
             )
 
 
@@ -204,9 +198,8 @@ def _slow_links(found: Findings) -> Iterator[str]:
     if good < SLOW_OF_LINK * link / 1000:
         yield (
             f"the best pairs send {good:.3g} Gbit/s through interfaces of {link / 1000:g} Gbit/s; "
-            "is the network shared"
-            " or limited, or another interface the right one (NCCL_SOCKET_IFNAME, "
-            "GLOO_SOCKET_IFNAME)?"
+            "is the network shared or limited, or another interface the right one "
+            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)?"
         )
 
 
@@ -221,9 +214,8 @@ def _sockets(found: Findings) -> Iterator[str]:
         if active and any(transport.startswith("NET/Socket") for transport in used):
             yield (
                 f"{name}: NCCL sends through TCP sockets, although {', '.join(active)} is active; "
-                "unset"
-                " NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory (`ulimit -l "
-                "unlimited`)"
+                "unset NCCL_IB_DISABLE, name it in NCCL_IB_HCA, and let the job lock memory "
+                "(`ulimit -l unlimited`)"
             )
 
 

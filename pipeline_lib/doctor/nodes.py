@@ -162,8 +162,7 @@ class NodesExamination:
         if missing:
             problem = (
                 f"there is no SLURM here: {', '.join(missing)} not on PATH; run it on a login node "
-                "of the cluster,"
-                " or leave out --profile to look at this machine"
+                "of the cluster, or leave out --profile to look at this machine"
             )
             raise ConfigError("doctor --profile slurm", [problem])
         run_s = START_S + ROUND_S * self.nodes + ALL_S

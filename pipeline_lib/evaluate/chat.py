@@ -124,9 +124,8 @@ def load_base_of(folder: Path, store: Store, tell: Say) -> PreTrainedModel:
         if not store.is_sealed(ref):
             raise IntegrityError(
                 f"{store.sealed(ref)}: the base model ({origin_of(manifest)}) is not in this "
-                "store; run snakemake with "
-                "the config of the experiment to get it again, or set PIPELINE_STORE to the store "
-                "that has it"
+                "store; run snakemake with the config of the experiment to get it again, or set "
+                "PIPELINE_STORE to the store that has it"
             )
         inputs[part] = open_sealed(ref, store)
     base = inputs["model"].path
@@ -340,8 +339,7 @@ class Chat:
         )
         if len(tokens) == most and tokens[-1] not in stops:
             full = (
-                f"the model reads at most {room + len(self._asked):,} tokens; /new begins a "
-                "new "
+                f"the model reads at most {room + len(self._asked):,} tokens; /new begins a new "
                 "conversation"
             )
             self.tell(

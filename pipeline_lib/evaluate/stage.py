@@ -589,11 +589,10 @@ def judge(losses: Mapping[str, DocumentLosses], unigram: float) -> dict[str, Any
     beats_unigram = tuned.mean < unigram
     uses_prompt = "shuffled" in losses and losses["own"].is_below(losses["shuffled"])
     text = (
-        f"{known} than the base model on held-out answers "
-        f"({tuned.mean:.3f} against {base.mean:.3f} nats a token{few}), "
-        f"{'better' if beats_unigram else 'not better'} than guessing by frequency "
-        f"({unigram:.3f}), "
-        f"and {'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
+        f"{known} than the base model on held-out answers ({tuned.mean:.3f} against "
+        f"{base.mean:.3f} nats a token{few}), {'better' if beats_unigram else 'not better'} than "
+        f"guessing by frequency ({unigram:.3f}), and "
+        f"{'it uses' if uses_prompt else 'nothing shows that it uses'} the question."
     )
     return {
         "improved": improved,

@@ -82,8 +82,7 @@ def model_card(
         f"# {cell(base or model_type)}, fine-tuned",
         "",
         f"{tunes}, {count(training.steps, 'steps')}, "
-        f"{count(training.supervised_tokens, 'supervised tokens')}. "
-        f"{_proof(parity)}",
+        f"{count(training.supervised_tokens, 'supervised tokens')}. {_proof(parity)}",
         *_stretched(made),
         *_untrained(beside),
         "",
@@ -158,8 +157,7 @@ def _adapters(code: str) -> list[str]:
         return []
     text = (
         "`adapter/` holds the adapters alone, for peft. They are the trained model only on a base "
-        "that is loaded like "
-        "this, from the folder that contains `adapter/`:"
+        "that is loaded like this, from the folder that contains `adapter/`:"
     )
     return ["## The adapters alone", "", text, "", "```python", code, "```", ""]
 
@@ -170,9 +168,8 @@ def _proof(parity: Mapping[str, Any]) -> str:
         return f"This model is not proven to be the trained one: {parity['unproven']}."
     return (
         "The exported weights are the trained ones, each rounded once, and these reproduce the "
-        "trained model's logits "
-        f"within {parity['relative_difference']:.1e} of their size (tolerance "
-        f"{parity['tolerance']:.0e})."
+        f"trained model's logits within {parity['relative_difference']:.1e} of their size "
+        f"(tolerance {parity['tolerance']:.0e})."
     )
 
 
@@ -202,8 +199,7 @@ def _untrained(beside: Sequence[str]) -> list[str]:
     )
     guesses = (
         " `mtp.*` is the head that guesses further tokens: a server that speculates with it stays "
-        "exact, and may have "
-        "fewer guesses accepted than with the base model."
+        "exact, and may have fewer guesses accepted than with the base model."
     )
     return ["", f"{text}base model's, bit for bit.{guesses if 'mtp.' in beside else ''}"]
 

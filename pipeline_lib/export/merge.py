@@ -172,12 +172,10 @@ def run(job: Job) -> dict[str, Any]:
         return parity
     job.say(
         f"merge: exported tensors differ by {parity['value_difference']:.1e} of their size from "
-        "the trained weights, "
-        f"beside rounding (tolerance {parity['value_tolerance']:.0e}), and logits by "
-        f"{parity['relative_difference']:.1e} from the trained model's (tolerance "
-        f"{parity['tolerance']:.0e}, "
-        f"{parity['compared_logits']:,} compared); rounding the weights changes logits by "
-        f"{parity['rounding_difference']:.1e}"
+        f"the trained weights, beside rounding (tolerance {parity['value_tolerance']:.0e}), and "
+        f"logits by {parity['relative_difference']:.1e} from the trained model's (tolerance "
+        f"{parity['tolerance']:.0e}, {parity['compared_logits']:,} compared); rounding the weights "
+        f"changes logits by {parity['rounding_difference']:.1e}"
     )
     return parity
 
@@ -308,10 +306,9 @@ def prove_or_keep(job: Job, base: Path, trained: Path, train: Train) -> dict[str
         shutil.move(job.out, kept)
         raise TrainingError(
             f"{error}. Nothing was published; the refused model is in {kept}, and the training "
-            "stays as it is. Run "
-            "snakemake again: if the same is said again, this is a bug in the merge, so report it "
-            "with this message. "
-            "The refused model loads like any other, but do not rely on it"
+            "stays as it is. Run snakemake again: if the same is said again, this is a bug in the "
+            "merge, so report it with this message. The refused model loads like any other, but "
+            "do not rely on it"
         ) from error
 
 

@@ -202,10 +202,8 @@ def compare_tensors(reference: Reference, device: torch.device) -> dict[str, Any
         if not difference <= VALUE_TOLERANCE:
             raise TrainingError(
                 f"the exported model is not the trained one: {written.name} in {written.path.name} "
-                "differs by "
-                f"{difference:.1e} of its size from the trained weights, beside rounding; "
-                "tolerance "
-                f"{VALUE_TOLERANCE:.0e}"
+                f"differs by {difference:.1e} of its size from the trained weights, beside "
+                f"rounding; tolerance {VALUE_TOLERANCE:.0e}"
             )
         largest = max(largest, difference)
         compared += 1
@@ -427,9 +425,8 @@ def judge(found: Tensor, expected: Tensor, tolerance: float, has_experts: bool) 
     if apart and not is_flipped:
         raise TrainingError(
             "the exported model is not the trained one: logits differ by "
-            f"{float(difference.max()):.2e} of their size "
-            f"at a position, and at {apart} of {len(difference)} by more than the tolerance, "
-            f"{tolerance:.0e}"
+            f"{float(difference.max()):.2e} of their size at a position, and at {apart} of "
+            f"{len(difference)} by more than the tolerance, {tolerance:.0e}"
         )
     near = found[is_near]
     exact = expected[is_near]

@@ -101,8 +101,7 @@ def _alone(found: HostFacts, wanted: HostNeeds) -> Iterator[str]:
         if reason:
             yield (
                 f"{folder} is not shared: {reason}; all hosts need one folder for the store and "
-                "the runs, at the same"
-                " path (docs/two-machines.md has the lines for NFS)"
+                "the runs, at the same path (docs/two-machines.md has the lines for NFS)"
             )
     if len(found.gpus) < wanted.gpus_per_node:
         count = (

@@ -131,8 +131,7 @@ class JoiningPort:
                 )
                 raise Interrupted(
                     f"{len(here)} of {hosts} joined at port {self.port} within {wait_s:.0f} "
-                    f"s{names}; "
-                    f"run {how} on the others, and {CONTINUES}"
+                    f"s{names}; run {how} on the others, and {CONTINUES}"
                 )
             if now_s - said_s >= SAY_EVERY_S:
                 said_s = now_s

@@ -185,10 +185,9 @@ class HostGroup:
             deaf = [other for other in others if not reached[other].get(host)]
             problems.append(
                 f"{host} is not reached from {' and '.join(deaf or others)} at "
-                f"{', '.join(its) or 'any address'} (port"
-                f" {ports[host]}): open the TCP ports between the hosts in their firewalls, or "
-                "name the interface that"
-                " connects them (`interface` in the site file, or PIPELINE_INTERFACE)"
+                f"{', '.join(its) or 'any address'} (port {ports[host]}): open the TCP ports "
+                "between the hosts in their firewalls, or name the interface that connects them "
+                "(`interface` in the site file, or PIPELINE_INTERFACE)"
             )
         return problems
 

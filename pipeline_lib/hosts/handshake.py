@@ -73,8 +73,7 @@ class Signed:
         ):
             raise ChannelClosed(
                 f"a message was changed on the way, repeated or left out (line {self._read + 1} of "
-                "this connection): "
-                "something between the hosts interferes"
+                "this connection): something between the hosts interferes"
             )
         self._read += 1
         return text

@@ -19,8 +19,7 @@ MIN_SECRET_CHARS = 16
 _MAX_SECRET_BYTES = 4096
 _HOW_TO_MAKE = (
     "make one with `(umask 077; head -c 24 /dev/urandom | base64 > join.secret)`, copy it to all "
-    "hosts and set "
-    f"{SECRET_FILE}=/path/of/join.secret there"
+    f"hosts and set {SECRET_FILE}=/path/of/join.secret there"
 )
 # of a ConfigError; the name of a variable with a colon after it would be taken for a credential
 WHERE_SET = "join"
@@ -95,8 +94,7 @@ def parse_address(text: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match["port"]) <= 65535:
         problem = (
-            f"{shortened(text, 80)!r} is no address; expected HOST:PORT, as in gpu1:29400 "
-            "or "
+            f"{shortened(text, 80)!r} is no address; expected HOST:PORT, as in gpu1:29400 or "
             "[fd00::1]:29400"
         )
         raise ConfigError(WHERE_SET, [problem])

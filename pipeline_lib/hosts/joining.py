@@ -58,8 +58,7 @@ def connect(
         if now_s - start_s >= wait_s:
             raise Interrupted(
                 f"nobody listens at {where} for {wait_s:.0f} s ({reason}); start the training on "
-                "the first host "
-                f"(`{JOIN_PORT}={port} snakemake ...`), and {CONTINUES}"
+                f"the first host (`{JOIN_PORT}={port} snakemake ...`), and {CONTINUES}"
             )
         if now_s - start_s - said_s >= SAY_EVERY_S:
             said_s = now_s - start_s

@@ -121,10 +121,9 @@ class HuggingFace:
             if tree is None:
                 raise HubError(
                     f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} has no listing "
-                    f"of commit {commit}; "
-                    f"unset HF_HUB_OFFLINE, or run `hf download {repository.name} --revision "
-                    f"{commit}` where there is "
-                    "a network and share its cache"
+                    f"of commit {commit}; unset HF_HUB_OFFLINE, or run `hf download "
+                    f"{repository.name} --revision {commit}` where there is a network and share "
+                    "its cache"
                 )
             return [
                 _remote_file(name, entry.size, entry.blob_id, entry.lfs_sha256, entry.xet_hash)
@@ -198,8 +197,7 @@ class HuggingFace:
         if isinstance(error, RevisionResolutionError):
             return HubError(
                 f"{repository}: offline, and the cache {constants.HF_HUB_CACHE} does not know this "
-                "revision; give "
-                "`revision` a commit, or unset HF_HUB_OFFLINE"
+                "revision; give `revision` a commit, or unset HF_HUB_OFFLINE"
             )
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
             hint = next((word for kind, word in _HINTS.items() if isinstance(error, kind)), "")
@@ -208,8 +206,7 @@ class HuggingFace:
             reason = plain(str(error), credentials.token)
             return HubError(
                 f"{repository}: the accelerated download failed ({reason}); run again, or set "
-                "HF_HUB_DISABLE_XET=1 to "
-                "download by plain HTTP, as mirrors often need"
+                "HF_HUB_DISABLE_XET=1 to download by plain HTTP, as mirrors often need"
             )
         return broken(repository, error, credentials)
 

@@ -122,8 +122,7 @@ def check_names(
             if known != str(path):
                 raise DataError(
                     f"{repository}: refused, nothing was written: {known!r} and {str(path)!r} are "
-                    "one file where disks "
-                    "ignore case"
+                    "one file where disks ignore case"
                 )
 
 
@@ -153,8 +152,7 @@ def check_index(repository: Repository, index: Path, name: str, listed: Collecti
     if missing := [shard for shard in shards if shard not in listed]:
         raise IntegrityError(
             f"{repository}: {name} names {count(len(missing), 'files')} that the repository does "
-            "not have, "
-            f"{missing[0]!r} first; give another `revision`"
+            f"not have, {missing[0]!r} first; give another `revision`"
         )
 
 
@@ -226,8 +224,7 @@ def refuse_impossible_token(credentials: Credentials) -> None:
     if strange:
         raise HubError(
             f"{credentials.variable} holds {strange[0]!r}, which no token has; set it again, "
-            "without quotes or other "
-            "characters that came with a copy"
+            "without quotes or other characters that came with a copy"
         )
 
 
@@ -241,9 +238,8 @@ def not_set_up(hub: str, error: Exception) -> HubError:
         remedy = _NO_SOCKS
     elif isinstance(error, OSError):
         remedy = (
-            "SSL_CERT_FILE or SSL_CERT_DIR names certificates that cannot be read: correct "
-            "it "
-            "or unset it"
+            "SSL_CERT_FILE or SSL_CERT_DIR names certificates that cannot be read: correct it or "
+            "unset it"
         )
     else:
         names = ", ".join(f"{name.upper()}_PROXY" for name in sorted(proxies))

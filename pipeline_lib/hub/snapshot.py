@@ -370,8 +370,7 @@ class Snapshot:
             self._say(f"{self}: {file.name}: wrong content ({found}), thrown away")
         raise IntegrityError(
             f"{self}: {file.name}: got {found}, the hub lists {_described(file)}; nothing of it "
-            "was kept: run again, "
-            "or try another mirror"
+            "was kept: run again, or try another mirror"
         )
 
     def _describe_once(self, path: Path, file: RemoteFile, arrived: Arrived) -> str:

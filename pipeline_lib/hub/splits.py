@@ -73,8 +73,7 @@ def files_of_split(
     if left_out and not are_named:
         raise DataError(
             f"{snapshot}: `datasets` puts {some_of(left_out)} into no split (it takes files of one "
-            "kind, and by their "
-            "names); name all files that you want in `files`"
+            "kind, and by their names); name all files that you want in `files`"
         )
     return splits[split]
 

@@ -73,8 +73,7 @@ class Rendezvous:
         if not self.address:
             raise TrainingError(
                 f"neither {RENDEZVOUS_FILE} nor MASTER_ADDR and MASTER_PORT are set: a rank is "
-                "started by"
-                " `python -m pipeline_lib train`"
+                "started by `python -m pipeline_lib train`"
             )
         options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": waits}
         address = self.address
@@ -103,10 +102,8 @@ def own_address(address: str, interface: str | None) -> str:
         return reached[0]
     raise TrainingError(
         f"rank 0 is to be reached at {address}, which is no address of this machine: name the "
-        "network interface that"
-        f" leads to the other nodes in {GLOO_INTERFACE} (it is {interface or 'not set'}; this "
-        "machine has"
-        f" {', '.join(sorted(by_interface))})"
+        f"network interface that leads to the other nodes in {GLOO_INTERFACE} (it is "
+        f"{interface or 'not set'}; this machine has {', '.join(sorted(by_interface))})"
     )
 
 

@@ -232,8 +232,7 @@ def warning_of_lost_best(train: Train, summary: Mapping[str, Any]) -> str | None
         return None
     return (
         f"the held-out loss was lowest after step {summary['best_step']:,}, and the checkpoint of "
-        "that step was damaged"
-        f" or missing, so the result is step {summary['result_step']:,}"
+        f"that step was damaged or missing, so the result is step {summary['result_step']:,}"
     )
 
 
@@ -309,8 +308,7 @@ def find_checkpoint(job: Job, run_dir: Path, last_step: int, attempt: int) -> Pa
     if had_any and found is None:
         raise IntegrityError(
             f"{folder}: every checkpoint is damaged, and they were set aside there as "
-            "rejected-step-*; "
-            "run the same command again to begin the training anew"
+            "rejected-step-*; run the same command again to begin the training anew"
         )
     return found
 
@@ -346,15 +344,13 @@ def _tell(attempt: LaunchedAttempt) -> None:
     for other in others:
         attempt.job.say(
             f"train: {other} holds checkpoints of this training by another version of the training "
-            "code, which computes"
-            " something else; they are not continued, and may be removed"
+            "code, which computes something else; they are not continued, and may be removed"
         )
     where = f"continuing from {resume_from.name}" if resume_from else "from the start"
     attempt.job.say(
         f"train: {plan.chosen.strategy} on {count(place.ranks, f'{place.device} ranks')} by "
-        f"{place}, "
-        f"{count(plan.batch.steps, 'steps')}, {where} (attempt {attempt.number}; "
-        f"plan in {attempt.plan_dir / 'plan.txt'}, checkpoints in {run_dir / CHECKPOINTS})"
+        f"{place}, {count(plan.batch.steps, 'steps')}, {where} (attempt {attempt.number}; plan in "
+        f"{attempt.plan_dir / 'plan.txt'}, checkpoints in {run_dir / CHECKPOINTS})"
     )
     EventLog(run_dir / EVENTS_NAME, attempt=attempt.number).emit(
         EventName.RUN_LAUNCHED,

@@ -174,8 +174,7 @@ def _shape_of(query: Tensor, key: Tensor, ends: Tensor, longest: int, scaling: f
     if batch * length * heads * width >= 2**31:
         raise TrainingError(
             f"micro-batches of {batch * length:,} tokens are too large for cuDNN's offsets; set "
-            "train.attention: flash "
-            "or a smaller train.micro_batch_blocks"
+            "train.attention: flash or a smaller train.micro_batch_blocks"
         )
     return Shape(
         documents=len(ends) - 1,

@@ -39,8 +39,7 @@ def why_not_compiled(device: torch.device) -> str:
     generation = _generation(device)
     if generation is not None and generation < AMPERE:
         return (
-            "this GPU has no kernel for packed documents, and layers would be compiled anew "
-            "for "
+            "this GPU has no kernel for packed documents, and layers would be compiled anew for "
             "other lengths"
         )
     return why_no_kernels()

@@ -347,8 +347,7 @@ def add_adapters(base: PreTrainedModel, lora: Lora, seed: int) -> PeftModel:
     if absent := [name for name in targets if name not in linears and name not in matrices]:
         raise DataError(
             f"train.lora.targets: this {base.config.model_type} model has no linear for adapters "
-            "called "
-            f"{', '.join(absent)}; it has {', '.join(linears)}"
+            f"called {', '.join(absent)}; it has {', '.join(linears)}"
             + (f", {', '.join(matrices)}. Its routers get none" if experts else "")
         )
     config = lora_config(lora, [name for name in targets if name in linears])

@@ -471,8 +471,7 @@ def _refuse_other_values(parameter: Tensor, piece: Piece, stored: Stored) -> Non
         if not torch.equal(again, local):
             raise DataError(
                 f"{stored.path}: {stored.name} is not equal to the tensor that config.json ties it "
-                "to; "
-                "set tie_word_embeddings to false there if they are two"
+                "to; set tie_word_embeddings to false there if they are two"
             )
 
 

@@ -490,8 +490,7 @@ def _refuse_missing(rates: dict[str, Rate], cluster: Cluster, precision: str) ->
         )
         raise _error(
             f"cluster.internode_gbit_s: {text}; give what `doctor --hosts A,B CONFIG`, in SLURM "
-            "`doctor --profile slurm"
-            " CONFIG` or iperf3 measures, in Gbit/s"
+            "`doctor --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         )
     if (
         missing

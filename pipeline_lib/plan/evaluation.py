@@ -412,6 +412,5 @@ def evaluation_warnings(
         took = f"takes more than {brief(took_s)} on {threads} of them" if is_long else "takes hours"
     yield (
         f"the evaluation {why}will be done on CPUs, which {took}; a smaller "
-        "data.validation_fraction, "
-        "evaluate.generations or evaluate.max_new_tokens takes less"
+        "data.validation_fraction, evaluate.generations or evaluate.max_new_tokens takes less"
     )

@@ -213,8 +213,7 @@ def _exchanges(one: predict.Prediction) -> Iterator[str]:
         yield (
             f"{exchange.kind} of {exchange.name} ({exchange.phase}): {exchange.times:g} times "
             f"{gigabytes(exchange.payload_bytes)} in {exchange.pieces} pieces {link}: "
-            f"{brief(each.seconds)} in all, "
-            f"{brief(each.exposed_s)} of it not hidden"
+            f"{brief(each.seconds)} in all, {brief(each.exposed_s)} of it not hidden"
         )
 
 
@@ -224,9 +223,8 @@ def _step(one: predict.Prediction, setting: Setting) -> Iterator[str]:
         phase: PhaseTime = getattr(time, name)
         yield (
             f"{name}: device {phase.device_s:.6g} s beside host {phase.host_s:.6g} s take "
-            f"{phase.computing_s:.6g} s; "
-            f"copies add {phase.copying_s:.6g} s, communication {phase.exchanging_s:.6g} s: "
-            f"{phase.total_s:.6g} s"
+            f"{phase.computing_s:.6g} s; copies add {phase.copying_s:.6g} s, communication "
+            f"{phase.exchanging_s:.6g} s: {phase.total_s:.6g} s"
         )
     total = " + ".join(
         f"{getattr(time, name).total_s:.6g}" for name in ("forward", "backward", "update")
@@ -244,8 +242,7 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
     real = f"{setting.batch_blocks} x {workload.block_tokens} x {workload.real_fraction:.6g}"
     yield (
         f"tokens/s a rank = {real} / {one.step_s.value:.6g} / {ranks} = "
-        f"{one.tokens_per_s_per_rank.value:.6g}, "
-        f"{_band(one.tokens_per_s_per_rank)}"
+        f"{one.tokens_per_s_per_rank.value:.6g}, {_band(one.tokens_per_s_per_rank)}"
     )
     if one.mfu is not None and setting.machine.peak_flop_s is not None:
         peak = f"{count(ranks, 'ranks')} of {setting.machine.peak_flop_s:.4g} FLOP/s"

@@ -144,8 +144,7 @@ def learn_architecture(config: Config, store: Store, say: Say) -> None:
     except HubError as error:
         say(
             f"warning: {model_key(model)}: the architecture could not be looked up, so it is not "
-            "checked before the "
-            f"download: {error}"
+            f"checked before the download: {error}"
         )
         return
     if (path := store.remembered(ARCHITECTURES_NAME)) is None:  # it is looked up again next time

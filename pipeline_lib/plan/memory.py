@@ -183,9 +183,8 @@ class HostNeed:
             hold = "holds" if self.ranks == 1 else "hold"
             return (
                 f"{gigabytes(self.state_bytes)} for what {count(self.ranks, 'ranks')} {hold}, "
-                "copies of a checkpoint "
-                f"included, {gigabytes(self.own_bytes)} for what is around them, "
-                f"{gigabytes(self.margin_bytes)} to spare"
+                f"copies of a checkpoint included, {gigabytes(self.own_bytes)} for what is around "
+                f"them, {gigabytes(self.margin_bytes)} to spare"
             )
         parts = [f"{gigabytes(self.state_bytes)} for what is offloaded"] if self.state_bytes else []
         parts.append(

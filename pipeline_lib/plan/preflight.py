@@ -331,8 +331,7 @@ def no_room(sizes: Mapping[str, int], training: Spec | None, store: Store) -> st
     if checkpoints > free + there:
         return (
             "train.keep_last: the checkpoints kept and the one being written need "
-            f"{gigabytes(checkpoints)}, and "
-            f"{gigabytes(free)} are free in {where}{beside}; {remedy}"
+            f"{gigabytes(checkpoints)}, and {gigabytes(free)} are free in {where}{beside}; {remedy}"
         )
     total = sum(sizes.values())
     if total <= free + there:

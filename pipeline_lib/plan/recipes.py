@@ -209,9 +209,8 @@ def _one_node(recipe: Recipe) -> str:
     speed = recipe.alone.tokens_per_s_per_rank.scaled(recipe.machine.ranks_per_node)
     return (
         f"the same training on one of these nodes: {describe(recipe.alone)}; {_speed(speed)} in "
-        "all, "
-        f"{_banded(speed.inverse(TOKENS), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of host "
-        "memory"
+        f"all, {_banded(speed.inverse(TOKENS), brief)} for {TOKENS_IN_WORDS}, {gigabytes(host)} of "
+        "host memory"
     )
 
 

@@ -55,8 +55,7 @@ def slow_saves(
     ]
     return (
         f"a checkpoint ({gigabytes(size_bytes)}) takes {brief(save_s)} to write, and one is asked "
-        "for every "
-        f"{count(apart_steps, 'steps')} ({brief(apart_s)}): the training waits {brief(wait_s)} for "
-        "each. "
-        f"It would hardly wait with {' and '.join(remedies)}, or on a faster disk"
+        f"for every {count(apart_steps, 'steps')} ({brief(apart_s)}): the training waits "
+        f"{brief(wait_s)} for each. It would hardly wait with {' and '.join(remedies)}, or on a "
+        "faster disk"
     )

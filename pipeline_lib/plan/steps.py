@@ -123,8 +123,7 @@ def _misfit(train: Train, ranks: int, workload: Workload) -> str | None:
         fitting = int(workload.block_tokens * wanted / each)
         return (
             f"train.global_batch_samples: {wanted} cannot be met within {MOST_OFF:.0%}: "
-            f"{_held(workload)}; set "
-            f"{round(blocks * each)}, or {_SHORTER} to {fitting:,} or less"
+            f"{_held(workload)}; set {round(blocks * each)}, or {_SHORTER} to {fitting:,} or less"
         )
     return idle_ranks(train, ranks, workload) if train.local_sgd_steps > 1 else None
 
@@ -170,8 +169,7 @@ def idle_ranks(train: Train, ranks: int, workload: Workload) -> str | None:
 def _held(workload: Workload) -> str:
     return (
         f"a block of shard.block_tokens {workload.block_tokens:,} holds "
-        f"{workload.samples_per_block:.1f} samples on "
-        "average"
+        f"{workload.samples_per_block:.1f} samples on average"
     )
 
 
@@ -189,9 +187,8 @@ def _nothing_to_train_on(groups: "list[BlockGroup]", epochs: float) -> DataError
     needed = min(math.ceil(1 / group.per_epoch) for group in groups)
     return DataError(
         f"no step to train: of the training blocks ({held}), train.epochs: {epochs:g} uses none, "
-        "because blocks times "
-        f"weight times epochs is less than 1; set train.epochs to {needed} or more, or raise the "
-        "weights in data.train"
+        f"because blocks times weight times epochs is less than 1; set train.epochs to {needed} or "
+        "more, or raise the weights in data.train"
     )
 
 
@@ -290,10 +287,8 @@ def expected_misfit(config: Config, vocabulary: int | None) -> str | None:
         remedies.append(f"{_SHORTER} to {shorter:,} or less")
     return (
         f"train.global_batch_samples: {wanted} is likely to be refused once the data is packed: by "
-        "the first rows of "
-        f"the files, a block of {block_tokens:,} tokens would hold about {each:,.0f} samples, and "
-        "a step takes whole "
-        f"blocks; {', or '.join(remedies)}"
+        f"the first rows of the files, a block of {block_tokens:,} tokens would hold about "
+        f"{each:,.0f} samples, and a step takes whole blocks; {', or '.join(remedies)}"
     )
 
 

@@ -150,8 +150,7 @@ def advice(choice: Choice, wanted: Wanted) -> list[Change]:
     if not wanted.setting.workload.is_assumed:
         real = wanted.setting.workload.real_fraction
         text = (
-            f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) "
-            "need "
+            f"{1 - real:.0%} of the tokens are padding: longer blocks (shard.block_tokens) need "
             "less of it"
         )
         found.append(Change(1 / real, "a larger shard.block_tokens", text, is_most=True))
@@ -297,8 +296,7 @@ def _faster_network(chosen: Prediction, wanted: Wanted) -> Iterator[Change]:
         chosen.step_s.value / then.step_s.value,
         f"{gbit_per_s(now * factor)} between nodes",
         f"{gbit_per_s(now * factor)} between nodes instead of {gbit_per_s(now)} would hide the "
-        "communication: "
-        f"{brief(then.step_s.value)} a step{rest}",
+        f"communication: {brief(then.step_s.value)} a step{rest}",
     )
 
 

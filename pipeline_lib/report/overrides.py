@@ -41,14 +41,12 @@ def refuse_overrides(say: Callable[[str], None]) -> None:
 def _problem(file: str, rest: str) -> str:
     problem = (
         f"{file or 'params.yaml'} is changed, which this run does not read: it runs "
-        f"{DEFAULT_CONFIG}; "
-        f"type -S '{DEFAULT_CONFIG}:{rest}'"
+        f"{DEFAULT_CONFIG}; type -S '{DEFAULT_CONFIG}:{rest}'"
     )
     if not file or Path(file).parts[0] == "results":
         return problem
     return (
-        f"{problem}, or edit {file}, run `snakemake --configfile {file}`, and then `record "
-        "NAME "
+        f"{problem}, or edit {file}, run `snakemake --configfile {file}`, and then `record NAME "
         f"{file}`"
     )
 

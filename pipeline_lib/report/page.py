@@ -97,9 +97,8 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
     if found.used_fraction is not None:
         used = units.percent(found.used_fraction)
         beside += (
-            f", {used} of it in steps of the model; the rest was startup, saving, "
-            "validation "
-            "and repeated steps"
+            f", {used} of it in steps of the model; the rest was startup, saving, validation and "
+            "repeated steps"
         )
     planned = facts.plan.prediction.gpu_hours
     if planned.value is not None:

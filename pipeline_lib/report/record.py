@@ -93,8 +93,7 @@ def record(
         except (ValueError, KeyError) as error:
             raise PipelineError(
                 f"record {name!r}: dvc does not say what it saved, but {shortened(output, 200)!r}; "
-                "look at "
-                "`dvc exp show`, and record again with --force"
+                "look at `dvc exp show`, and record again with --force"
             ) from error
         refs = _git(
             "for-each-ref", "--format=%(refname)", "--points-at", commit, "refs/exps"
@@ -119,9 +118,8 @@ def record(
     if with_model and not _has_remote():
         say(
             "warning: DVC has no remote, and `dvc exp push` looks for it in what was recorded: it "
-            "would send no model; "
-            f"type `dvc remote add --default NAME FOLDER-OR-URL`, then record {name} again with "
-            "--force"
+            "would send no model; type `dvc remote add --default NAME FOLDER-OR-URL`, then record "
+            f"{name} again with --force"
         )
 
 

@@ -112,8 +112,7 @@ def wrong_partitions(site: Site, groups: list[NodeGroup]) -> Iterator[str]:
                 near = get_close_matches(wanted, known, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 yield (
-                    f"partition {wanted!r} does not exist{hint}; partitions: "
-                    f"{', '.join(known)}; "
+                    f"partition {wanted!r} does not exist{hint}; partitions: {', '.join(known)}; "
                     f"set {where_set(key)}"
                 )
             elif wanted and not any(group.is_up for group in groups_of(wanted, groups)):
@@ -140,8 +139,7 @@ def too_much(request: JobRequest, site: Site, groups: list[NodeGroup]) -> Iterat
     elif request.memory_mb > (most := max(group.memory_mb for group in own)):
         yield (
             f"cluster.memory_gb: the job needs {request.memory_mb / 1000:.0f} GB of host memory on "
-            "each node, and the "
-            f"nodes of {where} have at most {most / 1000:.0f} GB"
+            f"each node, and the nodes of {where} have at most {most / 1000:.0f} GB"
         )
     else:
         large = [one for one in own if one.gpus >= request.gpus_per_node and one.cpus >= cpus]

@@ -251,10 +251,9 @@ def too_long_evaluation(
         f"evaluate: takes about {brief(expected.value)} on {where}{why}, and jobs of partition "
         f"{partition or nodes[0].partition} may take {brief(limit * _MINUTE_S)}; hold out less "
         "(data.validation_fraction), ask for fewer or shorter answers (evaluate.generations, "
-        "evaluate.max_new_tokens), "
-        "name a GPU with more memory (cluster.gpu), give each rank more CPUs "
-        "(cluster.cpus_per_rank), or take a "
-        f"partition with more time ({where_set('partition' if run.gpus else 'cpu_partition')})"
+        "evaluate.max_new_tokens), name a GPU with more memory (cluster.gpu), give each rank more "
+        "CPUs (cluster.cpus_per_rank), or take a partition with more time "
+        f"({where_set('partition' if run.gpus else 'cpu_partition')})"
     )
     if run.workload.is_assumed:
         held_out = "estimated from the first rows" if run.workload.is_estimated else "not counted"

@@ -184,8 +184,7 @@ def refuse_foreign(checkpoint: Path, spec: Spec) -> None:
         )
         raise IntegrityError(
             f"{checkpoint}: left by a run that computes something else ({named}); take it away "
-            f"from {checkpoint.parent}"
-            " to begin anew, or give the config back what differs"
+            f"from {checkpoint.parent} to begin anew, or give the config back what differs"
         )
 
 

@@ -114,8 +114,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise TrainingError(
             f"train.strategy: zero1, zero2 and zero3 need DeepSpeed ({error}); install the extra "
-            "`deepspeed`, "
-            f"{how_to_install('deepspeed')}, or set strategy: fsdp"
+            f"`deepspeed`, {how_to_install('deepspeed')}, or set strategy: fsdp"
         ) from error
     finally:
         logging.disable(before)

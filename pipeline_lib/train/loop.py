@@ -293,12 +293,10 @@ class Loop:
         start = "the start" if before is None else before.name
         return Interrupted(
             f"the guards go back from step {self.step} to step {to_step}, and "
-            f"{folder / step_name(to_step)} is missing"
-            " or damaged (earlier versions saved multiples of train.save_every_steps alone). The "
-            "run has to continue"
-            f" from {start}, and saves step {to_step} on the way; later checkpoints are in "
-            f"{folder.parent / SET_ASIDE}"
-            f" now; {CONTINUES}"
+            f"{folder / step_name(to_step)} is missing or damaged (earlier versions saved "
+            f"multiples of train.save_every_steps alone). The run has to continue from {start}, "
+            f"and saves step {to_step} on the way; later checkpoints are in "
+            f"{folder.parent / SET_ASIDE} now; {CONTINUES}"
         )
 
     def gave_up(self, result: StepResult, why: str) -> Diverged:
@@ -311,11 +309,10 @@ class Loop:
             texts.append(f"step {step}: {', '.join(map(str, blocks[:LISTED_BLOCKS]))}{more}")
         return Diverged(
             f"gave up at step {self.step}: {result.judgement.reason} (loss {result.loss:.4g}, "
-            "gradient norm "
-            f"{result.grad_norm:.4g}). It is the last of {len(steps)} such steps within "
-            f"{self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer warm-up, "
-            "and look at the rows "
-            f"in these blocks of {self.batches.reader.folder}: {'; '.join(texts)}"
+            f"gradient norm {result.grad_norm:.4g}). It is the last of {len(steps)} such steps "
+            f"within {self.train.guards.window_steps}, {why}. Try a lower train.lr or a longer "
+            f"warm-up, and look at the rows in these blocks of {self.batches.reader.folder}: "
+            f"{'; '.join(texts)}"
         )
 
     def validate_if_due(self) -> dict[str, Any]:
@@ -465,9 +462,8 @@ class Loop:
         if names := self.agree_on(damaged):
             raise IntegrityError(
                 f"{path}: {listed(names)} hold NaN or infinity, so no step from there can be "
-                f"applied; remove {path},"
-                " and run the same command again: it continues from the checkpoint before, or "
-                "begins anew"
+                f"applied; remove {path}, and run the same command again: it continues from the "
+                "checkpoint before, or begins anew"
             )
         strategy.load_own_state(
             checkpoint.strategy_state(path, self.stepper.world, self.train.strategy)

@@ -104,8 +104,7 @@ def _special_line(name: str, fields: dict[str, Any]) -> str | None:
         f"step {fields['step']}: {fields['step_s']:.3f} s profiled: "
         f"{fields['compute_fraction']:.1%} computing, "
         f"{fields['exposed_communication_fraction']:.1%} exchanging, "
-        f"{fields['exposed_copy_fraction']:.1%} copying, "
-        f"{fields['idle_fraction']:.1%} idle"
+        f"{fields['exposed_copy_fraction']:.1%} copying, {fields['idle_fraction']:.1%} idle"
     )
 
 
@@ -188,9 +187,8 @@ class RowFile:
                     return read_jsonl(path)
         raise IntegrityError(
             f"{self.copies[0]}: this file of metrics and its copy {self.copies[1]} are missing or "
-            "damaged; "
-            "check the disk, then run the same command again to continue from the last whole "
-            "checkpoint"
+            "damaged; check the disk, then run the same command again to continue from the last "
+            "whole checkpoint"
         )
 
 

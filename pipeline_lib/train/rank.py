@@ -230,8 +230,7 @@ def _first_pass(train: Train, wrapped: Any) -> str:
     # layers of a kind share it
     kinds = {getattr(layer.forward, "__func__", None) for layer in decoder_layers(wrapped)}
     return (
-        f"compiling {count(len(kinds), 'kinds of layers')} in a first pass; what an earlier "
-        "run "
+        f"compiling {count(len(kinds), 'kinds of layers')} in a first pass; what an earlier run "
         "compiled is kept"
     )
 
@@ -287,9 +286,8 @@ def _leave_result(job: RankJob, loop: Loop, sizes: dict[str, int]) -> None:
     if names := loop.agree_on(damaged):
         raise TrainingError(
             f"{listed(names)} hold NaN or infinity after step {result_step}, so there is no "
-            "result: try a lower"
-            f" train.lr; checkpoints in {job.run_dir / CHECKPOINTS} that hold such values are "
-            "refused, too"
+            f"result: try a lower train.lr; checkpoints in {job.run_dir / CHECKPOINTS} that hold "
+            "such values are refused, too"
         )
     probed = loop.held_out if len(loop.held_out) else loop.batches.reader
     block = batch.probe_block(probed[0], loop.train.ranks_per_block)

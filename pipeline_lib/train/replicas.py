@@ -54,9 +54,8 @@ def refuse_differing_replicas(
             name = list(parameters)[column].removeprefix("module.")
             raise TrainingError(
                 f"{name} is not the same on "
-                f"{_named(ranks)}{_who_differs(table[:, column], ranks)}. Nothing was "
-                "saved; a GPU or its memory may be faulty. Run again, elsewhere, from the last "
-                "checkpoint"
+                f"{_named(ranks)}{_who_differs(table[:, column], ranks)}. Nothing was saved; a GPU "
+                "or its memory may be faulty. Run again, elsewhere, from the last checkpoint"
             )
 
 

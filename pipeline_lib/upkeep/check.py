@@ -160,8 +160,7 @@ def _wrong_references(made: Made, manifest: Manifest, store: Store) -> Iterator[
         if theirs.started_at < manifest.started_at:
             yield (
                 f"{upstream / MANIFEST_NAME}: not the manifest that {made.path} was made from, "
-                "although it is "
-                f"older; delete {upstream} and run snakemake again"
+                f"although it is older; delete {upstream} and run snakemake again"
             )
 
 

@@ -161,8 +161,7 @@ def needs_of(inventory: Inventory, kept: Iterable[Frozen], live: Live) -> Needs:
     if needs.problems:
         raise IntegrityError(
             "nothing was removed, because specs of kept experiments cannot be read; run snakemake "
-            "again with their "
-            "configs, which writes these specs, or keep other experiments:\n"
+            "again with their configs, which writes these specs, or keep other experiments:\n"
             + "\n".join(f"  - {problem}" for problem in needs.problems)
         )
     return needs

@@ -67,17 +67,15 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
             say(f"{name} is now {aside}")
     say(
         f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` "
-        "brings a checkpoint "
-        "back, and `store gc` removes those in set-aside"
+        "brings a checkpoint back, and `store gc` removes those in set-aside"
     )
 
 
 def _finished(sealed: Path, step: int) -> PipelineError:
     return PipelineError(
         f"{sealed}: this training is finished, and snakemake has nothing to continue. To use the "
-        f"model of step {step}, "
-        f"set train.until_step: {step}. To start another run, change the config or set "
-        f"train.replica. To repeat the steps after {step}, remove {sealed} first"
+        f"model of step {step}, set train.until_step: {step}. To start another run, change the "
+        f"config or set train.replica. To repeat the steps after {step}, remove {sealed} first"
     )
 
 
@@ -115,8 +113,7 @@ def _warnings(saved: Mapping[int, Path], step: int, train: Train) -> Iterator[st
         earlier = max((one for one in saved if one < back), default=0)
         yield (
             f"step {back}, to which the guards would go back from there, has no checkpoint any "
-            "more: if they skip too "
-            f"many steps, the run computes the steps after {earlier} again"
+            f"more: if they skip too many steps, the run computes the steps after {earlier} again"
         )
     best = state.get("validations", {}).get("best_step")
     if train.keep_best and best and best not in saved:

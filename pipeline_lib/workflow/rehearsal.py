@@ -142,8 +142,7 @@ class Cost:
         if each_s <= 0:
             return (
                 f"cluster.runtime_minutes {minutes} is over before the first step: startup and "
-                "shutdown take "
-                f"{amount(self.around_s, 's')}; raise it"
+                f"shutdown take {amount(self.around_s, 's')}; raise it"
             )
         jobs, most = (max(1, math.ceil(seconds / each_s)) for seconds in (value_s, high_s))
         over = (
@@ -279,8 +278,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     ):
         raise TrainingError(
             f"{trained}: the second training did not resume from the checkpoint of step "
-            f"{rehearsal.first_step}; "
-            f"see events.jsonl there"
+            f"{rehearsal.first_step}; see events.jsonl there"
         )
     steps = read_rows(Step, trained / METRICS_NAME, read_jsonl)
     step_s = min(step.step_s or 0.0 for step in steps)

@@ -199,7 +199,6 @@ def test_ranks_share_heads_equally(ranks: int, legal: bool) -> None:
         if legal
         else [
             f"train.context_ranks: {ranks} ranks cannot share the model's 32 attention heads and 8 "
-            "KV heads equally; "
-            "it may be 1, 2, 4, 8, 16, 32"
+            "KV heads equally; it may be 1, 2, 4, 8, 16, 32"
         ]
     )

@@ -34,9 +34,8 @@ def test_the_answer_comes_first_then_the_numbers_then_what_differs(three: Store)
     assert (done.returncode, done.stderr) == (0, "")
     assert lines[0] == "demo: 3 experiments"
     assert " ".join(lines[1:4]).startswith(
-        "lr=0.003 has the lowest held-out loss of 3, 2.3502 nats/token, but its lead over lr=0.001 "
-        "is within noise. "
-        "It is better than lr=0.01 by more than chance."
+        "lr=0.003 has the lowest held-out loss of 3, 2.3502 nats/token, but its lead over "
+        "lr=0.001 is within noise. It is better than lr=0.01 by more than chance."
     )
     assert "hold together for all 3 pairs" in done.stdout
     rows = [line.split() for line in lines]

@@ -35,8 +35,7 @@ def test_the_same_config_in_two_stores_is_identical(store: Store, tmp_path: Path
     assert found.is_identical
     assert verdict(found) == (
         f"twin in {store.root} and twin in {other.root} are identical: 118 steps with the same "
-        "loss, learning rate "
-        "and gradient norm to the last bit, and the same model files."
+        "loss, learning rate and gradient norm to the last bit, and the same model files."
     )
 
 

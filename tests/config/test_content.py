@@ -304,8 +304,7 @@ def test_a_store_that_cannot_be_is_named(folder: Path, store: str) -> None:
 def test_a_folder_in_the_place_of_files_is_told_apart_from_nothing(folder: Path) -> None:
     assert problems(folder, data="data") == [
         "line 3: data.train[0].path: 'data' is neither a file nor a folder saved by `datasets`; "
-        "name the files in "
-        "it, as in 'folder/*.jsonl'"
+        "name the files in it, as in 'folder/*.jsonl'"
     ]
 
 

@@ -69,21 +69,18 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     [
         "| `experiment` | text | required | name of the experiment: letters, digits, '.', '_', '-' "
         "and '=' |",
-        "| `nodes` | whole number >= 1, <= 10,000 | `1` | "
-        "number of nodes, all of the same kind; training on more than one runs as a SLURM job, on "
-        "the"
-        " `hosts` of the site file, or on machines that run `join` |",
+        "| `nodes` | whole number >= 1, <= 10,000 | `1` | number of nodes, all of the same kind; "
+        "training on more than one runs as a SLURM job, on the `hosts` of the site file, or on "
+        "machines that run `join` |",
         "| `gpus_per_node` | whole number >= 0, <= 64 | `0` | one rank per GPU; 0 trains on the "
         "CPU |",
         "| `beta1` | number >= 0, < 1 | `0.9` | AdamW's beta1 |",
         "| `max_steps` | whole number >= 1 | none | optimizer steps of the run, instead of "
-        "`epochs`; the learning rate"
-        " schedule ends there |",
+        "`epochs`; the learning rate schedule ends there |",
         "| `tokenizer` | text | none | folder with a `tokenizer.json`; without it, one is trained "
         "|",
         "| `duplicates` | `keep`, `drop` | `keep` | whether to keep conversations equal to an "
-        "earlier one; they"
-        " are counted either way |",
+        "earlier one; they are counted either way |",
         "| `columns` | names to text | `{}` | our name, then yours: `{output: answer}`; `{label: "
         "ignore}`"
         " skips the column `label` |",
@@ -93,9 +90,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
         "train.seed: [1, 2]}`;"
         " also `list`, `random` and `halving`: docs/sweeps.md |",
         "| `prompts` | list of text | `[]` | your own questions, answered beside the held-out "
-        "prompts; they use"
-        " `tokenize.system` and `tokenize.tools`, and thinking is on only if all trained answers "
-        "have thinking |",
+        "prompts; they use `tokenize.system` and `tokenize.tools`, and thinking is on only if "
+        "all trained answers have thinking |",
     ],
 )
 def test_rows_say_type_range_default_and_meaning(row: str) -> None:

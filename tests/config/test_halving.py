@@ -179,8 +179,7 @@ def test_what_cannot_be_compared_or_stopped_is_named_with_its_key(tmp_path: Path
     sweep = f"{{{FOUR}, halving: {{first_step: 10}}}}"
     assert problems_of(written(tmp_path, sweep)) == [
         "line 4: train.validate_every_steps: missing, but sweep.halving compares held-out losses; "
-        "set it to 10 or a"
-        " divisor of 10"
+        "set it to 10 or a divisor of 10"
     ]
     stopped = VALIDATED.replace("lr:", "until_step: 8, local_sgd_steps: 2, strategy: ddp, lr:")
     assert [

@@ -19,41 +19,33 @@ from pipeline_lib.core.errors import ConfigError
 KEYS_OF = {
     "LLaMA-Factory": (
         "model_name_or_path stage finetuning_type lora_target lora_rank template dataset "
-        "dataset_dir cutoff_len"
-        " max_samples mask_history train_on_prompt overwrite_cache preprocessing_num_workers "
-        "val_size mix_strategy"
-        " interleave_probs neat_packing quantization_bit flash_attn enable_thinking default_system "
-        "plot_loss"
-        " freeze_trainable_layers loraplus_lr_ratio use_galore adapter_name_or_path export_dir "
+        "dataset_dir cutoff_len max_samples mask_history train_on_prompt overwrite_cache "
+        "preprocessing_num_workers val_size mix_strategy interleave_probs neat_packing "
+        "quantization_bit flash_attn enable_thinking default_system plot_loss "
+        "freeze_trainable_layers loraplus_lr_ratio use_galore adapter_name_or_path export_dir "
         "rope_scaling do_predict"
     ),
     "ms-swift": (
         "model_type train_type tuner_type split_dataset_ratio max_length truncation_strategy "
-        "loss_scale attn_impl"
-        " torch_dtype quant_bits padding_free sequence_parallel_size init_weights lora_bias use_hf "
-        "system"
+        "loss_scale attn_impl torch_dtype quant_bits padding_free sequence_parallel_size "
+        "init_weights lora_bias use_hf system"
     ),
     "Axolotl": (
-        "base_model adapter load_in_4bit load_in_8bit sequence_len sample_packing micro_batch_size "
-        "val_set_size"
-        " lora_r lora_modules_to_save lora_target_linear special_tokens train_on_inputs "
-        "saves_per_epoch evals_per_epoch"
-        " dataset_prepared_path sample_packing_bin_size wandb_project flash_attention datasets "
-        "num_epochs"
-        " unfrozen_parameters"
+        "base_model adapter load_in_4bit load_in_8bit sequence_len sample_packing "
+        "micro_batch_size val_set_size lora_r lora_modules_to_save lora_target_linear "
+        "special_tokens train_on_inputs saves_per_epoch evals_per_epoch dataset_prepared_path "
+        "sample_packing_bin_size wandb_project flash_attention datasets num_epochs "
+        "unfrozen_parameters"
     ),
     "TRL": (
         "dataset_text_field packing packing_strategy assistant_only_loss completion_only_loss "
-        "chat_template_path"
-        " eos_token activation_offloading dataset_num_proc model_init_kwargs use_peft "
-        "lora_task_type"
+        "chat_template_path eos_token activation_offloading dataset_num_proc model_init_kwargs "
+        "use_peft lora_task_type"
     ),
     "DeepSpeed and the launchers": (
         "zero_optimization offload_optimizer train_micro_batch_size_per_gpu gradient_clipping "
-        "num_gpus hostfile"
-        " nproc_per_node master_addr tensor_parallel eps device_map fp16_opt_level "
-        "pipeline_parallel T_max"
-        " use_orig_params"
+        "num_gpus hostfile nproc_per_node master_addr tensor_parallel eps device_map "
+        "fp16_opt_level pipeline_parallel T_max use_orig_params"
     ),
 }
 

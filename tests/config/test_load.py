@@ -28,9 +28,8 @@ LINEARS = (
 )
 HEADS = "line 2: model: heads must be even, and hidden_size a multiple of twice the heads"
 NO_ANCHORS = (
-    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * or "
-    "& has to stand in "
-    "quotes, as in '*.jsonl'"
+    "anchors and aliases (& and *) are not read; write the value out; a text that begins with * "
+    "or & has to stand in quotes, as in '*.jsonl'"
 )
 A_TOOL = (
     'expected {"name": ..., "parameters": ...} or {"type": "function", "function": {"name": ...}}'
@@ -141,8 +140,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
 """,
         [
             f"line 6: {KWARGS}: `enable_thinking` cannot be set here: it is on where an answer has "
-            "thinking; see "
-            "tokenize.thinking and tokenize.prompt_thinking"
+            "thinking; see tokenize.thinking and tokenize.prompt_thinking"
         ],
     ),
     "truth as text": (
@@ -233,8 +231,7 @@ ADDED: dict[str, tuple[str, list[str]]] = {
         "train:\n  global_batch_tokens: 3072",
         [
             "line 6: train.global_batch_tokens: it has 3 blocks of 1024 tokens, and that is no "
-            "multiple of 2 ranks "
-            "x 1 block; try 4096"
+            "multiple of 2 ranks x 1 block; try 4096"
         ],
     ),
     "lora without lora": (
@@ -381,8 +378,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
         ),
         [
             'line 6: data.train[1].source: "fil" is not one of pydoc, file, huggingface, '
-            "modelscope; "
-            "did you mean 'file'?",
+            "modelscope; did you mean 'file'?",
             'line 7: data.train[2].format: "alpca" is not one of auto, alpaca, sharegpt, messages, '
             "prompt_completion, text; did you mean 'alpaca'?",
             "line 7: data.train[2].path: missing; it has no default",

@@ -132,8 +132,7 @@ WRONG = {
         "{train.method: [full, lora], train.freeze: [[model.norm.*]]}",
         [
             "line 5: train.freeze: has no effect with train.method: lora, which freezes every "
-            "weight of the model;"
-            " remove it, or choose train.lora.targets (with method=lora)"
+            "weight of the model; remove it, or choose train.lora.targets (with method=lora)"
         ],
     ),
 }

@@ -40,8 +40,7 @@ def test_a_million_hashes_take_sixteen_bytes_each_at_the_most() -> None:
 
 
 TEXT = (
-    "The quick brown fox jumps over the lazy dog, again and again, until it is tired of the "
-    "dog "
+    "The quick brown fox jumps over the lazy dog, again and again, until it is tired of the dog "
     "and of jumping."
 )
 

@@ -201,8 +201,7 @@ def test_what_is_not_read_is_a_line_for_files_of_the_same_keys() -> None:
 
     assert unread_lines(sources)[:2] == [
         "tokenize: 1.jsonl and 1 file like it: columns and keys that are not read: 'id' in 7, "
-        "'source' in 4, and "
-        "1 value of further keys",
+        "'source' in 4, and 1 value of further keys",
         "tokenize: 1.jsonl: columns and keys that are not read: 'id' in 5, 'source' in 3, and 1 "
         "value of further keys",
     ]

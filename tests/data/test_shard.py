@@ -293,9 +293,8 @@ def test_there_are_no_more_files_than_blocks(tmp_path: Path) -> None:
 )
 def test_an_empty_side_is_refused(tmp_path: Path, fraction: float, side: str, verb: str) -> None:
     message = (
-        f"of 20 samples none is in the {side} split with .*_fraction {fraction}; {verb} "
-        "it.* "
-        "20 different ones"
+        f"of 20 samples none is in the {side} split with .*_fraction {fraction}; {verb} it.* 20 "
+        "different ones"
     )
     with pytest.raises(DataError, match=message):
         make(tmp_path, conversations(20), validation_fraction=fraction)

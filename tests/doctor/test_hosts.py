@@ -254,11 +254,10 @@ def test_the_tasks_run_under_an_agent_of_this_machine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_host_alone_needs_no_network(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from tests.doctor.test_hosts import *; "
-        f"store = Store(Path({str(tmp_path)!r}) / 'store'); "
-        "host = HostsExamination([Host('localhost')], Cluster(cpu_ranks=2), store, Site(), "
-        "os.environ); "
-        "print(host.findings(lambda _: None).numbers)"
+        "import os; from pathlib import Path; from tests.doctor.test_hosts import *; store = "
+        f"Store(Path({str(tmp_path)!r}) / 'store'); host = HostsExamination([Host('localhost')], "
+        "Cluster(cpu_ranks=2), store, Site(), os.environ); print(host.findings(lambda _: "
+        "None).numbers)"
     )
     offline = [
         "unshare",

@@ -226,8 +226,7 @@ def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_login_node_needs_no_torch() -> None:
     code = (
-        "import sys, pipeline_lib.doctor.nodes, pipeline_lib.doctor.nodes_report; "
-        "print('torch' "
+        "import sys, pipeline_lib.doctor.nodes, pipeline_lib.doctor.nodes_report; print('torch' "
         "in sys.modules)"
     )
     done = subprocess.run(

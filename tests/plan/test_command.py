@@ -385,8 +385,7 @@ evaluate: {generations: 500, max_new_tokens: 1024}
     assert (done.returncode, done.stderr) == (0, "")
     assert (
         "warning: the evaluation gives 4 answers of up to 1024 tokens from each model on CPUs "
-        "instead of 500 of up to "
-        "1024: there is no GPU, and CPUs read all weights for each token"
+        "instead of 500 of up to 1024: there is no GPU, and CPUs read all weights for each token"
     ) in done.stdout
 
 

@@ -268,17 +268,15 @@ def test_keys_that_allow_no_way_at_all_are_named() -> None:
     assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, True, offload="optimizer")) is None
     assert no_way(wanted("qwen3-0.6b", "h200", 8, 600, held, False, offload="optimizer")) == (
         "train.strategy: auto finds no way to train beside train.offload: optimizer, without "
-        "DeepSpeed, which is not "
-        "installed here; leave one out"
+        "DeepSpeed, which is not installed here; leave one out"
     )
     held = ("shard_ranks", "offload")
     both = no_way(
         wanted("qwen3-0.6b", "h200", 8, 600, held, True, shard_ranks=4, offload="optimizer")
     )
     assert both == (
-        "train.strategy: auto finds no way to train beside train.shard_ranks: 4 and train.offload: "
-        "optimizer; "
-        "leave one out"
+        "train.strategy: auto finds no way to train beside train.shard_ranks: 4 and "
+        "train.offload: optimizer; leave one out"
     )
 
 
@@ -297,9 +295,8 @@ def test_where_no_cluster_is_enough_it_says_what_is_not_spread() -> None:
     assert said.endswith("or raise train.context_ranks, so that more GPUs share a block")
     [said] = what_would_fit(in_blocks_of(2**28, wanted("qwen3-8b", "a10", 8, **given)))
     assert said == (
-        "no number of GPUs would do: one block of 268435456 tokens needs more memory than all GPUs "
-        "that can share it "
-        "have; lower shard.block_tokens"
+        "no number of GPUs would do: one block of 268435456 tokens needs more memory than all "
+        "GPUs that can share it have; lower shard.block_tokens"
     )
 
 

@@ -155,10 +155,9 @@ IMPOSSIBLE: dict[str, tuple[Config, list[str]]] = {
         ),
         [
             "train.offload: optimizer needs 232.40 GB of host memory on each node (168.61 GB for "
-            "what is offloaded, "
-            "13.30 GB for what is copied of a checkpoint before it is written, 50.50 GB for 8 "
-            "interpreters and what "
-            "is around them), and cluster.memory_gb gives 8.00 GB; set cluster.memory_gb: 233, if",
+            "what is offloaded, 13.30 GB for what is copied of a checkpoint before it is "
+            "written, 50.50 GB for 8 interpreters and what is around them), and "
+            "cluster.memory_gb gives 8.00 GB; set cluster.memory_gb: 233, if",
         ],
     ),
     "no host memory for the copy of a checkpoint": (
@@ -338,10 +337,8 @@ def test_too_little_disk_is_refused_unless_the_checkpoints_lie_there(
     set_free(monkeypatch, 360 * 10**9)
     assert problems(config, store) == [
         "the run writes 360.39 GB (base model 16.38 GB, checkpoints 294.87 GB, trained weights "
-        "32.76 GB, merged model "
-        f"16.38 GB), and 360.00 GB are free in {store.root.parent}; free some space, or point "
-        "PIPELINE_STORE at a "
-        "larger disk"
+        f"32.76 GB, merged model 16.38 GB), and 360.00 GB are free in {store.root.parent}; free "
+        "some space, or point PIPELINE_STORE at a larger disk"
     ]
     set_free(monkeypatch, 294 * 10**9)
     [problem] = problems(config, store)

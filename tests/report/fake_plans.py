@@ -109,20 +109,15 @@ def gpu_plan(steps: int) -> dict[str, Any]:
         "others": {name: without_segments(one) for name, one in made.items()},
         "words": {
             "chosen": "fsdp, micro-batch 2 x accumulation 2, selective activation checkpointing: "
-            "96 of 120 ways to "
-            "train fit, and this is the simplest one within 2% of the fastest. A step takes 3.41 "
-            "s, bound by computing "
-            "(82% of the time).",
+            "96 of 120 ways to train fit, and this is the simplest one within 2% of the fastest. "
+            "A step takes 3.41 s, bound by computing (82% of the time).",
             "others": [
                 "zero1, micro-batch 2 x accumulation 2: 3.60 s a step, 6% longer",
-                "zero3, micro-batch 2 x accumulation 2: 8.90 s a step, 161% longer; all-gather of "
-                "weights "
-                "2 x 16.38 GB, reduce-scatter of gradients 2 x 32.76 GB between nodes; 6.10 s of "
-                "waiting, "
-                "2.80 s of computing",
+                "zero3, micro-batch 2 x accumulation 2: 8.90 s a step, 161% longer; all-gather "
+                "of weights 2 x 16.38 GB, reduce-scatter of gradients 2 x 32.76 GB between "
+                "nodes; 6.10 s of waiting, 2.80 s of computing",
                 "ddp, micro-batch 2 x accumulation 2: does not fit: 159.2 GiB a GPU (optimizer "
-                "61.0 GiB, weights "
-                "30.5 GiB, gradients 30.5 GiB) of 80.0 GiB",
+                "61.0 GiB, weights 30.5 GiB, gradients 30.5 GiB) of 80.0 GiB",
             ],
             "advice": [
                 "400 Gbit/s between nodes instead of 200 Gbit/s would hide the communication: 2.91 "

@@ -201,10 +201,8 @@ def preview() -> list[dict[str, Any]]:
     )
     answer = (
         "Partition the string into three parts using the given separator.\n\nThis will search for "
-        "the separator in the "
-        "string. If the separator is found, returns a 3-tuple containing the part before the "
-        "separator, the separator "
-        "itself, and the part after it.<|im_end|>"
+        "the separator in the string. If the separator is found, returns a 3-tuple containing the "
+        "part before the separator, the separator itself, and the part after it.<|im_end|>"
     )
     return [
         {
@@ -310,8 +308,7 @@ def evaluation() -> dict[str, Any]:
         "verdict": {
             "improved": True, "beats_unigram": True, "uses_prompt": True,
             "text": "The tuned model predicts held-out answers better than the base (2.404 against "
-            "7.631 nats per "
-            "token), better than word frequencies, and it uses the prompt.",
+            "7.631 nats per token), better than word frequencies, and it uses the prompt.",
         },
     }  # fmt: skip
 

@@ -420,8 +420,7 @@ def test_a_plan_for_gpus_is_shown_with_every_strategy_and_the_memory_there_is(wo
         "a GPU here has 80.0 GiB",
         "the GPU has 80.0 GiB",
         "fsdp, chosen micro-batch 2 x accumulation 2, selective activation checkpointing, no "
-        "reshard after forward, "
-        "compiled 3.41 s",
+        "reshard after forward, compiled 3.41 s",
         "hsdp over 4 ranks micro-batch 2 x accumulation 2 3.17 s",
         "all-gather of weights forward between nodes 16.4 GB 2 818 ms 170 ms",
         "2 nodes of 4 ranks; the passes through 2 parts of the model were measured on it",

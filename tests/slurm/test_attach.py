@@ -58,8 +58,7 @@ def test_a_job_that_waits_for_a_quota_is_waited_for(
 ) -> None:
     assert waiting(monkeypatch, reason) == [
         f"waiting for SLURM job 12, PENDING ({reason}), of an earlier snakemake: train demo; a "
-        "quota is used up, and "
-        "the job starts when other jobs have ended",
+        "quota is used up, and the job starts when other jobs have ended",
         "the jobs of the earlier snakemake have ended",
     ]
 

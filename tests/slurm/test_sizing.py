@@ -279,9 +279,8 @@ def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answe
     assert (request.gpus_per_node, request.memory_mb < 20_000) == (1, True)
     (warning,) = long_evaluations([config], store)
     assert warning == (
-        "the evaluation gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 GPUs "
-        "of 23.5 GiB, and on "
-        "CPUs it would take 163.81 GB of host memory"
+        "the evaluation gives no answers: the whole model, 65.52 GB in bf16, has no room on 2 "
+        "GPUs of 23.5 GiB, and on CPUs it would take 163.81 GB of host memory"
     )
 
 

@@ -37,11 +37,9 @@ PLAIN = (
 )
 LIMITED = (
     "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 3 has a total capacity of 79.25 GiB of "
-    "which 70.00 GiB is "
-    "free. Including non-PyTorch memory, this process has 8.20 GiB memory in use. 7.92 GiB "
-    "allowed; Of the allocated "
-    "memory 7.60 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but "
-    "unallocated."
+    "which 70.00 GiB is free. Including non-PyTorch memory, this process has 8.20 GiB memory in "
+    "use. 7.92 GiB allowed; Of the allocated memory 7.60 GiB is allocated by PyTorch, and 120.00 "
+    "MiB is reserved by PyTorch but unallocated."
 )
 SHARED = PLAIN.replace(
     "Process 4242 has 130.00 MiB", "Process 17 has 40.00 GiB memory in use. Process 18 has 1.00 GiB"
@@ -94,8 +92,7 @@ def test_the_message_says_what_was_done_predicted_and_would_fit() -> None:
     first, predicted, advice, *offers = explained(watch, torch.OutOfMemoryError(PLAIN)).splitlines()
     assert first == (
         "GPU memory is full in the warm-up before the first step: 2.3 GiB more were wanted with "
-        "138.6 GiB of 139.8 GiB "
-        "in use"
+        "138.6 GiB of 139.8 GiB in use"
     )
     assert "predicted were 268." in predicted
     assert "activations 238" in predicted
@@ -185,7 +182,6 @@ def test_on_a_cpu_nothing_is_announced() -> None:
 def test_a_rank_that_runs_out_ends_with_the_message(arena: Arena, tmp_path: Path) -> None:
     said = run_ranks(train_and_run_out, 1, arena.job(1, tmp_path / "out"), "step.end", 2, PLAIN)[0]
     assert said.startswith(
-        "GPU memory is full after step 2, when it was saved or validated: 2.3 GiB more were wanted "
-        "with 138.6 GiB of "
-        "139.8 GiB in use"
+        "GPU memory is full after step 2, when it was saved or validated: 2.3 GiB more were "
+        "wanted with 138.6 GiB of 139.8 GiB in use"
     )
