@@ -382,7 +382,7 @@ class Loop:
         self.let_ranks_agree()
         strategy = self.stepper.strategy
         world = self.stepper.world
-        kinds = self.kinds_to_save
+        kinds = self.kinds_at(self.step)
         snapshot = StateSnapshot(
             step=self.step,
             parts=self.saver.parts(strategy, kinds),
@@ -411,15 +411,13 @@ class Loop:
         self.has_saved = True
         self.checkpoint_wait_s += time.monotonic() - start_s
 
-    @property
-    def kinds_to_save(self) -> tuple[str, ...]:
-        """The tensors that this step's checkpoint needs: after the last step no moments.
+    def kinds_at(self, step: int) -> tuple[str, ...]:
+        """Return the kinds of tensors in the checkpoint of `step`: after the last one no moments.
 
-        Those are two thirds of it.
-
-        So a killed run still continues from it without computing a step again, to its result.
+        No step would use them, and they are two thirds of the bytes. A run that is killed after it
+        still leaves its result without computing a step again.
         """
-        return STATE_KINDS if self.step < self.total_steps else (WEIGHTS,)
+        return STATE_KINDS if step < self.total_steps else (WEIGHTS,)
 
     def restore(self, path: Path) -> None:
         """Continue from the verified checkpoint `path`."""
@@ -444,15 +442,11 @@ class Loop:
         scalars = checkpoint.read_state(path)
         strategy = self.stepper.strategy
         saved = saved_tensors.find_state(path)
-        has_moments = int(scalars["step"]) < self.total_steps
+        kinds = tuple(f"{kind}." for kind in self.kinds_at(int(scalars["step"])))
         damaged: list[str] = []
 
         def read(tensors: Mapping[str, Tensor]) -> None:
-            kept = {
-                name: it
-                for name, it in tensors.items()
-                if has_moments or name.startswith(f"{WEIGHTS}.")
-            }
+            kept = {name: it for name, it in tensors.items() if name.startswith(kinds)}
             for name in tensors.keys() - kept.keys():  # no step will use them
                 tensors[name].zero_()
             saved_tensors.fill_saved(path, saved, kept)
