@@ -1,11 +1,9 @@
 """A save's cost to training and disk: `python -m benchmarks.checkpoint --size 4B --ranks 4`.
 
-In full: `python -m benchmarks.checkpoint --size 4B --ranks 4 [--layers 18]`.
-
-Trains a model of random weights by the pipeline's own step, and saves through its Saver: seconds
-that the loop is blocked, the rate of the writing beside it and that of the disk by itself in the
-same run, and the step beside a save. Each checkpoint is deleted when it is measured; the disk has
-to hold one.
+In full: `python -m benchmarks.checkpoint --size 4B --ranks 4 [--layers 18]`. Trains a model of
+random weights by the pipeline's own step, and saves through its Saver: seconds that the loop is
+blocked, the rate of the writing beside it and that of the disk by itself in the same run, and the
+step beside a save. Each checkpoint is deleted when it is measured; the disk has to hold one.
 """
 
 import argparse

@@ -1,9 +1,7 @@
 """Training on several hosts over ssh: time to the first step, agents' cost, how soon a loss shows.
 
-The time is counted from the command.
-
-The hosts are network, process and mount namespaces of this machine, each with an sshd
-(tests/hosts). Needs to be root.
+The time is counted from the command. The hosts are network, process and mount namespaces of this
+machine, each with an sshd (tests/hosts). Needs to be root.
 """
 
 import argparse

@@ -1,11 +1,9 @@
 """Right and wrong merges compared: 28 small models with experts, a few without, trained and proven.
 
-They are also merged.
-
-`python -m benchmarks.merges` trains each for a few steps on this machine's CPUs. It prints what the
-proof says of the right merge, and of each wrong one (benchmarks/wrong_merges.py) the least
-difference of its tensors and whether it is refused. `bf16 logits` is what the proof judged before:
-the exported model in its own dtype, by 3e-2.
+They are also merged. `python -m benchmarks.merges` trains each for a few steps on this machine's
+CPUs. It prints what the proof says of the right merge, and of each wrong one
+(benchmarks/wrong_merges.py) the least difference of its tensors and whether it is refused. `bf16
+logits` is what the proof judged before: the exported model in its own dtype, by 3e-2.
 """
 
 import argparse

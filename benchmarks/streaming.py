@@ -1,11 +1,10 @@
 """A held-out loss by layer: `python -m benchmarks.streaming evaluate --size 32B --layers 8`.
 
-In full: `python -m benchmarks.streaming evaluate --size 32B --layers 8 --gpu-gb 16`.
-
-`evaluate` writes a model of random weights, scores blocks as the evaluate stage does under a cap on
-GPU memory, and compares loss, time and memory with the whole model's. `merge` folds adapters into
-such a model and proves the result as the merge stage does, in a process whose peak memory it
-prints. On CPUs: `--size demo`.
+In full: `python -m benchmarks.streaming evaluate --size 32B --layers 8 --gpu-gb 16`. `evaluate`
+writes a model of random weights, scores blocks as the evaluate stage does under a cap on GPU
+memory, and compares loss, time and memory with the whole model's. `merge` folds adapters into such
+a model and proves the result as the merge stage does, in a process whose peak memory it prints. On
+CPUs: `--size demo`.
 """
 
 import argparse

@@ -39,10 +39,8 @@ def read_kernels(path: Path) -> list[Kernel]:
 def kernels_of(events: Iterable[_Event]) -> list[Kernel]:
     """Those among the events of a trace.
 
-    A launch belongs to the operators of its thread that it happened in.
-
-    The marks are made by one thread and hold for all: while it waits for a backward pass, others
-    give out its kernels.
+    A launch belongs to the operators of its thread that it happened in. The marks are made by one
+    thread and hold for all: while it waits for a backward pass, others give out its kernels.
     """
     whole = [event for event in events if event.get("ph") == "X"]
     launches, outer = _launches(whole)

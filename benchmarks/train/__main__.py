@@ -1,8 +1,7 @@
 """All sides of a case in turn: `python -m benchmarks.train CASE ... [--sides ours ...]`.
 
-In full: `python -m benchmarks.train CASE ... [--sides ours ...] [--ranks 1 2 ...] [--out FILE]`.
-
-On the GPUs that are there, or on CPUs; on several numbers of ranks, if they are given, with as much
+In full: `python -m benchmarks.train CASE ... [--sides ours ...] [--ranks 1 2 ...] [--out FILE]`. On
+the GPUs that are there, or on CPUs; on several numbers of ranks, if they are given, with as much
 for each rank to do. Weights are random; weights, documents and batches are the same for all sides.
 A line is printed as each side ends, and FILE is written anew.
 """
@@ -63,9 +62,8 @@ class Race:
     def run(self, side: str, train: Sequence[str], folder: Path, until_s: float) -> dict[str, Any]:
         """The row of `side`: a peer, or ours with `train` set.
 
-        One that failed has a `problem`, and shows its log.
-
-        It is ended at `until_s` of the monotonic clock.
+        One that failed has a `problem`, and shows its log. It is ended at `until_s` of the
+        monotonic clock.
         """
         write_json(folder / "config.json", model_config(self.case.size, self.case.layers))
         is_ours = side.startswith(OURS)

@@ -1,9 +1,7 @@
 """`python -m benchmarks.train.foreseen FILE ... --gpu h200`: the plan beside what FILEs measured.
 
-FILEs come from `benchmarks.train`.
-
-Of our sides, without calibration. The plan knows what blocks are like from the documents of the
-first steps.
+FILEs come from `benchmarks.train`. Of our sides, without calibration. The plan knows what blocks
+are like from the documents of the first steps.
 """
 
 import argparse

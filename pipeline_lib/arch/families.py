@@ -45,9 +45,8 @@ def geometry_in(config: Mapping[str, Any]) -> Geometry:
 def read_geometry(folder: Path, may_be_planned: bool = False) -> Geometry:
     """Read `folder/config.json`.
 
-    Raises DataError if it is unreadable, malformed, or of an unsupported model.
-
-    With `may_be_planned`, models of PLANNED are supported too.
+    Raises DataError if it is unreadable, malformed, or of an unsupported model. With
+    `may_be_planned`, models of PLANNED are supported too.
     """
     path = folder / "config.json"
     try:

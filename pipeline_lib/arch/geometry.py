@@ -446,9 +446,8 @@ class Geometry:
     def adapter_parameters(self, lora: Lora) -> int:
         """Return the number of adapter parameters.
 
-        That is rank x (inputs + outputs) for each target, plus outputs with DoRA.
-
-        Every expert has adapters of its own.
+        That is rank x (inputs + outputs) for each target, plus outputs with DoRA. Every expert has
+        adapters of its own.
         """
         return self._adapter_parameters(lora, self.experts)
 

@@ -1,11 +1,9 @@
 """Qwen3.5 and successors with its model_types (Qwen3.6, Qwen3.8-27B): the text model.
 
-They come with experts or without.
-
-Three of four layers have a recurrent state, the gated delta rule (model/delta.py), in place of
-attention; the gate of the other layers' attention is a second half of q_proj. Repositories hold a
-model of pictures, video and text, and a head that predicts several tokens at once. Only the text
-model is trained; the others' tensors stay as they are.
+They come with experts or without. Three of four layers have a recurrent state, the gated delta rule
+(model/delta.py), in place of attention; the gate of the other layers' attention is a second half of
+q_proj. Repositories hold a model of pictures, video and text, and a head that predicts several
+tokens at once. Only the text model is trained; the others' tensors stay as they are.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,10 @@
 """The cost of a layer and of the ends, by training models of one and of three layers.
 
-The ends are the embedding, the last norm and the head.
-
-The difference is the cost of two layers. Two token counts separate the device's fixed time from
-that per token (`pass_of`). A few tokens give the host's time; on GPUs in narrow layers, since wide
-ones would keep the device busy. Compiled layers run at one token count only, since each shape is
-recompiled; their time counts as proportional.
+The ends are the embedding, the last norm and the head. The difference is the cost of two layers.
+Two token counts separate the device's fixed time from that per token (`pass_of`). A few tokens give
+the host's time; on GPUs in narrow layers, since wide ones would keep the device busy. Compiled
+layers run at one token count only, since each shape is recompiled; their time counts as
+proportional.
 """
 
 import gc

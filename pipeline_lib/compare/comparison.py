@@ -29,12 +29,11 @@ DIGEST_SHOWN = 8
 class ExperimentNumbers:
     """An experiment's numbers: losses in nats, speed over all ranks, hours of a `device`.
 
-    The losses are per supervised token.
-
-    All attempts count. `training_time_s` is the time from the first step to the last; `held_s` is
-    how long the devices were occupied, from the start of the ranks to their end. A device is a
-    `GPU` or a `CPU core`. If a rung of its sweep stopped it, `rung_loss` is its held-out loss
-    there, after the step `stopped_at`. None means not known, or not yet.
+    The losses are per supervised token. All attempts count. `training_time_s` is the time from the
+    first step to the last; `held_s` is how long the devices were occupied, from the start of the
+    ranks to their end. A device is a `GPU` or a `CPU core`. If a rung of its sweep stopped it,
+    `rung_loss` is its held-out loss there, after the step `stopped_at`. None means not known, or
+    not yet.
     """
 
     state: str

@@ -69,13 +69,11 @@ class Versus:
 class Ranking:
     """The best evaluated experiment, how each compares with it, and the number of compared pairs.
 
-    The intervals hold for that number of pairs.
-
-    Experiments are identified by their place in the list. `shared` is the number of documents that
-    all experiments with losses by document were scored on, 0 if these are too few. `loss` is the
-    lowest among `ranked`: each loss on the experiment's own documents, or, if `is_part`, on the
-    shared documents only. There is no best without an evaluated experiment, or where no two can be
-    compared.
+    The intervals hold for that number of pairs. Experiments are identified by their place in the
+    list. `shared` is the number of documents that all experiments with losses by document were
+    scored on, 0 if these are too few. `loss` is the lowest among `ranked`: each loss on the
+    experiment's own documents, or, if `is_part`, on the shared documents only. There is no best
+    without an evaluated experiment, or where no two can be compared.
     """
 
     best: int | None

@@ -248,12 +248,10 @@ def open_experiments(
 ) -> tuple[Experiment, ...]:
     """Read, check and compile the config file at `config_path`.
 
-    Raises ConfigError with every problem, or HubError.
-
-    `refuse` may raise ConfigError for a config. It is called with the first checks, before files
-    are hashed or a hub is asked, and again for the compiled configs. In between, `learn` may look
-    up what `refuse` needs to know of a config's model. What the experiments of a sweep share is
-    hashed and looked up once.
+    Raises ConfigError with every problem, or HubError. `refuse` may raise ConfigError for a config.
+    It is called with the first checks, before files are hashed or a hub is asked, and again for the
+    compiled configs. In between, `learn` may look up what `refuse` needs to know of a config's
+    model. What the experiments of a sweep share is hashed and looked up once.
     """
     return open_sweep(config_path, store, refuse, learn)[1]
 

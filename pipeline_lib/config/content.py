@@ -77,10 +77,9 @@ RUNNING_PYTHON = {"python": platform.python_version(), "platform": sys.platform}
 class HashCache:
     """A cache of files' SHA-256, stored as JSON at `path`, which only this user can write.
 
-    Without a path it is not saved.
-
-    Another user's file could say that one file has the content of another. A file that is read is
-    marked in `verified`, so that no stage on this machine reads it again for its hash.
+    Without a path it is not saved. Another user's file could say that one file has the content of
+    another. A file that is read is marked in `verified`, so that no stage on this machine reads it
+    again for its hash.
     """
 
     path: Path | None
@@ -227,9 +226,8 @@ def _unreadable_noted(key: str, problems: list[str]) -> Iterator[None]:
 def measured_content(config: Config) -> dict[str, Any] | None:
     """Return the content of the config's cluster.json; None if it names none.
 
-    Raises ConfigError if it cannot be read.
-
-    The content can be written as JSON again, as a spec is. Its meaning is not checked.
+    Raises ConfigError if it cannot be read. The content can be written as JSON again, as a spec is.
+    Its meaning is not checked.
     """
     path = config.cluster.measured
     if path is None:
@@ -285,10 +283,8 @@ def _templates(folder: Path) -> list[Path]:
 def data_files(pattern: str, split: str | None = None) -> list[Path]:
     """Return the files that a path or glob matches, sorted; of a `datasets` folder, `split`'s.
 
-    A `datasets` folder is one that this library saved.
-
-    Raises DataError if such a folder is not whole or has no such split, or if there are no splits
-    to choose from.
+    A `datasets` folder is one that this library saved. Raises DataError if such a folder is not
+    whole or has no such split, or if there are no splits to choose from.
     """
     folder = Path(pattern)
     splits_path = folder / "dataset_dict.json"

@@ -78,10 +78,9 @@ class Dag:
     ) -> "Dag":
         """Compile the one config file that Snakemake was given.
 
-        Raises ConfigError, also those raised by `refuse`.
-
-        `refuse` and `learn` are those of `open_experiments`. Overrides on Snakemake's command line
-        and a second config file are refused.
+        Raises ConfigError, also those raised by `refuse`. `refuse` and `learn` are those of
+        `open_experiments`. Overrides on Snakemake's command line and a second config file are
+        refused.
         """
         if overrides:
             keys = ", ".join(sorted(overrides))
@@ -367,9 +366,8 @@ class Dag:
     def _spec(self, digest: str) -> Spec:
         """Return the spec with that digest.
 
-        Raises IntegrityError if it is none of these experiments'.
-
-        Specs of other experiments are refused, because no plan of these experiments places them.
+        Raises IntegrityError if it is none of these experiments'. Specs of other experiments are
+        refused, because no plan of these experiments places them.
         """
         if digest in self._placed:
             return self._placed[digest][0]

@@ -78,9 +78,8 @@ class Rung:
 class Reached:
     """A training's result at a rung: its last validation's loss, in nats per token, at `step`.
 
-    This is the held-out loss.
-
-    `has_ended` is true if the training has no steps left. `failure` says why it has no loss.
+    This is the held-out loss. `has_ended` is true if the training has no steps left. `failure` says
+    why it has no loss.
     """
 
     step: int | None

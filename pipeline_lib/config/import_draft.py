@@ -173,9 +173,7 @@ class Draft:
     def default(self, key: str, values: Values, why: str) -> None:
         """Write down `values` that follow from the default of a missing `key`, unless ours agree.
 
-        A key is missing if no file gives it.
-
-        `why` says what differs here, if anything does.
+        A key is missing if no file gives it. `why` says what differs here, if anything does.
         """
         if not why and all(value == DEFAULTS.get(ours) for ours, value in values.items()):
             return

@@ -1,9 +1,7 @@
 """Import a config from other tools: LLaMA-Factory, DeepSpeed, and transformers' Trainer.
 
-It reads their files and arguments.
-
-The kind of a file is recognised by its content. Nothing in a file is evaluated, and no key is left
-out in silence.
+It reads their files and arguments. The kind of a file is recognised by its content. Nothing in a
+file is evaluated, and no key is left out in silence.
 """
 
 import json

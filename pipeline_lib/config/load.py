@@ -209,9 +209,8 @@ def _checked(
 def _config_of(value: Any) -> Config:
     """Return the config.
 
-    Where text is wanted, a bare number is taken as it was written: `experiment: 007`.
-
-    Raises ValidationError.
+    Where text is wanted, a bare number is taken as it was written: `experiment: 007`. Raises
+    ValidationError.
     """
     try:
         return Config.model_validate_json(json.dumps(value))

@@ -415,10 +415,9 @@ Bandwidth = Annotated[FiniteFloat, Field(ge=0.001, le=100_000)]
 class Cluster(Section):
     """Machines and launcher.
 
-    Changing these keys reruns no finished stage, because they do not change what is computed.
-
-    The exception is the number of ranks with `train.local_sgd_steps` or
-    `train.gradient_compression: powersgd`.
+    Changing these keys reruns no finished stage, because they do not change what is computed. The
+    exception is the number of ranks with `train.local_sgd_steps` or `train.gradient_compression:
+    powersgd`.
     """
 
     nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(

@@ -1,9 +1,7 @@
 """An append-only log of named events, one JSON object a line: what happened, when and where.
 
-Where means in which process.
-
-Progress lines, reports and fault-injection tests subscribe to events, so that production code needs
-no branches for tests.
+Where means in which process. Progress lines, reports and fault-injection tests subscribe to events,
+so that production code needs no branches for tests.
 """
 
 import json

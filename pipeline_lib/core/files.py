@@ -50,9 +50,8 @@ def sha256_file(path: Path) -> str:
 def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> str:
     """Write `content` to the file at `path`, and return its hexadecimal SHA-256.
 
-    The file is not yet on the disk.
-
-    The disk begins to write while more of it is made: otherwise it would be idle until the end.
+    The file is not yet on the disk. The disk begins to write while more of it is made: otherwise it
+    would be idle until the end.
     """
     digest = hashlib.sha256()
     size = 0
@@ -285,9 +284,8 @@ def try_link(source: Path, target: Path) -> bool:
 def is_linkable(source: Path, folder: Path) -> bool:
     """Return whether `folder` may link to the file `source`: on one disk, with the same readers.
 
-    The link is a hard link.
-
-    A link has the mode of its file, which may let fewer people read it than the folder does.
+    The link is a hard link. A link has the mode of its file, which may let fewer people read it
+    than the folder does.
     """
     found = source.stat()
     place = folder.stat()

@@ -61,10 +61,8 @@ class Lock:
     def renew(self) -> None:
         """Update the heartbeat on the file that contains our token, and on no other.
 
-        Raises as `require` does.
-
-        Some FUSE and CIFS file systems cannot set times through a descriptor. There the times are
-        set by path, right after the token was compared.
+        Raises as `require` does. Some FUSE and CIFS file systems cannot set times through a
+        descriptor. There the times are set by path, right after the token was compared.
         """
         with self._own_file() as file:
             try:

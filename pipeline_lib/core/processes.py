@@ -26,12 +26,11 @@ _INIT_PID = 1
 def importing() -> Iterator[None]:
     """Stop the garbage collector in the context, and exclude its objects from later collections.
 
-    All objects that exist at that time are excluded.
-
-    torch and transformers create 430,000 objects that live as long as the process. Collections took
-    a fifth of the time of their imports, and every later one 0.4 s. transformers takes another
-    eighth for scipy and more for scikit-learn, which it needs for losses of object detection and
-    for assisted generation, and accelerate for boto3.
+    All objects that exist at that time are excluded. torch and transformers create 430,000 objects
+    that live as long as the process. Collections took a fifth of the time of their imports, and
+    every later one 0.4 s. transformers takes another eighth for scipy and more for scikit-learn,
+    which it needs for losses of object detection and for assisted generation, and accelerate for
+    boto3.
     """
     gc.disable()
     try:

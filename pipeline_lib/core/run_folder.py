@@ -98,10 +98,8 @@ def set_all_aside(newer: Sequence[Path], step: int, events: EventLog) -> dict[st
 def set_aside(checkpoint: Path) -> Path:
     """Move `checkpoint` in one step from the run's checkpoints to SET_ASIDE; return its new path.
 
-    SET_ASIDE is a folder of the run.
-
-    A number is appended to its name if an earlier checkpoint of this step is there. The caller
-    holds the run's lock.
+    SET_ASIDE is a folder of the run. A number is appended to its name if an earlier checkpoint of
+    this step is there. The caller holds the run's lock.
     """
     folder = checkpoint.parent.parent / SET_ASIDE
     folder.mkdir(exist_ok=True)

@@ -58,7 +58,6 @@ class RunRecord:
     """What a run has written so far.
 
     `rows` are steps, as in metrics.jsonl; only `read_ends` reads them, and `folder`.
-
     `damaged_events` counts the lines that `read_sound` left out. `is_whole` is false if `events` do
     not go back to the start of the run.
     """

@@ -1,6 +1,6 @@
 """Where a stage's time goes: what it does in turn, how long, and how many bytes that moves.
 
-These are bytes read or written.
+Bytes that are read count, and bytes that are written.
 """
 
 import time

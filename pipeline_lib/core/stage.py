@@ -170,9 +170,7 @@ _LIMITS = (
 def processor(environ: Mapping[str, str]) -> str:
     """Return this machine's CPU kind, `GenuineIntel AVX512_VNNI`, and limits from `environ`.
 
-    The limits are variables.
-
-    On CPUs of one kind the same computation gives the same bits.
+    The limits are variables. On CPUs of one kind the same computation gives the same bits.
     """
     info = Path("/proc/cpuinfo")
     vendor = _first_value(info, "vendor_id") or _first_value(info, "CPU implementer")

@@ -263,9 +263,8 @@ class InputEntry(BaseModel):
 class Manifest(BaseModel):
     """The content of a sealed directory and how it was made.
 
-    Durations are in seconds, memory in bytes.
-
-    `machine` describes the hardware and names no host; `job` is the number of the SLURM job.
+    Durations are in seconds, memory in bytes. `machine` describes the hardware and names no host;
+    `job` is the number of the SLURM job.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

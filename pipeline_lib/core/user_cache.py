@@ -1,8 +1,6 @@
 """The user's own folder for what was computed about files: only the user can write there.
 
-So it can be believed.
-
-What lies in a store, anyone may have written who shares it.
+So what is in it can be believed. What lies in a store, anyone may have written who shares it.
 """
 
 import os

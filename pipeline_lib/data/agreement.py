@@ -71,9 +71,8 @@ class _Both:
     def load(cls, folder: Path, origin: Path) -> "_Both":
         """Load the files taken to `folder`, and with transformers those of `origin`.
 
-        Raises DataError.
-
-        Without torch where transformers needs none to judge the config: importing it takes seconds.
+        Raises DataError. Without torch where transformers needs none to judge the config: importing
+        it takes seconds.
         """
         with nullcontext() if _needs_torch(folder) else unseen("torch"):
             from transformers import AutoTokenizer

@@ -278,11 +278,10 @@ def _makes_each(
 ) -> bool:
     """Return whether encoding each token of `made` (ids, ascending) ends with `first` + `second`.
 
-    The last step of its text's encoding has to merge these two.
-
-    It does if no earlier merge crosses the border between the two halves. So the halves are split
-    again at that border, undoing the latest merge each time: two neighbours across the border must
-    not be a pair that would have been merged before.
+    The last step of its text's encoding has to merge these two. It does if no earlier merge crosses
+    the border between the two halves. So the halves are split again at that border, undoing the
+    latest merge each time: two neighbours across the border must not be a pair that would have been
+    merged before.
     """
     size = 1 + max(made.max(), first.max(), second.max()) if len(made) else 0
     # -1: a byte, which no merge makes

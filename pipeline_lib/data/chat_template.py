@@ -63,10 +63,8 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`; `where` names it in messages.
 
-        Raises DataError if it is not a valid template.
-
-        This runs untrusted code, because jinja2 computes constant expressions: only a limited
-        process may do it.
+        Raises DataError if it is not a valid template. This runs untrusted code, because jinja2
+        computes constant expressions: only a limited process may do it.
 
         `source_with_tools` is the separate template that some models have for conversations with
         tools. `kwargs` are further variables of every rendering; one that no template reads raises
@@ -112,10 +110,9 @@ class ChatTemplate:
     def load(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> "ChatTemplate":
         """Load the template of the model in `folder`: chat_template.jinja or tokenizer_config.json.
 
-        The former comes first.
-
-        `kwargs` are variables of every rendering. Raises DataError if there is no template, if it
-        cannot be read, or if it reads one of `kwargs` nowhere.
+        Where both exist, chat_template.jinja counts. `kwargs` are variables of every rendering.
+        Raises DataError if there is no template, if it cannot be read, or if it reads one of
+        `kwargs` nowhere.
         """
         config = read_tokenizer_config(folder)
         source, with_tools, where = _sources(folder, config)
@@ -132,10 +129,8 @@ class ChatTemplate:
     ) -> str:
         """Return `messages` as the text of `apply_chat_template(tokenize=False)`.
 
-        Raises DataError if that fails.
-
-        A `<think>` block at the start of an answer's text is passed as reasoning_content if the
-        template (Qwen3.8's) would take it for a part of the answer.
+        Raises DataError if that fails. A `<think>` block at the start of an answer's text is passed
+        as reasoning_content if the template (Qwen3.8's) would take it for a part of the answer.
         """
         if self._takes_thinking_apart:
             messages = [with_thinking_apart(message) for message in messages]

@@ -237,9 +237,8 @@ def _own_settings(job: Job) -> dict[str, Any]:
 def _take(files: Mapping[str, Path], job: Job, bring: Bring = arrival.copy) -> None:
     """Bring files by name into the job's directory with `bring`; check names and hashes.
 
-    The spec holds both.
-
-    A file that is as it was hashed when the config was compiled is not read for its hash again.
+    The spec holds both. A file that is as it was hashed when the config was compiled is not read
+    for its hash again.
 
     Raises DataError if they differ, DiskFull before anything is copied.
     """

@@ -47,9 +47,7 @@ class NearDuplicates:
     def __init__(self, similarity: float) -> None:
         """Start without signatures; `similarity` is the least Jaccard similarity of duplicates.
 
-        It is estimated, and for near duplicates.
-
-        Raises DataError without datasketch.
+        It is estimated, and for near duplicates. Raises DataError without datasketch.
         """
         sketch = _datasketch()
         self._similarity = similarity

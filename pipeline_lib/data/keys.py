@@ -1,11 +1,10 @@
 """The keys of rows, turns and calls that are not read, and those refused as harmful.
 
-Refused are those that would change what is learned.
-
-A key is refused by its name in the tables, or by the sense of its words: a system prompt, tools,
-thinking or calls under another name. The value decides too: a number, a name or an identifier is no
-prompt and no thinking. Any other key is counted by name. `columns: {KEY: ignore}` allows a key to
-be left out, a key of KEPT_IN_TURNS only in rows. Rows of raw text have no refused keys.
+Refused are those that would change what is learned. A key is refused by its name in the tables, or
+by the sense of its words: a system prompt, tools, thinking or calls under another name. The value
+decides too: a number, a name or an identifier is no prompt and no thinking. Any other key is
+counted by name. `columns: {KEY: ignore}` allows a key to be left out, a key of KEPT_IN_TURNS only
+in rows. Rows of raw text have no refused keys.
 """
 
 import re

@@ -93,9 +93,8 @@ def step_blocks(
 ) -> NDArray[np.int64]:
     """Return the block ids of global step `step`, counted over all epochs: int64[<= batch_blocks].
 
-    The count begins at 0.
-
-    Each epoch is a new permutation of the blocks that it uses, cut into batches.
+    `step` is counted from 0. Each epoch is a new permutation of the blocks that it uses, cut into
+    batches.
     """
     epoch, step_in_epoch = _locate(step, tuple(groups), batch_blocks)
     first = step_in_epoch * batch_blocks

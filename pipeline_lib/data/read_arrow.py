@@ -206,9 +206,8 @@ def schema_names(path: Path) -> set[str]:
 def media_columns(path: Path) -> dict[str, str]:
     """Return the columns, and keys in them, that hold pictures, sound or the like by `datasets`.
 
-    The features in its metadata tell.
-
-    The value is the name of the feature: `Image`. Raises DataError.
+    The features in its metadata tell. The value is the name of the feature: `Image`. Raises
+    DataError.
     """
     try:
         features = json.loads((_schema(path).metadata or {}).get(b"huggingface", b"{}"))["info"][

@@ -21,9 +21,8 @@ from pipeline_lib.data.conversations import BadRow, Reason
 class RowPosition:
     """A row's position: its first line, or its number in an array or table, from 1.
 
-    Its first byte is given if it is known.
-
-    In a compressed file, byte offsets refer to the decompressed data.
+    Its first byte is given if it is known. In a compressed file, byte offsets refer to the
+    decompressed data.
     """
 
     file: str

@@ -18,10 +18,9 @@ from pipeline_lib.data.encode import Rendered
 def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
     """Return a 64-bit hash of rendered turns: equal for equal prompts and trained text.
 
-    The row's format does not matter.
-
-    It covers each turn to be trained on, whether its sample is kept or dropped, so equal hashes
-    hide no loss. Without such a turn, it is a hash of the content itself.
+    The row's format does not matter. It covers each turn to be trained on, whether its sample is
+    kept or dropped, so equal hashes hide no loss. Without such a turn, it is a hash of the content
+    itself.
     """
     turns = [
         (turn.prompt, turn.full, turn.thinking, *filter(None, [turn.drop])) for turn in rendered
@@ -32,12 +31,10 @@ def samples_hash(content: Content, rendered: Sequence[Rendered]) -> int:
 def prompt_hash(content: Content, shared_system: str | None = None) -> int:
     """Return a 64-bit hash of the first question, or the text; equal within a conversation.
 
-    All its rows and answers share it.
-
-    A row's own system message is part of the question, because it may contain the document that is
-    asked about. `shared_system` is not part of it: rows without a system message get it, and must
-    equal rows that contain it. Surrounding whitespace and Unicode composition do not matter,
-    because templates trim and tokenizers normalize.
+    All its rows and answers share it. A row's own system message is part of the question, because
+    it may contain the document that is asked about. `shared_system` is not part of it: rows without
+    a system message get it, and must equal rows that contain it. Surrounding whitespace and Unicode
+    composition do not matter, because templates trim and tokenizers normalize.
     """
     if isinstance(content, Text):
         return _hash(_composed(content.text))

@@ -67,10 +67,9 @@ def render_prompts(
 ) -> list[str]:
     """Return each conversation's generation prompt for the model in `folder`.
 
-    It is rendered in a limited process.
-
-    `variables` are passed to the template, and `kwargs` too, which it has to read. Raises DataError
-    if the template fails or exceeds its limits, Interrupted if the process is killed.
+    It is rendered in a limited process. `variables` are passed to the template, and `kwargs` too,
+    which it has to read. Raises DataError if the template fails or exceeds its limits, Interrupted
+    if the process is killed.
     """
     load = partial(ChatTemplate.load, folder, kwargs)
     with losses_explained(folder), Pool(_no_state, 1, limits) as pool:

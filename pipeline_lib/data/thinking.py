@@ -1,8 +1,7 @@
 """The thinking of an assistant's message: reasoning_content, or an initial `<think>` block.
 
-It is in `reasoning_content`, or in one block at the start of the text.
-
-`conversations.check` refuses rows with think tags anywhere else.
+It is in `reasoning_content`, or in one block at the start of the text. `conversations.check`
+refuses rows with think tags anywhere else.
 """
 
 import re

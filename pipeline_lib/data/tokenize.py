@@ -1,9 +1,8 @@
 """The tokenize stage: convert conversations to supervised tokens and account for all of them.
 
-The account has every row and sample.
-
-The parent reads and writes in the order of the data; workers encode. The model's chat template runs
-only in workers, within limits. The output is byte-identical for any number of workers.
+The ledger accounts for every row and sample. The parent reads and writes in the order of the data;
+workers encode. The model's chat template runs only in workers, within limits. The output is
+byte-identical for any number of workers.
 """
 
 import json
@@ -79,10 +78,8 @@ NO_GENERATION_PROMPT = (
 def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
     """Write token arrays, ledger.json, quarantine.jsonl and preview.json; return the counts.
 
-    It returns the digests too.
-
-    At most `workers` processes encode, by default one for each core that this process may use.
-    Raises DataError, Interrupted.
+    It returns the digests too. At most `workers` processes encode, by default one for each core
+    that this process may use. Raises DataError, Interrupted.
     """
     cores = workers or len(os.sched_getaffinity(0))
     try:
@@ -120,9 +117,8 @@ def run(job: Job, *, workers: int | None = None) -> dict[str, Any]:
 def refuse_losses(spec: Spec, store: Store) -> None:
     """Raise DataError if the sealed stage left out more than `spec` allows.
 
-    No digest has these limits.
-
-    A run of another config, with other limits, may have made it meanwhile.
+    No digest has these limits. A run of another config, with other limits, may have made it
+    meanwhile.
     """
     sealed = open_sealed(spec.ref, store)
     losses = Losses.model_validate(read_json(sealed.file(LEDGER_NAME)))

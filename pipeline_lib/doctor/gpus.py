@@ -38,10 +38,8 @@ def _nvml() -> Iterator[Any]:
 def gpus() -> Section:
     """Return each GPU by number (name, memory, capability, power, clocks), and the driver.
 
-    Power is the limit; the driver is its version.
-
-    Numbers are the driver's. Values that a driver does not report are missing. Raise Unmeasured
-    without NVML or a driver.
+    Power is the limit; the driver is its version. Numbers are the driver's. Values that a driver
+    does not report are missing. Raise Unmeasured without NVML or a driver.
     """
     with _nvml() as nvml:
         found: Section = {"driver": _text(nvml.nvmlSystemGetDriverVersion())}

@@ -66,9 +66,7 @@ def limits() -> Section:
 def disk(store: Path) -> Section:
     """Return the store's free space, and its write (including fsync) and read speed in bytes/s.
 
-    Raise OSError.
-
-    If the store does not exist yet, its nearest existing parent is measured.
+    Raise OSError. If the store does not exist yet, its nearest existing parent is measured.
     """
     folder = existing_folder(store)
     usage = shutil.disk_usage(folder)

@@ -1,9 +1,7 @@
 """One of the doctor's tasks on several nodes, started by srun or agents; it reports as it goes.
 
-There is one per rank.
-
-A task that fails reports the failure and exits normally, since the results of the others are still
-wanted.
+There is one per rank. A task that fails reports the failure and exits normally, since the results
+of the others are still wanted.
 """
 
 import tempfile

@@ -58,9 +58,7 @@ class Place:
 def place_for(folder: Path) -> Place:
     """Return the place for the model in `folder`: a GPU, else all GPUs and host memory, or CPUs.
 
-    It is on CPUs where there are no GPUs.
-
-    Raises DataError if there is too little memory.
+    It is on CPUs where there are no GPUs. Raises DataError if there is too little memory.
     """
     parameters = read_geometry(folder).parameters
     host_bytes = host_free_bytes()

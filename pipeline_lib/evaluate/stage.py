@@ -361,9 +361,8 @@ def scored_and_loaded(
 ) -> tuple[list[DocumentLosses], PreTrainedModel | None]:
     """Return the losses as `score` does, and the model to answer at `place`, or None.
 
-    Without `sets` there are no losses.
-
-    The model is loaded once for both if it has room there; the losses have the same bits.
+    Without `sets` there are no losses. The model is loaded once for both if it has room there; the
+    losses have the same bits.
     """
     if sets and is_loaded_once_here(folder, place, _longest(sets)):
         spans.begin("load", weights_bytes(folder))
@@ -535,9 +534,8 @@ def shuffle_prompts(
 ) -> tuple[list[Block], list[int]]:
     """Return blocks with each answer behind the next prompt, and their documents' numbers.
 
-    The prompt is that of the next document.
-
-    Answers that do not fit into a block behind that prompt are left out.
+    The prompt is that of the next document. Answers that do not fit into a block behind that prompt
+    are left out.
     """
     pairs, kept = [], []
     for number, (document, other) in enumerate(

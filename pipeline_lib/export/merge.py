@@ -60,10 +60,9 @@ def export_adapter(
 ) -> dict[str, str]:
     """Write `out`/adapter: the `adapters` in fp32 under peft's names, and their config.
 
-    Return hashes of its weights.
-
-    `model` holds the base model's settings in the spec. The config names the base model only if it
-    is from Hugging Face. Raises TrainingError for a value that is not finite.
+    Return hashes of its weights. `model` holds the base model's settings in the spec. The config
+    names the base model only if it is from Hugging Face. Raises TrainingError for a value that is
+    not finite.
     """
     from pipeline_lib.model.lora import lora_config  # loads peft
 
@@ -134,9 +133,8 @@ REFUSED = "refused"  # the folder of the run's directory with a model that the p
 def run(job: Job) -> dict[str, Any]:
     """Merge, export, read back and compare.
 
-    Raises TrainingError if the exported model differs from the trained one.
-
-    A model with the unquantized base in place of the trained one's is not compared.
+    Raises TrainingError if the exported model differs from the trained one. A model with the
+    unquantized base in place of the trained one's is not compared.
     """
     base = job.inputs["model"].folder()
     trained = job.inputs["train"].folder()

@@ -240,7 +240,7 @@ def differences(reference: Reference, device: torch.device) -> Iterator[tuple[St
 def _at_once(units: Sequence[nn.Module], device: torch.device) -> int:
     """Return how many `units` to compare at a time: what a GPU has room for; one on CPUs.
 
-    One takes all cores.
+    There one at a time takes all cores.
     """
     if device.type == "cpu":
         return 1
@@ -364,10 +364,8 @@ def _beginning(block: Block, tokens: int) -> Block:
 def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]:
     """Return `judge`'s figures for the trained model's logits, and rounding's effect.
 
-    The effect is that on the exported model's logits.
-
-    Raises TrainingError if the trained weights with the exported config.json do not give the logits
-    of the probe.
+    The effect is that on the exported model's logits. Raises TrainingError if the trained weights
+    with the exported config.json do not give the logits of the probe.
     """
     block, expected = load_probe(reference.trained)
     positions = probe_positions(make_batch([block]))

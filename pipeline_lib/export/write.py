@@ -68,11 +68,10 @@ def write_files(
 ) -> dict[str, str]:
     """Write safetensors files to `folder`, with their entries in order; return each one's SHA-256.
 
-    The hashes are keyed by file name.
-
-    `value_of` is called just before a value is written. If a file fails, the others stop after the
-    tensor that they are at, and the error is raised; of several, that of the first file by name.
-    Raises ValueError if a value does not have the shape and dtype of its entry.
+    The hashes are keyed by file name. `value_of` is called just before a value is written. If a
+    file fails, the others stop after the tensor that they are at, and the error is raised; of
+    several, that of the first file by name. Raises ValueError if a value does not have the shape
+    and dtype of its entry.
     """
     cpus = torch.get_num_threads()
     failed = Event()

@@ -99,9 +99,8 @@ class JoiningPort:
     def accept(self, count: int, wait_s: float, say: Say) -> list[Joined]:
         """Return the `count` other hosts in the order of their ranks, 1 to `count`.
 
-        Raises Interrupted after `wait_s`.
-
-        A host that closes its connection while others are awaited loses its place.
+        Raises Interrupted after `wait_s`. A host that closes its connection while others are
+        awaited loses its place.
         """
         start_s = said_s = time.monotonic()
         self._count = count

@@ -119,11 +119,9 @@ def address_from(environ: Mapping[str, str]) -> FirstHost:
 def joining_hosts(environ: Mapping[str, str]) -> JoinPort | None:
     """Return the port at which this host waits for others; None if nothing asks for that.
 
-    Raises ConfigError.
-
-    PIPELINE_JOIN_PORT asks for it, or a complete set of the variables that platforms set on each
-    host. SLURM's tasks and torchrun's ranks have the same variables with another meaning: ask only
-    outside of both.
+    Raises ConfigError. PIPELINE_JOIN_PORT asks for it, or a complete set of the variables that
+    platforms set on each host. SLURM's tasks and torchrun's ranks have the same variables with
+    another meaning: ask only outside of both.
     """
     nodes = _number(environ, "NNODES" if environ.get("NNODES") else "WORLD_SIZE", 1) or 1
     placed = nodes > 1 and bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT"))

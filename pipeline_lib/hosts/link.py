@@ -156,10 +156,8 @@ class HostLink:
 def connect(host: str, setup: Sequence[str]) -> HostLink:
     """Start `host`'s agent: as a child process if on this machine, else by ssh after `setup`.
 
-    `setup` are lines to run.
-
-    Returns at once; a host that cannot be reached shows in the first answer. Neither gets the
-    terminal's Ctrl-C. Raises ConfigError without ssh.
+    `setup` are lines to run. Returns at once; a host that cannot be reached shows in the first
+    answer. Neither gets the terminal's Ctrl-C. Raises ConfigError without ssh.
     """
     command = (
         [sys.executable, *AGENT]

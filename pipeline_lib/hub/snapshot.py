@@ -183,9 +183,8 @@ class Transfer:
     def run(self, files: Sequence[RemoteFile], tell: Tell) -> dict[str, Path]:
         """Transfer `files`; return their paths by name.
 
-        `tell` receives the bytes here and the total.
-
-        Raises the first failure, or HubError when a deadline passes.
+        `tell` receives the bytes here and the total. Raises the first failure, or HubError when a
+        deadline passes.
         """
         paths: dict[str, Path] = {}
         if not files:

@@ -254,9 +254,7 @@ def serve_by_joining(
 ) -> None:
     """Join a training again and again until it is done, or for ever with `stays`.
 
-    Raises Interrupted at a signal.
-
-    After joining, this host waits `wait_s` for the others to join.
+    Raises Interrupted at a signal. After joining, this host waits `wait_s` for the others to join.
     """
     while True:
         agent = Agent(connect(), environ, wait_s, accepts=is_sent)

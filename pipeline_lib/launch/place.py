@@ -127,9 +127,8 @@ Program = RankArguments | ProbeArguments
 class HostOrder:
     """The order to start the ranks of one host.
 
-    `interface` is the network interface that leads to the other hosts.
-
-    `run_dir` is the folder where ranks report how they ended.
+    `interface` is the network interface that leads to the other hosts. `run_dir` is the folder
+    where ranks report how they ended.
     """
 
     nodes: int

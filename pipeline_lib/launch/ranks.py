@@ -179,11 +179,9 @@ def run_launcher(
 ) -> int:
     """Run `command` until it ends; return its exit code, negative if a signal killed it.
 
-    No rank outlives this call.
-
-    The launcher is killed `give_up_s` after `is_given_up` is true: srun waits for a node as long as
-    SLURM does. `output` gets the lines that the launcher and its ranks print; without it they print
-    where this process does.
+    No rank outlives this call. The launcher is killed `give_up_s` after `is_given_up` is true: srun
+    waits for a node as long as SLURM does. `output` gets the lines that the launcher and its ranks
+    print; without it they print where this process does.
     """
     pipe: dict[str, Any] = {}
     if output:

@@ -50,12 +50,11 @@ class Rendezvous:
     def store(self, rank: int, ranks: int, timeout_s: float, waits: bool = True) -> Any:
         """Return the torch.distributed.Store of the `ranks` ranks.
 
-        Without a file, rank 0 listens on one address only.
-
-        With `waits`, all ranks have connected when it returns, if they have no file. Raises
-        TrainingError if no launcher has said where the ranks meet, if the file's folder cannot be
-        made here or is not the user's alone, or if rank 0's machine does not have the address;
-        torch's DistNetworkError or DistStoreError if the others do not come within `timeout_s`.
+        Without a file, rank 0 listens on one address only. With `waits`, all ranks have connected
+        when it returns, if they have no file. Raises TrainingError if no launcher has said where
+        the ranks meet, if the file's folder cannot be made here or is not the user's alone, or if
+        rank 0's machine does not have the address; torch's DistNetworkError or DistStoreError if
+        the others do not come within `timeout_s`.
         """
         timeout = timedelta(seconds=timeout_s)
         if self.file is not None:

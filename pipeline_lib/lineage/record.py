@@ -37,10 +37,8 @@ NEWEST_FIRST = (
 class LineageLink:
     """One stage instance of the lineage.
 
-    `made_from` lists its inputs by part and digest; `sources` is text.
-
-    `job` names the SLURM jobs that made it. `duration_s` is in seconds; `restarts` counts those of
-    a training.
+    `made_from` lists its inputs by part and digest; `sources` is text. `job` names the SLURM jobs
+    that made it. `duration_s` is in seconds; `restarts` counts those of a training.
     """
 
     part: str

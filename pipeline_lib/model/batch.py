@@ -33,10 +33,9 @@ IGNORED = -100
 class Batch:
     """A micro-batch of B blocks of T tokens.
 
-    `targets[b, t]` is the token to predict at position t, or IGNORED.
-
-    With `part`, tensors [B, T] and numbers of tokens are of that part; `cu_seq_lens` and
-    `max_length` describe the whole blocks.
+    `targets[b, t]` is the token to predict at position t, or IGNORED. With `part`, tensors [B, T]
+    and numbers of tokens are of that part; `cu_seq_lens` and `max_length` describe the whole
+    blocks.
     """
 
     tokens: Tensor  # [B, T] int64

@@ -49,10 +49,9 @@ def in_chunks(
 ) -> Callable[..., Any]:
     """Return `whole`, a layer's forward, in chunks of tokens with gradients.
 
-    More than FED_AT_ONCE tokens run in chunks.
-
-    `attend` and `feed` are `attended` and `fed_forward`, as they are or compiled. `has_random`
-    makes the backward pass repeat random numbers.
+    More than FED_AT_ONCE tokens run in chunks. `attend` and `feed` are `attended` and
+    `fed_forward`, as they are or compiled. `has_random` makes the backward pass repeat random
+    numbers.
     """
 
     @functools.wraps(whole)

@@ -114,10 +114,9 @@ def positions_of(ends: Tensor, tokens: int) -> Tensor:
 def convolved(mixed: Tensor, weight: Tensor, positions: Tensor, activation: str) -> Tensor:
     """Return the activation of each channel's causal convolution within documents.
 
-    It is [N, C], from `mixed` [N, C].
-
-    `weight` is [C, K]: the last of a channel's weights is that of the token itself. `positions` [N]
-    are those in the documents. It is computed in fp32 and returned in the dtype of `mixed`.
+    It is [N, C], from `mixed` [N, C]. `weight` is [C, K]: the last of a channel's weights is that
+    of the token itself. `positions` [N] are those in the documents. It is computed in fp32 and
+    returned in the dtype of `mixed`.
     """
     tokens = len(mixed)
     before = weight.shape[1] - 1
@@ -142,12 +141,10 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule within documents.
 
-    Query and key are [N, G, D], value [N, H, E], and G divides H.
-
-    Queries and keys are normalized here. `log_decay` and `beta` are [N, H] in fp32; `ends` are
-    cu_seq_lens. Returns the output [N, H, E] and the inverses [N, H, DELTA_CHUNK] that the kernels'
-    backward pass needs, [N, H, 0] without kernels. Raises ConfigError if there should be kernels
-    and fla-core is not installed.
+    Query and key are [N, G, D], value [N, H, E], and G divides H. Queries and keys are normalized
+    here. `log_decay` and `beta` are [N, H] in fp32; `ends` are cu_seq_lens. Returns the output [N,
+    H, E] and the inverses [N, H, DELTA_CHUNK] that the kernels' backward pass needs, [N, H, 0]
+    without kernels. Raises ConfigError if there should be kernels and fla-core is not installed.
     """
     if has_kernel(value):
         return _kernels().forward(query, key, value, log_decay, beta, ends)  # type: ignore[no-any-return]

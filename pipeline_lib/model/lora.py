@@ -80,10 +80,8 @@ def _forward_experts(outer: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 def expert_factors(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return A [E, r, inputs] and B [E, outputs, r] of all experts, from `a` and `b`.
 
-    `a` is [E r, inputs], `b` [outputs, r E].
-
-    peft orders the rows of `a` by expert and then by rank, and the columns of `b` by rank and then
-    by expert.
+    `a` is [E r, inputs], `b` [outputs, r E]. peft orders the rows of `a` by expert and then by
+    rank, and the columns of `b` by rank and then by expert.
     """
     return a.view(-1, rank, a.shape[-1]), by_expert(b, rank)
 

@@ -29,10 +29,8 @@ _ZERO = 7  # the code of 0.0
 class Nf4Linear(nn.Module):
     """A linear without trainable parameters.
 
-    `codes` is [outputs, inputs / 2], `absmax` [outputs, inputs / 64].
-
-    `statistics` holds fp32 values as bytes: the mean of all absmax values, then the scale of each
-    NESTED_BLOCK of them.
+    `codes` is [outputs, inputs / 2], `absmax` [outputs, inputs / 64]. `statistics` holds fp32
+    values as bytes: the mean of all absmax values, then the scale of each NESTED_BLOCK of them.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -173,9 +171,7 @@ def _dynamic_map(device: str) -> Tensor:
 def quantize_rows(rows: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the codes [n, inputs / 2] and the fp32 absmax [n, inputs / 64] of `rows`.
 
-    `rows` is [n, inputs].
-
-    Raises DataError if a value is not finite; `name` is the weight's.
+    `rows` is [n, inputs]. Raises DataError if a value is not finite; `name` is the weight's.
     """
     inputs = rows.shape[1]
     codes = torch.empty(len(rows), inputs // 2, dtype=torch.uint8, device=rows.device)

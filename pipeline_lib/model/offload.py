@@ -93,9 +93,8 @@ class HostMemory:
 class LayerCall:
     """What one call of a layer keeps, owned by the graph of that call.
 
-    `before` is the call before it.
-
-    `keep` and `get` are the hooks of `torch.autograd.graph.saved_tensors_hooks`.
+    `before` is the call before it. `keep` and `get` are the hooks of
+    `torch.autograd.graph.saved_tensors_hooks`.
     """
 
     def __init__(self, host: HostMemory, before: "weakref.ref[LayerCall] | None") -> None:

@@ -117,10 +117,8 @@ def _within_row(
 def gather(part: FlatPart, device: torch.device, owner: int | None = None) -> Tensor:
     """Return the whole tensor on `device`, gathered from the shards of all ranks.
 
-    This is a collective.
-
-    The result is valid on the rank `owner` only, or on all ranks if `owner` is None. All bits are
-    preserved, including the sign of zeros.
+    This is a collective. The result is valid on the rank `owner` only, or on all ranks if `owner`
+    is None. All bits are preserved, including the sign of zeros.
     """
     whole = torch.zeros(math.prod(part.shape), dtype=part.values.dtype, device=device)
     whole[part.start : part.start + len(part.values)] = part.values.to(device)
@@ -295,9 +293,8 @@ def match_tensors(
 ) -> tuple[dict[str, Stored], list[tuple[nn.Parameter, list[str], list[list[Piece]]]]]:
     """Return the text model's tensors in `folder`, and the names and copies of base parameters.
 
-    The base parameters are those of `model`.
-
-    Tensors go by transformers' names; copies are those of `copies_of`.
+    The base parameters are those of `model`. Tensors go by transformers' names; copies are those of
+    `copies_of`.
 
     The weights of quantized linears come last, each as the parameter of its codes. Raises DataError
     unless the files hold exactly the tensors of the model.
@@ -358,9 +355,7 @@ def _quantize(
 ) -> None:
     """Fill this rank's shards of `linear` from its weight in the files, which `pieces` make up.
 
-    This is a collective.
-
-    Raises DataError if a value is not finite.
+    This is a collective. Raises DataError if a value is not finite.
     """
     local, (first, *_) = local_part(linear.codes)
     rows = torch.empty(len(local), linear.in_features, dtype=linear.compute_dtype)

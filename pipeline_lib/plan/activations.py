@@ -42,9 +42,8 @@ def compute_bytes(train: Train) -> int:
 class Arithmetic(NamedTuple):
     """The number format of the layers.
 
-    `by_autocast`: weights are fp32 and are cast for each product, as under ddp.
-
-    Then the norms of trained weights output fp32, and every product casts its input separately.
+    `by_autocast`: weights are fp32 and are cast for each product, as under ddp. Then the norms of
+    trained weights output fp32, and every product casts its input separately.
     """
 
     number_bytes: int

@@ -69,13 +69,12 @@ _NEXT = 2  # changes among what to do next; all of them stand under `what would 
 class Question:
     """All that a plan is computed from.
 
-    `blocks` is None while there are none; `workload` is estimated or assumed then.
-
-    `held` are keys that `strategy: auto` keeps, `measured` is what a cluster.json says.
-    `repetition` says what it costs that conversations become several samples; it is empty if that
-    costs nothing or is not known yet. `estimated` are the steps by the first rows of the files,
-    where there are no blocks. `data_bytes` is the size of the raw data, None if it is not known or
-    read already; near duplicates in it are searched for if `has_near_duplicates`.
+    `blocks` is None while there are none; `workload` is estimated or assumed then. `held` are keys
+    that `strategy: auto` keeps, `measured` is what a cluster.json says. `repetition` says what it
+    costs that conversations become several samples; it is empty if that costs nothing or is not
+    known yet. `estimated` are the steps by the first rows of the files, where there are no blocks.
+    `data_bytes` is the size of the raw data, None if it is not known or read already; near
+    duplicates in it are searched for if `has_near_duplicates`.
     """
 
     experiment: str

@@ -21,12 +21,10 @@ def sharing_counts(
 ) -> list[int]:
     """Return the numbers of ranks that may share each block, the smallest first.
 
-    If one is given, return it alone.
-
-    They share heads and tokens equally, within a node or over whole nodes. If a batch has fewer
-    blocks than the ranks process at a time without sharing them, the numbers are those with which
-    no rank is idle. If there is none, the list is empty; with `global_batch_samples`, for which the
-    blocks are an average, it is 1 then.
+    If one is given, return it alone. They share heads and tokens equally, within a node or over
+    whole nodes. If a batch has fewer blocks than the ranks process at a time without sharing them,
+    the numbers are those with which no rank is idle. If there is none, the list is empty; with
+    `global_batch_samples`, for which the blocks are an average, it is 1 then.
     """
     free = free_keys(train, held)
     if "context_ranks" not in free:

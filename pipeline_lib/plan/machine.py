@@ -34,10 +34,9 @@ class Link:
 class Gpu:
     """One kind of GPU.
 
-    Half precision is bf16 and fp16 accumulated in fp32; fp32 is the rate of the plain cores.
-
-    torch does not use TF32 for fp32 products by default. `capability` is the CUDA compute
-    capability; `source` says where the figures come from.
+    Half precision is bf16 and fp16 accumulated in fp32; fp32 is the rate of the plain cores. torch
+    does not use TF32 for fp32 products by default. `capability` is the CUDA compute capability;
+    `source` says where the figures come from.
     """
 
     name: str

@@ -342,9 +342,8 @@ def host_need_with_copies(
 ) -> HostNeed:
     """Return what a node with GPUs needs of its host where only activations are offloaded.
 
-    `predict` says it too.
-
-    It takes a fraction of the time of `predict`, since the device's memory does not matter.
+    `predict` says it too. It takes a fraction of the time of `predict`, since the device's memory
+    does not matter.
     """
     copied = _copied(geometry, train, ranks, checkpoint_bytes(geometry, train))
     host_bytes = kept_on_host(geometry, train, micro_batch_tokens(train, block_tokens))
@@ -354,10 +353,9 @@ def host_need_with_copies(
 def _copied(geometry: Geometry, train: Train, ranks: Ranks, checkpoint: int) -> float:
     """Return the bytes of host memory that a rank's copies take at a save.
 
-    `save_async: auto` counts as false.
-
-    Under every strategy the ranks share the writing of a checkpoint about evenly
-    (train/strategy.py). What is copied at a time may exceed its limit by one tensor on one rank.
+    `save_async: auto` counts as false. Under every strategy the ranks share the writing of a
+    checkpoint about evenly (train/strategy.py). What is copied at a time may exceed its limit by
+    one tensor on one rank.
     """
     share = checkpoint / ranks.total
     if train.save_async is not True:

@@ -44,10 +44,9 @@ ZERO3_LIVE = 10**9  # parameters that ZeRO-3 keeps gathered: its stage3_max_live
 class Model:
     """Numbers of parameters.
 
-    `matrix` counts the embedding, and equally the head; `root` all outside the layers.
-
-    `unit` is what FSDP gathers at a time; `first` is what it gathers first and reduces last, with
-    the embedding.
+    `matrix` counts the embedding, and equally the head; `root` all outside the layers. `unit` is
+    what FSDP gathers at a time; `first` is what it gathers first and reduces last, with the
+    embedding.
     """
 
     parameters: int
@@ -269,10 +268,8 @@ def _in_a_layer(geometry: Geometry, train: Train, model: Model, tokens: int) -> 
 def _in_attention(geometry: Geometry, train: Train) -> float:
     """Return the bytes per token of attention's backward pass: of its gradients.
 
-    These are the gradients of its result, queries, keys and values.
-
-    Flash kernels add up those of queries in fp32, and compute those of keys and values for each
-    head of the queries.
+    These are the gradients of its result, queries, keys and values. Flash kernels add up those of
+    queries in fp32, and compute those of keys and values for each head of the queries.
     """
     arithmetic = Arithmetic.of(train)
     number = arithmetic.number_bytes

@@ -43,11 +43,10 @@ class Segment:
 class Prediction:
     """One way to train on one machine.
 
-    Phases are those that train/step.py measures, and include their exchanges.
-
-    `parts` are seconds that add up to the expected step time. `network_bytes` is what a node sends
-    to others in a step. `run_s` is None while the number of steps is unknown. `fits` is the result
-    of `fits()` for its memory.
+    Phases are those that train/step.py measures, and include their exchanges. `parts` are seconds
+    that add up to the expected step time. `network_bytes` is what a node sends to others in a step.
+    `run_s` is None while the number of steps is unknown. `fits` is the result of `fits()` for its
+    memory.
     """
 
     train: Train

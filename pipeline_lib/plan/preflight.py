@@ -59,10 +59,9 @@ _LOOKED_AT_FILES = 100  # of a source, so that `check` stays fast on slow disks
 def refuse_impossible(config: Config, store: Store) -> None:
     """Raise ConfigError with all reasons why `config` cannot be trained, local files' too.
 
-    Those are the ones in the first rows of local files.
-
-    If the store remembers a sealed training, only the model files that later stages read are
-    checked, and none once the merged model is sealed.
+    Those are the ones in the first rows of local files. If the store remembers a sealed training,
+    only the model files that later stages read are checked, and none once the merged model is
+    sealed.
     """
     _refuse(
         config,

@@ -109,10 +109,8 @@ class Remedy:
 def remedies(load: Load, device_bytes: int, ratio: float, has_deepspeed: bool) -> list[Remedy]:
     """Return up to AT_MOST remedies, the cheapest first; none of them extends another.
 
-    Empty if nothing is enough.
-
-    `ratio` is measured over predicted memory, as far as known; predictions are multiplied by it if
-    it is above 1.
+    Empty if nothing is enough. `ratio` is measured over predicted memory, as far as known;
+    predictions are multiplied by it if it is above 1.
     """
     found: list[Remedy] = []
     possible = alternatives(load, ratio, has_deepspeed)

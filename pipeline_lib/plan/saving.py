@@ -37,10 +37,8 @@ def slow_saves(
 ) -> str:
     """Return what to say of checkpoints of `size_bytes` that take `save_s`.
 
-    It is nothing if steps hardly wait.
-
-    Each step takes `step_s`, and an epoch has `epoch_steps`. Some checkpoints are asked for by the
-    guards.
+    It is nothing if steps hardly wait. Each step takes `step_s`, and an epoch has `epoch_steps`.
+    Some checkpoints are asked for by the guards.
     """
     intervals = train.save_intervals(epoch_steps)
     apart_steps = min(intervals.values())

@@ -296,10 +296,9 @@ def _of_zero(train: Train, model: Model, accumulation: int) -> list[Exchange]:
 def _of_zero3(geometry: Geometry, train: Train, model: Model, times: int) -> list[Exchange]:
     """Return ZeRO-3's exchanges.
 
-    The last layers stay gathered: DeepSpeed keeps what is reused within a distance.
-
-    That distance, stage3_max_reuse_distance, counts parameters; between the two uses of a layer,
-    all that follow it are used twice, hence half of ZERO3_LIVE.
+    The last layers stay gathered: DeepSpeed keeps what is reused within a distance. That distance,
+    stage3_max_reuse_distance, counts parameters; between the two uses of a layer, all that follow
+    it are used twice, hence half of ZERO3_LIVE.
     """
     number = compute_bytes(train)
     pieces = 7 * geometry.layers + 2

@@ -13,11 +13,10 @@ from pipeline_lib.records.results import Step, Training
 class Spent:
     """Device hours of all attempts: `held_s` seconds on at most `devices` of `device` at a time.
 
-    A device is a "GPU" or a "CPU core".
-
-    `used_fraction` is the fraction of the hours spent in steps that are in the model. The rest is
-    startup, saving, validation, and lost steps. A killed attempt occupied its devices for longer
-    than its events show: the fraction is None where the events cover less time than the steps took.
+    A device is a "GPU" or a "CPU core". `used_fraction` is the fraction of the hours spent in steps
+    that are in the model. The rest is startup, saving, validation, and lost steps. A killed attempt
+    occupied its devices for longer than its events show: the fraction is None where the events
+    cover less time than the steps took.
     """
 
     device: str

@@ -290,10 +290,8 @@ class TrainingJob:
 def queue_again(run: TrainingJob, error: PipelineError, say: Say) -> str:
     """Requeue the SLURM job of this process, which `error` interrupted.
 
-    SLURM then ends this process.
-
-    Returns the reason if the job is not requeued: it is no longer running, the limit is reached, it
-    makes no progress, or SLURM refused or did not answer.
+    SLURM then ends this process. Returns the reason if the job is not requeued: it is no longer
+    running, the limit is reached, it makes no progress, or SLURM refused or did not answer.
     """
     events = read_events(run.events_path)
     attempt = max((int(event.get("attempt", 0)) for event in events), default=0)

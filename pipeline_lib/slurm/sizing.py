@@ -73,10 +73,9 @@ def training_request(
 ) -> JobRequest:
     """Return the request of `config`'s training, which reads `read_bytes`; `plan` may be partial.
 
-    `plan` is its plan.json, as far as known.
-
-    The run time is capped to the limit of `nodes`, unless the config sets it: a longer run is saved
-    there and queued again. Memory is capped to what the nodes have only if it is a guess.
+    `plan` is its plan.json, as far as known. The run time is capped to the limit of `nodes`, unless
+    the config sets it: a longer run is saved there and queued again. Memory is capped to what the
+    nodes have only if it is a guess.
     """
     cluster = config.cluster
     memory_mb = _UNKNOWN_MB

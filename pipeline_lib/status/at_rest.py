@@ -1,10 +1,8 @@
 """Why nobody works on a stage that is not done: it failed, waits in SLURM, or never began.
 
-It may also have been interrupted.
-
-The newest evidence counts: SLURM's queue, then the end of the stage's log, then what the run and
-its ranks left. If an old log describes the same end as the latter, they know better whether it was
-a failure.
+It may also have been interrupted. The newest evidence counts: SLURM's queue, then the end of the
+stage's log, then what the run and its ranks left. If an old log describes the same end as the
+latter, they know better whether it was a failure.
 """
 
 from collections.abc import Iterator, Sequence

@@ -52,10 +52,8 @@ LAST_PART = "report"
 class Frozen:
     """A frozen experiment: its digests by part.
 
-    One that cannot be read has no parts, and its file's name.
-
-    `unreadable` is the system's error if the file, which may well be intact, could not be read;
-    else it is empty.
+    One that cannot be read has no parts, and its file's name. `unreadable` is the system's error if
+    the file, which may well be intact, could not be read; else it is empty.
     """
 
     name: str
@@ -160,9 +158,7 @@ def by_name(experiments: Iterable[Frozen]) -> dict[str, list[Frozen]]:
 def newest_with(part: str, configs: Sequence[Frozen], store: Store) -> Frozen:
     """Return what the name of `configs` means: the newest with `part` made, else the newest.
 
-    `configs` has the newest first.
-
-    Raises Unreadable.
+    `configs` has the newest first. Raises Unreadable.
     """
     is_made = (
         one for one in configs if part in one.parts and store.is_sealed(Ref(part, one.parts[part]))

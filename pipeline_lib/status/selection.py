@@ -64,9 +64,8 @@ class SelectedExperiment:
 class Selector:
     """A selector of experiments in `store`, unless a text names another one.
 
-    A config file is compiled once.
-
-    With `wants_finished`, a name means its newest config that is finished, if there is one.
+    A config file is compiled once. With `wants_finished`, a name means its newest config that is
+    finished, if there is one.
     """
 
     store: Store

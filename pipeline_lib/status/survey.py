@@ -79,10 +79,8 @@ class Status:
 class Survey:
     """A request to see experiments that `texts` name, else all, as `Selector.chosen` does.
 
-    All are those of `store`.
-
-    `folder` is where snakemake runs and keeps its logs. `is_slurm_silent` is true if squeue exists
-    but did not answer at the last reading.
+    All are those of `store`. `folder` is where snakemake runs and keeps its logs. `is_slurm_silent`
+    is true if squeue exists but did not answer at the last reading.
     """
 
     store: Store

@@ -23,11 +23,10 @@ Interval = tuple[float, float]
 class Shares:
     """Seconds of a span by activity; the first four add up to it.
 
-    Each moment counts for the first that went on in it.
-
-    `exposed_communication_s` and `exposed_copy_s` are the parts without concurrent computation;
-    `hidden_communication_s` is the rest of the communication, which took place within `compute_s`.
-    `context_s` is the communication of ranks that share a block, exposed or not.
+    Each moment counts for the first that went on in it. `exposed_communication_s` and
+    `exposed_copy_s` are the parts without concurrent computation; `hidden_communication_s` is the
+    rest of the communication, which took place within `compute_s`. `context_s` is the communication
+    of ranks that share a block, exposed or not.
     """
 
     compute_s: float
@@ -135,10 +134,8 @@ class StepProfiler:
 def describe(kernels: list[tuple[str, Interval]], duration_s: float) -> dict[str, Any]:
     """Return the fields of the event for a step of `duration_s` seconds.
 
-    `kernels`, in seconds, lie within it.
-
-    Host and GPU have different clocks, so the span is placed to end with the last kernel: the host
-    waited for it.
+    `kernels`, in seconds, lie within it. Host and GPU have different clocks, so the span is placed
+    to end with the last kernel: the host waited for it.
     """
     if not kernels:
         return {

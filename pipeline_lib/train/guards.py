@@ -135,11 +135,10 @@ def judge(
 def spike_threshold(window: Window, supervised_tokens: int) -> float:
     """Return the loss above which a step is a spike.
 
-    It is the median plus a multiple of the median absolute deviation.
-
-    Both are over the last accepted losses; infinite if there are too few, or if spikes are not
-    guarded against. The mean over fewer tokens deviates more, as in the last step of an epoch: by
-    the square root of the ratio.
+    It is the median plus a multiple of the median absolute deviation. Both are over the last
+    accepted losses; infinite if there are too few, or if spikes are not guarded against. The mean
+    over fewer tokens deviates more, as in the last step of an epoch: by the square root of the
+    ratio.
     """
     deviations = window.guards.spike_deviations
     if deviations is None or len(window.accepted) < MIN_ACCEPTED:

@@ -121,10 +121,9 @@ class Batches:
 class Loop:
     """Everything one rank needs to train.
 
-    `last_step` is where to stop, `total_steps` what the schedule spans.
-
-    `step` is the last global batch that was used; `updates` of those up to it changed the weights.
-    `processor` is this rank's kind of CPU or GPU, `processors` the kinds of all ranks.
+    `last_step` is where to stop, `total_steps` what the schedule spans. `step` is the last global
+    batch that was used; `updates` of those up to it changed the weights. `processor` is this rank's
+    kind of CPU or GPU, `processors` the kinds of all ranks.
     """
 
     train: Train
@@ -156,10 +155,8 @@ class Loop:
     def run(self, resume_from: Path | None) -> None:
         """Train up to `last_step`, saving on the way.
 
-        Raises Interrupted after a save if asked to stop.
-
-        Raises Diverged if the guards give up, and DiskFull or SaveFailed at the step after a save
-        that failed.
+        Raises Interrupted after a save if asked to stop. Raises Diverged if the guards give up, and
+        DiskFull or SaveFailed at the step after a save that failed.
         """
         self.stepper.warm_up(self.batches.of_step(self.step)[0])
         self.processors = " and ".join(self.agree_on([self.processor]))

@@ -42,10 +42,8 @@ class Meter:
     def fields(self, result: StepResult, data_wait_s: float) -> dict[str, Any]:
         """Return fields of the step's row.
 
-        Rates include the wait for the step's data, but not saving.
-
-        `mfu` counts attention causally, `mfu_full_attention` as if each token saw its whole
-        document.
+        Rates include the wait for the step's data, but not saving. `mfu` counts attention causally,
+        `mfu_full_attention` as if each token saw its whole document.
         """
         seconds = result.duration_s + data_wait_s
         row: dict[str, Any] = {

@@ -134,9 +134,8 @@ def speed(steps_tokens_per_s: Iterable[float | None]) -> float | None:
 def training_time_s(steps: Iterable[tuple[int | None, float | None]]) -> float | None:
     """Return the seconds from a run's first step to its last, over its attempts, saving included.
 
-    Validating is included too.
-
-    `steps` are the attempt and `elapsed_s` of each step, in order. None if no time is known.
+    Validating is included too. `steps` are the attempt and `elapsed_s` of each step, in order. None
+    if no time is known.
     """
     last_s = {attempt: elapsed_s for attempt, elapsed_s in steps if elapsed_s is not None}
     return sum(last_s.values()) if last_s else None

@@ -100,10 +100,8 @@ class Native(Strategy):
     def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
         """Let `change` modify the fp32 state, by checkpoint name, at once or in groups.
 
-        It is a few at a time with 8-bit moments.
-
-        All dequantized values together would take as much memory as moments in fp32. Every rank
-        makes the same calls of `change`.
+        It is a few at a time with 8-bit moments. All dequantized values together would take as much
+        memory as moments in fp32. Every rank makes the same calls of `change`.
         """
         stored = self._stored(STATE_KINDS)
         if self.train.optimizer != "adamw_8bit":

@@ -38,10 +38,8 @@ def save_tensors(
 ) -> dict[str, FileEntry]:
     """Write `tensors` (whole on one rank, or each rank's part of a DTensor) as safetensors.
 
-    They go to `folder`.
-
-    Its files are numbered after `shards_before` that `folder` holds already. No two ranks have the
-    same part.
+    They go to `folder`. Its files are numbered after `shards_before` that `folder` holds already.
+    No two ranks have the same part.
 
     Returns the files that this rank wrote, by name. All ranks of `group` (default: all) call it,
     and all raise alike: DiskFull, or SaveFailed for another failure.

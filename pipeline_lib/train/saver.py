@@ -37,10 +37,8 @@ from pipeline_lib.train.together import together
 class Saver:
     """A publisher of snapshots of the run `spec` in `folder`, under `lock`.
 
-    All ranks create and call it alike.
-
-    The copies go to `buffers`, or else to new memory each time; `trained_parameters`, counted over
-    all ranks, gives the approximate size of the buffers.
+    All ranks create and call it alike. The copies go to `buffers`, or else to new memory each time;
+    `trained_parameters`, counted over all ranks, gives the approximate size of the buffers.
     """
 
     folder: Path
@@ -105,9 +103,8 @@ class Saver:
     def copies(self, tensors: Named) -> dict[str, Tensor]:
         """Return copies of `tensors` in host memory for the next `save`.
 
-        They may overwrite the copies of the last one.
-
-        Raises ValueError if the last one is still being written; call `wait` first.
+        They may overwrite the copies of the last one. Raises ValueError if the last one is still
+        being written; call `wait` first.
         """
         if self._flight is not None:
             raise ValueError("the checkpoint before is still being written, from the same memory")
@@ -133,10 +130,9 @@ class Saver:
     ) -> None:
         """Start to write `snapshot`; call `wait` first.
 
-        `waited_s` is how long the loop has waited for it.
-
-        The checkpoints of `best_step` and `trusted_step` are kept unless these are 0. With
-        `save_async: false`, this one is complete on return.
+        `waited_s` is how long the loop has waited for it. The checkpoints of `best_step` and
+        `trusted_step` are kept unless these are 0. With `save_async: false`, this one is complete
+        on return.
         """
         self._counted_from_s = time.monotonic()
         if self.train.save_async:

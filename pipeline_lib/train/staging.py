@@ -1,9 +1,8 @@
 """Copies of the training state in host memory.
 
-On GPUs they use page-locked buffers, which every save reuses.
-
-New memory for every save would be faulted in page by page while training waits: seconds for a few
-GB. The buffers are allocated once, in the background, and are filled at the speed of the bus.
+On GPUs they use page-locked buffers, which every save reuses. New memory for every save would be
+faulted in page by page while training waits: seconds for a few GB. The buffers are allocated once,
+in the background, and are filled at the speed of the bus.
 """
 
 import mmap

@@ -106,11 +106,10 @@ class Stepper:
     def accumulate(self, batches: list[Batch], count: Callable[[], tuple[float, float]]) -> Tensor:
         """Accumulate gradients of mean token and router losses; return this rank's token losses.
 
-        The sum of token losses that it returns is detached.
-
-        `count` returns the step's supervised tokens and all its tokens. It is called once, when the
-        first forward pass is queued, so that the exchange between hosts costs a GPU no time. Ranks
-        average their gradients, so each scales its losses by the number of ranks.
+        The losses are summed, and detached from the graph. `count` returns the step's supervised
+        tokens and all its tokens. It is called once, when the first forward pass is queued, so that
+        the exchange between hosts costs a GPU no time. Ranks average their gradients, so each
+        scales its losses by the number of ranks.
         """
         total = torch.zeros((), device=self.world.device)
         supervised_tokens, tokens = 0.0, 0.0
@@ -138,12 +137,11 @@ class Stepper:
     ) -> StepResult:
         """Run one step on this rank's micro-batches; update if `judge` accepts it.
 
-        `judge` is given loss and gradient norm.
-
-        A refused step changes no bit of weights and moments. `save_failed` or `save_due` on one
-        rank is reported on all, and so are the `readings` of each: they are exchanged with the
-        counts of the step. The host waits for the GPU once, for the values to judge: the update
-        runs while the next step is prepared, and its time counts with that one.
+        `judge` is given loss and gradient norm. A refused step changes no bit of weights and
+        moments. `save_failed` or `save_due` on one rank is reported on all, and so are the
+        `readings` of each: they are exchanged with the counts of the step. The host waits for the
+        GPU once, for the values to judge: the update runs while the next step is prepared, and its
+        time counts with that one.
         """
         start_s = time.monotonic()
         totals: list[float] = []  # over all ranks

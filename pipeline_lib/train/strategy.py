@@ -22,9 +22,7 @@ from pipeline_lib.train.state import STATE_KINDS
 def balanced(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
     """Assign each name to one of `holders` (from 0), evenly by size, the same on every rank.
 
-    All keep about as much.
-
-    The largest goes first, and each to the holder that has least so far.
+    All keep about as much. The largest goes first, and each to the holder that has least so far.
     """
     kept = [0] * holders
     found: dict[str, int] = {}
@@ -37,9 +35,8 @@ def balanced(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
 def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
     """Assign each tensor of a state to one of `holders` as `balanced` does, kind by kind.
 
-    The assignment of one of a kind does not depend on others.
-
-    So a checkpoint has its weights in the same files as a result.
+    The assignment of one of a kind does not depend on others. So a checkpoint has its weights in
+    the same files as a result.
     """
     found: dict[str, int] = {}
     for kind in STATE_KINDS:
@@ -51,9 +48,8 @@ def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
 def share_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return the tensors that this rank writes: its share of whole ones, its shards of others.
 
-    The whole ones are those that every rank holds whole.
-
-    If replicas hold the same shard, one of them writes it.
+    The whole ones are those that every rank holds whole. If replicas hold the same shard, one of
+    them writes it.
     """
     places = {name: holders_of(tensor, world) for name, tensor in tensors.items()}
     mine: dict[str, Tensor] = {}
@@ -148,9 +144,8 @@ class Strategy(Protocol):
     def spread(self, model: nn.Module, load: Callable[[nn.Module], None]) -> nn.Module:
         """Distribute `model`, on the meta device, let `load` fill it, and make the optimizer.
 
-        `load` fills this rank's part.
-
-        Returns the module to call. Parameter names of `model` stay the same.
+        `load` fills this rank's part. Returns the module to call. Parameter names of `model` stay
+        the same.
         """
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -170,9 +165,8 @@ class Strategy(Protocol):
     def grad_norm(self) -> Tensor:
         """Return the L2 norm of the step's averaged gradients, the same on all ranks.
 
-        It is a float64 scalar on the rank's device.
-
-        Call it after the last micro-batch. Torch's own strategies do not wait for the device.
+        It is a float64 scalar on the rank's device. Call it after the last micro-batch. Torch's own
+        strategies do not wait for the device.
         """
 
     def update(self, lr: float, grad_norm: float) -> None:
@@ -195,9 +189,8 @@ class Strategy(Protocol):
     ) -> dict[str, Tensor]:
         """Return fp32 host copies of what this rank writes of the tensors `names` (default: all).
 
-        The default is all of a checkpoint.
-
-        A tensor is whole on one rank, or a DTensor on several. `copied` makes the copies.
+        The default is all of a checkpoint. A tensor is whole on one rank, or a DTensor on several.
+        `copied` makes the copies.
         """
 
     def restore(self, read: Callable[[Mapping[str, Tensor]], None], updates: int) -> None:

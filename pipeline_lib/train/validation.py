@@ -52,10 +52,8 @@ def held_out_loss(
 ) -> float:
     """Return the nats per supervised token of `reader`, divided over the ranks; the same on each.
 
-    All its blocks count.
-
-    Forward passes are collective, so every rank makes the same number of them; missing blocks are
-    padding.
+    All its blocks count. Forward passes are collective, so every rank makes the same number of
+    them; missing blocks are padding.
     """
     ids = np.arange(len(reader), dtype=np.int64)
     nats, tokens = 0.0, 0

@@ -47,9 +47,8 @@ class CleanupRequest:
 class Garbage:
     """What goes and what stays.
 
-    `spared` are experiments that stay without being asked for, with the reason.
-
-    `unmatched` are patterns of names to keep that match none.
+    `spared` are experiments that stay without being asked for, with the reason. `unmatched` are
+    patterns of names to keep that match none.
     """
 
     inventory: Inventory
@@ -69,10 +68,9 @@ def find_garbage(
 ) -> Garbage:
     """Return what may go.
 
-    Raises ConfigError for an unknown name, IntegrityError if a need cannot be read.
-
-    Raises Unreadable if the system does not let a frozen experiment be read. A pattern of names to
-    keep may match none as long as another name or pattern does: otherwise nothing would be kept.
+    Raises ConfigError for an unknown name, IntegrityError if a need cannot be read. Raises
+    Unreadable if the system does not let a frozen experiment be read. A pattern of names to keep
+    may match none as long as another name or pattern does: otherwise nothing would be kept.
     """
     if unread := next((one for one in inventory.experiments if one.unreadable), None):
         raise unreadable(unread)

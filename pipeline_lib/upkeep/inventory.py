@@ -1,10 +1,9 @@
 """The contents of a store: experiments, stages, runs, specs, and leftovers of killed writers.
 
-Stages and runs are their directories and folders.
-
-Sizes of sealed directories are those that their manifests record; all others are measured. Nothing
-is changed, and nothing that cannot be read hides the rest: it is listed, with the reason. Stores
-that lie side by side have their own directories, and share their runs and locks.
+Stages and runs are their directories and folders. Sizes of sealed directories are those that their
+manifests record; all others are measured. Nothing is changed, and nothing that cannot be read hides
+the rest: it is listed, with the reason. Stores that lie side by side have their own directories,
+and share their runs and locks.
 """
 
 import os
@@ -86,10 +85,8 @@ class Leftover:
 class RunFolder:
     """A folder of working state in runs/.
 
-    `wanted_by` are stage instances that wait for what was fetched into it.
-
-    `reason` says why its sealed `checkpoints` cannot be listed, if so. `set_aside` are those that
-    `rewind` moved.
+    `wanted_by` are stage instances that wait for what was fetched into it. `reason` says why its
+    sealed `checkpoints` cannot be listed, if so. `set_aside` are those that `rewind` moved.
     """
 
     name: str

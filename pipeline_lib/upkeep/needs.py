@@ -19,10 +19,8 @@ from pipeline_lib.upkeep.inventory import Inventory, run_name
 def named(experiments: Sequence[Frozen], names: Iterable[str], where: str) -> list[Frozen]:
     """Return the frozen experiments that match `names`.
 
-    These are names, patterns (`lr-*`), or what `ls NAME` shows as frozen.
-
-    Raises ConfigError, with `where` as its place, for a name that matches none, with the nearest
-    name.
+    These are names, patterns (`lr-*`), or what `ls NAME` shows as frozen. Raises ConfigError, with
+    `where` as its place, for a name that matches none, with the nearest name.
     """
     found: dict[Path, Frozen] = {}
     problems = []

@@ -13,10 +13,9 @@ from pipeline_lib.core.store import Spec, Store
 def remove_passing(specs: Iterable[Spec], store: Store) -> int:
     """Remove the sealed directories and pointers of `specs`, and return the bytes freed.
 
-    Checkpoints stay.
-
-    Directories that an experiment of the store uses stay, since another config may need the same
-    few steps. So do directories that another process has locked; that process will remove them.
+    Checkpoints stay. Directories that an experiment of the store uses stay, since another config
+    may need the same few steps. So do directories that another process has locked; that process
+    will remove them.
     """
     there = [
         spec

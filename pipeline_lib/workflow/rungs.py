@@ -76,10 +76,8 @@ def _reached(sealed: Path, step: int) -> Reached:
 def conclude_rung(dag: Dag, digest: str, say: Say) -> None:
     """Decide which trainings continue from the rung `digest`, show it, and write it down.
 
-    The decision is written with their next specs.
-
-    Then remove the temporary sealed directories of this rung and the earlier ones. Raise
-    TrainingError if no training can continue.
+    The decision is written with their next specs. Then remove the temporary sealed directories of
+    this rung and the earlier ones. Raise TrainingError if no training can continue.
     """
     rung, before = dag.rung(digest)
     going = (

@@ -208,10 +208,8 @@ def gradients_of(model: nn.Module, batches: list[Batch], is_exact: bool = False)
 def assert_as_exact(found: Gradients, other: Gradients, exact: Gradients) -> None:
     """`found` is off by what bf16 explains: by little, or at most twice as much as `other`.
 
-    `other` is in bf16 too.
-
-    A decay's parameter has one number a head: terms of both signs are added up over all tokens, and
-    rounding shows.
+    `other` is in bf16 too. A decay's parameter has one number a head: terms of both signs are added
+    up over all tokens, and rounding shows.
     """
     errors = {
         name: (relative_error(found[name], exact[name]), relative_error(other[name], exact[name]))

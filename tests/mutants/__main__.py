@@ -29,7 +29,7 @@ running: set[Popen[str]] = set()
 def copy_tree(target: Path) -> Path:
     """Copy the files of the tree that git does not ignore, with what tests look for beside it.
 
-    It is the working tree, and beside the repository.
+    The files are those of the working tree; what lies beside the repository is linked.
     """
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"],

@@ -208,9 +208,8 @@ def shared_with(ranks: int) -> dict[str, Part]:
 def saved_bytes(kind: str, train: Train, number: int = 0) -> tuple[float, Geometry]:
     """Bytes a token that autograd keeps in that layer, but not weights, their casts and angles.
 
-    The angles are those that layers share.
-
-    Compiled layers are cut in two as torch.compile does it, and run without its kernels.
+    The angles are those that layers share. Compiled layers are cut in two as torch.compile does it,
+    and run without its kernels.
     """
     layer, config = layer_of(kind, train, number)
     with pytest.MonkeyPatch.context() as patch:

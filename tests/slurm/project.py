@@ -138,9 +138,7 @@ def plan_here(project: Project) -> None:
 def train_here(project: Project, folder: Path) -> str:
     """sha256 of the weights that two ranks here make from the first step, without a launcher.
 
-    The ranks are forked.
-
-    `project` has its plan; what it has in its folder of runs is removed.
+    The ranks are forked. `project` has its plan; what it has in its folder of runs is removed.
     """
     shutil.rmtree(project.root / "runs", ignore_errors=True)
     experiment = project.experiment()

@@ -144,9 +144,8 @@ def test_f15_a_job_at_its_time_limit_saves_and_is_queued_again(
 ) -> None:
     """It asks for three minutes, and is warned in time, with any `sbatch` options.
 
-    They may be the site's or the user's.
-
-    That the weights come out the same, test_srun.py sees after the same warning.
+    They may be the site's or the user's. That the weights come out the same, test_srun.py sees
+    after the same warning.
     """
     project.edit(TWO_NODES, ONE_NODE)
     project.edit(f"epochs: {STEPS // 60}", "epochs: 4")
