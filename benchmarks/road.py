@@ -26,6 +26,8 @@ from benchmarks.sizes import model_config
 from benchmarks.train.weights import fill, put_whole_or_zero_3
 from pipeline_lib.config.schema import TinyModel
 from pipeline_lib.core.files import read_json, read_jsonl, write_json, write_jsonl
+from pipeline_lib.core.spans import COUNT
+from pipeline_lib.core.units import GIGA
 from pipeline_lib.data.tiny_model import build_tiny
 from pipeline_lib.model.weights import materialise
 
@@ -142,6 +144,19 @@ def marks(work: Path) -> Iterator[tuple[float, str]]:
                 yield event["at"], f"train: {event['event']}"
 
 
+def spans(work: Path, since: float) -> Iterator[list[str]]:
+    """Yield a row for each span of the stages that were sealed from `since` on."""
+    for stage in STAGES:
+        for pointer in work.glob(f"store/{stage}/*.ok"):
+            if pointer.stat().st_mtime < since:
+                continue
+            counts = read_json(pointer.with_suffix("") / "manifest.json")["counts"]
+            for span in counts.get(COUNT, ()):
+                duration_s, size_bytes = span["duration_s"], span["bytes"]
+                rate = f"{size_bytes / duration_s / GIGA:.1f}" if size_bytes and duration_s else ""
+                yield [f"{stage} {pointer.stem[:6]}", span["name"], f"{duration_s:.1f}", rate]
+
+
 def main() -> None:
     """Make what is missing, run, and print where the time went."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.road", description=__doc__)
@@ -178,6 +193,8 @@ def main() -> None:
         ["reached", "at s", "took s"],
         table,
     )
+    headings = ["stage", "span", "took s", "GB/s"]
+    show("what the stages did meanwhile", headings, list(spans(root / "work", since)))
     print(f"CPU seconds {used.ru_utime + used.ru_stime:.0f}, of {os.cpu_count()} cores")
     sys.exit(code)
 

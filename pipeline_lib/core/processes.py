@@ -29,12 +29,12 @@ def importing() -> Iterator[None]:
     All objects that exist at that time are excluded. torch and transformers create 430,000 objects
     that live as long as the process. Collections took a fifth of the time of their imports, and
     every later one 0.4 s. transformers takes another eighth for scipy and more for scikit-learn,
-    which it needs for losses of object detection and for assisted generation, and accelerate for
-    boto3.
+    which it needs for losses of object detection and for assisted generation, and 0.6 s for
+    torchao, whose quantized weights no stage reads; accelerate takes some for boto3.
     """
     gc.disable()
     try:
-        with unseen("scipy", "sklearn", "boto3"):
+        with unseen("scipy", "sklearn", "torchao", "boto3"):
             yield
     finally:
         gc.freeze()

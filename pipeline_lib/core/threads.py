@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-# one reads 4 GB/s of cached files to a GPU, and the file system and the bus can do more
-READERS = 4
+# Of cached files, through page-locked memory to an H200: 6 GB/s by one, 18 by four, 26 by eight
+# and by twelve.
+READERS = 8
 
 
 @contextmanager

@@ -17,7 +17,7 @@ in memory, on a GPU as many as have room.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -41,6 +41,7 @@ from pipeline_lib.data.blocks import Block
 from pipeline_lib.model.batch import load_probe, make_batch, probe_positions
 from pipeline_lib.model.build import DTYPES, build_trainable
 from pipeline_lib.model.gpu import device_with
+from pipeline_lib.model.kept import Kept
 from pipeline_lib.model.nf4 import rounded
 from pipeline_lib.model.streaming import Fill, Streamed, StreamedModel, fill_from
 from pipeline_lib.model.weights import (
@@ -50,7 +51,7 @@ from pipeline_lib.model.weights import (
     quantized_linears,
     without_adapters,
 )
-from pipeline_lib.plan.evaluation import scoring_bytes
+from pipeline_lib.plan.evaluation import largest_part_parameters, scoring_bytes
 from pipeline_lib.plan.stages import ADAPTERS_IN_PROOF_BYTES
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import SavedTensor, fill_saved, find_saved
@@ -86,7 +87,7 @@ def prove(
 
     Raises TrainingError if the exported model is not the trained one.
     """
-    reference = Reference(exported, base, trained, train)
+    reference = Reference(exported, base, trained, train, kept_on(device, exported, base, trained))
     where = "on the GPU" if device.type == "cuda" else "on the CPUs"
     try:
         read_bytes = weights_bytes(exported) + weights_bytes(base)
@@ -108,6 +109,7 @@ class Reference:
     base: Path
     trained: Path
     train: Train
+    kept: Kept = field(default_factory=Kept)
 
     def built(self, dtype: torch.dtype) -> nn.Module:
         """Return the model as trained, on the meta device, in `dtype`; no linear is quantized."""
@@ -125,7 +127,8 @@ class Reference:
 
     def fills(self, model: nn.Module) -> dict[int, Fill]:
         """Return what fills each parameter of `model`, from `built`, by the parameter's id."""
-        stored, sources = match_tensors(model, self.base)
+        found, sources = match_tensors(model, self.base)
+        stored = self.kept.tensors(found)
         fills: dict[int, Fill] = {}
         for parameter, names, (first, *_) in sources:
             fills[id(parameter)] = fill_from(first, stored)
@@ -166,11 +169,7 @@ class Reference:
         if adapter is not None:
             values.copy_(adapter)
             return
-        is_read_in_place = values.dtype == torch.float32 and values.device.type == "cpu"
-        whole = values if is_read_in_place else torch.empty(values.shape, dtype=torch.float32)
-        self._fill({name: whole})
-        if not is_read_in_place:
-            values.copy_(whole)
+        self._fill({name: values})
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors` with the trained ones of these names."""
@@ -185,7 +184,24 @@ class Reference:
 
     @cached_property
     def _saved(self) -> dict[str, SavedTensor]:
-        return find_saved(self.trained / WEIGHTS)
+        saved = find_saved(self.trained / WEIGHTS)
+        return {name: each.with_stored(self.kept.tensor) for name, each in saved.items()}
+
+
+def kept_on(device: torch.device, exported: Path, base: Path, trained: Path) -> Kept:
+    """Return what keeps the tensors of all three folders on a GPU with room for them; else nothing.
+
+    The room is that beside what the proof takes by itself.
+    """
+    if device.type == "cpu":
+        return Kept()
+    of_training = sum(path.stat().st_size for path in (trained / WEIGHTS).glob("*.safetensors"))
+    size_bytes = weights_bytes(exported) + weights_bytes(base) + of_training
+    geometry = read_geometry(exported)
+    unit = _UNIT_COPIES * FP32_BYTES * largest_part_parameters(geometry)
+    needed = max(scoring_bytes(geometry, PROBE_TOKENS, FP32_BYTES), unit)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return Kept(device, size_bytes) if size_bytes + needed <= free_bytes else Kept()
 
 
 # The tensors by value.
@@ -221,7 +237,8 @@ def differences(reference: Reference, device: torch.device) -> Iterator[tuple[St
     """
     model = reference.built(torch.float32)
     fills = reference.fills(model)
-    written, sources = match_tensors(model, reference.exported)
+    found, sources = match_tensors(model, reference.exported)
+    written = reference.kept.tensors(found)
     copies = {id(parameter): of_one for parameter, _, of_one in sources}
 
     def compare(unit: nn.Module) -> list[tuple[Stored, float]]:
@@ -232,21 +249,22 @@ def differences(reference: Reference, device: torch.device) -> Iterator[tuple[St
         ]
 
     units = list(_units(model))
-    with threads(_at_once(units, device), "proof") as pool:
+    with threads(_at_once(units, device, reference.kept), "proof") as pool:
         yield from chain.from_iterable(pool.map(compare, units))
     yield from _beside(reference)
 
 
-def _at_once(units: Sequence[nn.Module], device: torch.device) -> int:
+def _at_once(units: Sequence[nn.Module], device: torch.device, kept: Kept) -> int:
     """Return how many `units` to compare at a time: what a GPU has room for; one on CPUs.
 
-    There one at a time takes all cores.
+    There one at a time takes all cores. The room for what is `kept` is not filled yet.
     """
     if device.type == "cpu":
         return 1
     largest = max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(READERS, free_bytes // (_UNIT_COPIES * FP32_BYTES * largest)))
+    room_bytes = free_bytes - kept.size_bytes
+    return max(1, min(READERS, room_bytes // (_UNIT_COPIES * FP32_BYTES * largest)))
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
@@ -387,7 +405,8 @@ def compare_logits(reference: Reference, device: torch.device) -> dict[str, Any]
         noise = by_position(noisy, exact)
         tolerance = max(tolerance, _NOISES * float(noise.median() if has_experts else noise.max()))
     figures = judge(expected, found, tolerance, has_experts)
-    (exported,) = StreamedModel(reference.exported, torch.float32, device).probe_logits(start)
+    exported_model = StreamedModel(reference.exported, torch.float32, device, kept=reference.kept)
+    (exported,) = exported_model.probe_logits(start)
     return {**figures, "rounding_difference": float((exported - exact).norm() / exact.norm())}
 
 

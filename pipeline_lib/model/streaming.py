@@ -33,6 +33,7 @@ from pipeline_lib.model.batch import (
     token_losses,
 )
 from pipeline_lib.model.build import decoder_layers, empty_base
+from pipeline_lib.model.kept import Kept
 from pipeline_lib.model.weights import Stored, match_tensors
 
 # fills a tensor of a parameter's shape with the parameter's values
@@ -214,13 +215,21 @@ class StreamedModel(Streamed):
     """The model of a Hugging Face folder."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, rope: Rope | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        rope: Rope | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Build the model with `rope`, without weights; `dtype` is that of weights and activations.
 
-        Raises DataError unless the files hold exactly the model that config.json describes.
+        Values that `kept` has are not read again. Raises DataError unless the files hold exactly
+        the model that config.json describes.
         """
         model = empty_base(folder, dtype, PACKED_FLASH, rope)
         stored, sources = match_tensors(model, folder)
+        if kept is not None:
+            stored = kept.tensors(stored)
         fills = {id(parameter): fill_from(first, stored) for parameter, _, (first, *_) in sources}
         super().__init__(model, fills, dtype, device)

@@ -6,7 +6,7 @@ readers can read.
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +124,10 @@ class SavedTensor:
         """The shape of the whole tensor."""
         ends = [[each.stop for each in piece.slices] for piece, _ in self.parts]
         return tuple(max(of_dimension) for of_dimension in zip(*ends, strict=True))
+
+    def with_stored(self, change: Callable[[Stored], Stored]) -> "SavedTensor":
+        """Return this tensor with `change` of each stored one."""
+        return SavedTensor(tuple((piece, change(stored)) for piece, stored in self.parts))
 
     def fill(self, target: Tensor, offsets: tuple[int, ...]) -> None:
         """Fill `target`, a box of the tensor from `offsets` on. Raises DataError, Unreadable."""

@@ -1,14 +1,18 @@
 """A right merge is proven however rounding changes its logits, a slightly wrong one never is."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.merges import LORAS, Case, Merges
+from benchmarks.merges import CPU, LORAS, Case, Merges
 from benchmarks.wrong_merges import FILES, PLANS
+from pipeline_lib.arch.weight_files import read_headers
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import TrainingError
+from pipeline_lib.export.proof import Reference, compare_logits, compare_tensors
+from pipeline_lib.model.kept import Kept
 
 FULL = Train(precision="fp32", lr=1e-3)
 CASES = {
@@ -67,3 +71,24 @@ def test_rounding_that_changes_the_choice_of_experts_refuses_nothing(tmp_path: P
     merges = Merges.of(CASES["full"], tmp_path)
     assert merges.by_logits("right") > 3e-2  # in bf16, by which it was refused before
     assert merges.proven("right")["relative_difference"] < 1e-5
+
+
+def test_what_a_device_keeps_is_read_once_and_proves_the_same(merges: Merges) -> None:
+    base, trained = merges.folder / "base", merges.folder / "trained"
+    shutil.copytree(merges.folder / "right", merges.folder / "kept")
+    reference = Reference(merges.folder / "kept", base, trained, merges.case.train, Kept(CPU))
+    by_value = compare_tensors(reference, CPU)
+    for path in (merges.folder / "kept").glob("*.safetensors"):
+        spoil_values(path)
+    assert {**compare_logits(reference, CPU), **by_value} == merges.proven("right")
+    with pytest.raises(TrainingError):
+        merges.proven("kept")
+
+
+def spoil_values(path: Path) -> None:
+    """Write zeros over the tensors' values, and leave the header as it is."""
+    first = min(header.begin for header in read_headers(path))
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(first)
+        file.write(bytes(size - first))
