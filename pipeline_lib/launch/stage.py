@@ -34,6 +34,7 @@ from pipeline_lib.hosts.checks import HostNeeds
 from pipeline_lib.hosts.group import HostGroup
 from pipeline_lib.launch.allocation import Allocation, NodeRequest, allocated
 from pipeline_lib.launch.environment import free_port, launch_environment, private_rendezvous
+from pipeline_lib.launch.local_gpus import taken_gpus
 from pipeline_lib.launch.outcome import RanksLost, explain, explain_lost_hosts, peer_is_lost
 from pipeline_lib.launch.place import HostOrder, RankArguments, RankPlacement, srun_command
 from pipeline_lib.launch.ranks import (
@@ -205,7 +206,10 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
         with _allocated(plan, job, environ) as allocation:
             place = RankPlacement.of(plan.cluster, allocation)
             arguments = _rank_arguments(job, plan_dir, attempt, resume_from=None)
-            with _held_here(place, plan, arguments, environ) as held:
+            with (
+                taken_gpus(_gpus_here(place), environ, job.say),
+                _held_here(place, plan, arguments, environ) as held,
+            ):
                 for sealed in job.inputs.values():
                     sealed.folder()  # the ranks read all of it
                 for left in (ERRORS, HEARTBEATS):
@@ -248,6 +252,11 @@ def take_hashes(job: Job, checkpoint: Path) -> None:
         if is_link and saved.stat().st_mtime_ns <= sealed_ns:  # else it was edited since
             job.hashes[name] = entry.sha256
             job.store.verified.mark_own(left, entry.sha256)
+
+
+def _gpus_here(place: RankPlacement) -> int:
+    """Return how many GPUs of this machine the ranks use, where no scheduler gives them some."""
+    return place.ranks if place.allocation.is_this_machine and place.device == "cuda" else 0
 
 
 @contextmanager
