@@ -1,10 +1,8 @@
 """Load a YAML file as checked `Config`s, or report all of its problems at once."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,19 +14,15 @@ from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
 from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
 from pipeline_lib.config.section import Section, fields_of
-from pipeline_lib.config.strict_yaml import Keys, YamlDocument, as_written, dotted, undotted
+from pipeline_lib.config.strict_yaml import Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import (
     HALVING,
-    LIST,
-    RANDOM,
-    SWEEP,
     Variant,
     collapsed,
     line_of,
     put,
     read_sweep,
 )
-from pipeline_lib.config.train import RENAMED
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import cut, did_you_mean
 
@@ -107,12 +101,12 @@ def load_sweep(
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
     Each of `checks` finds further problems of a config. A problem is left out if its key already
-    has one. Keys with an old name are taken, and named on stderr once.
+    has one.
     """
     document = strict_yaml.load(path)
     if document.value is None:
         raise ConfigError(str(path), ["holds no keys; config/config.yaml is an example"])
-    problems = [*document.problems, *_rename(document, str(path))]
+    problems = list(document.problems)
     sweep = read_sweep(document)
     problems += sweep.problems
     checked = [_checked(variant, sweep.halving, overrides, checks) for variant in sweep.variants]
@@ -127,57 +121,18 @@ def load_sweep(
     return LoadedConfig(name, configs, sweep.halving, line_of(document.lines, HALVING))
 
 
+def _validated(value: Any) -> Config:
+    """Return the config `value` of a file, whose keys go by their names in files alone."""
+    return Config.model_validate_json(json.dumps(value), by_alias=True, by_name=False)
+
+
 def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[str]:
     """Return the problems of the config `value`, each after the place of its key in `places`."""
     try:
-        config = Config.model_validate_json(json.dumps(value))
+        config = _validated(value)
     except ValidationError as error:
         return _problems(error, places)
     return [_with_place(keys, text, places) for keys, text in cross_check(config)]
-
-
-def _rename(document: YamlDocument, source: str) -> list[str]:
-    """Give keys with old names their new ones, in `train` and in sweeps; return the problems."""
-    root = document.value if isinstance(document.value, dict) else {}
-    sweep: Any = root.get(SWEEP)
-    places: list[tuple[Keys, Any, str]] = [
-        (("train",), root.get("train"), ""),
-        ((SWEEP,), sweep, "train."),
-    ]
-    if isinstance(sweep, dict):
-        places.append(((SWEEP, RANDOM), sweep.get(RANDOM), "train."))
-        if isinstance(sweep.get(LIST), list):
-            places += [
-                ((SWEEP, LIST, index), entry, "train.") for index, entry in enumerate(sweep[LIST])
-            ]
-    problems = []
-    for above, section, prefix in places:
-        for old, new in ((prefix + old, prefix + new) for old, new in RENAMED.items()):
-            if not isinstance(section, dict) or old not in section:
-                continue
-            line = f"line {document.lines[*above, old]}"
-            if new in section:
-                problems.append(
-                    f"{line}: {dotted((*above, old))}: old name of {new}, which is given too; "
-                    "remove the old one"
-                )
-                del section[old]
-                continue
-            old_key, new_key = (f"train.{name.removeprefix('train.')}" for name in (old, new))
-            _warn_of_name(f"{source}: {line}", new_key, old_key)
-            items = [(new if key == old else key, value) for key, value in section.items()]
-            section.clear()
-            section.update(items)
-            for keys in [
-                keys for keys in document.lines if keys[: len(above) + 1] == (*above, old)
-            ]:
-                document.lines[*above, new, *keys[len(above) + 1 :]] = document.lines.pop(keys)
-    return problems
-
-
-@cache
-def _warn_of_name(where: str, new: str, old: str) -> None:
-    print(f"warning: {where}: {old} is now called {new}", file=sys.stderr, flush=True)
 
 
 def _checked(
@@ -213,7 +168,7 @@ def _config_of(value: Any) -> Config:
     ValidationError.
     """
     try:
-        return Config.model_validate_json(json.dumps(value))
+        return _validated(value)
     except ValidationError as error:
         is_changed = False
         for detail in error.errors():
@@ -228,7 +183,7 @@ def _config_of(value: Any) -> Config:
             is_changed |= section[last] is not number
         if not is_changed:
             raise
-    return Config.model_validate_json(json.dumps(value))
+    return _validated(value)
 
 
 def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
@@ -238,9 +193,6 @@ def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
     keys = undotted(key)
     if not equals or not keys:
         return [f"{flag}: not of the form KEY=VALUE, as in {FLAG} cluster.nodes=2"]
-    if keys[0] == "train" and len(keys) > 1 and keys[1] in RENAMED:
-        keys = ("train", RENAMED[keys[1]], *keys[2:])
-        _warn_of_name(FLAG, dotted(keys[:2]), key)
     try:
         given = strict_yaml.parse(text, flag)
     except ConfigError as error:

@@ -116,7 +116,7 @@ class Guards(Section):
 
 
 # Keys of `train` whose name in a config file (right) differs from that in specs, plans and results,
-# which keep their digests by it (left). A file may still use the name on the left.
+# which keep their digests by it (left).
 RENAMED = {"recompute": "activation_checkpointing", "reshard": "reshard_after_forward"}
 
 

@@ -49,9 +49,6 @@ _OVER = (
 )
 # between the last event and the end of the log, which may be on different file systems
 _SLACK_S = 5.0
-# The end of an interruption's message before logs had an exit line. It must match old logs, so it
-# never changes.
-_OLD_CONTINUES = "run the same command again to continue"
 _SILENT = "its process is gone and left no message: it was killed, or its machine went down"
 
 
@@ -148,8 +145,8 @@ def _joined(*parts: str) -> str | None:
 def _end_of_log(traces: Traces) -> AtRest | None:
     """Return the state by the error that ends the log; None without a log or an error in it.
 
-    Its exit code tells a failure from an interruption. Older logs have none: then what the run and
-    its ranks report about the same end counts, else the words of the error.
+    Its exit code tells a failure from an interruption. A log may lack it, as one on a full disk:
+    then what the run and its ranks report about the same end counts.
     """
     if traces.log is None:
         return None
@@ -164,7 +161,7 @@ def _end_of_log(traces: Traces) -> AtRest | None:
             message
         ):
             return AtRest(known.state, shown(message))
-    return AtRest(INTERRUPTED if _OLD_CONTINUES in message else FAILED, shown(message))
+    return AtRest(FAILED, shown(message))
 
 
 def _ends_of(run: RunRecord) -> Iterator[AtRest]:
