@@ -316,7 +316,7 @@ class Dag:
         return {digest: self.title(digest) for digest in (*self._placed, *self._to_rungs)}
 
     def link_results(self, results: Path = RESULTS) -> None:
-        """Link RESULTS/NAME/{report.html,model} of each experiment to its finished results."""
+        """Link the finished PRODUCTS of each experiment, as the function `link_results` does."""
         for experiment in self.experiments:
             link_results(experiment, self.store, results)
 
@@ -358,13 +358,15 @@ class Dag:
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
-    """Link RESULTS/NAME/{report.html,model} to finished results; return the links.
+    """Link RESULTS/NAME/{report.html,model} to finished PRODUCTS; return the links.
 
     A link of ours that leads to nothing, or into another store, is removed. A file or folder that
     the user put there is left alone.
     """
     links = {}
     for part, product in PRODUCTS.items():
+        if part not in experiment.specs:  # a stage that is newer than the frozen experiment
+            continue
         link = results / experiment.name / product.link
         ref = experiment.ref(part)
         if store.is_sealed(ref) and (link.is_symlink() or not link.exists()):

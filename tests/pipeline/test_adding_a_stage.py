@@ -51,6 +51,7 @@ def state_of(project: Project) -> tuple[str | None, str]:
 
 
 def test_an_added_stage_is_made_and_shown_as_all_others(extended: Project) -> None:
+    extended.run(*LIBRARY, "summary", "small")  # of the experiment that lacks the stage
     for options in ((), ("--profile", "slurm")):
         output = extended.snakemake("-n", *options).stdout
         assert executed(output) == ["lengths", "report"]
