@@ -19,7 +19,7 @@ def test_a_part_is_an_instance_of_its_stage_and_an_unknown_one_of_its_name() -> 
 
 
 def test_parts_are_in_the_order_of_their_stages_and_sources_in_that_of_their_numbers() -> None:
-    in_order = "model data.2 data.10 shard baseline evaluate report gone".split()
+    in_order = ["model", "data.2", "data.10", "shard", "baseline", "evaluate", "report", "gone"]
 
     assert sorted(reversed(in_order), key=place_of) == in_order
 
