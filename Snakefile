@@ -46,7 +46,7 @@ rule all:
 
 
 # The others under their names too, besides `plan`, which also shows what it makes.
-for stage in ("download", "tokenize", "shard", "train", "merge", "evaluate", "report"):
+for stage in [name for name in STAGES if name != "plan"]:
 
     rule:
         name:

@@ -1,6 +1,7 @@
 """Commands that programs start: rules run stages, the launcher ranks, doctor measurements."""
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -12,19 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import UNHASHED_STAGES, refuse_other_version, run_digest
+from pipeline_lib.config.compile import refuse_other_version, run_digest
 from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.core.files import disk_full_named, take_out_of_future
 from pipeline_lib.core.processes import die_with_owner, importing
 from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, sealed_steps
-from pipeline_lib.core.stage import StageFunction, run_stage, say
-from pipeline_lib.core.store import Store
+from pipeline_lib.core.stage import run_stage, say
+from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import RedactedText
 from pipeline_lib.slurm.job import JOB_VARIABLE
 
 # `plan` is also for people, and `train` has options of its own.
-STAGES = ("download", "tokenize", "shard", "merge", "evaluate", "report")
+_OTHERWISE_ADDED = ("plan", "train")
 
 
 def add_to(commands: Any) -> None:
@@ -36,20 +38,22 @@ def add_to(commands: Any) -> None:
 
 
 def _add_stages(commands: Any) -> None:
-    for stage in STAGES:
-        sub = commands.add_parser(stage, description=f"run the {stage} stage")
+    for stage in STAGES.values():
+        if stage.name in _OTHERWISE_ADDED:
+            continue
+        sub = commands.add_parser(stage.name, description=f"run the {stage.name} stage")
         sub.add_argument("--spec", type=Path, required=True, help="STORE/specs/DIGEST.json")
-        if stage in UNHASHED_STAGES:
+        if stage.unhashed is not None:
             text = (
                 "JSON object of the settings that are in no digest; by default those that the "
                 "spec has at the moment"
             )
             sub.add_argument("--where", type=json.loads, help=text)
-        if stage == "tokenize":
+        if stage.name == "tokenize":
             sub.add_argument(
                 "--workers", type=int, help="processes that encode; one for each core by default"
             )
-        run_as_rule(sub, run_one_stage, stage=stage)
+        run_as_rule(sub, run_one_stage, stage=stage.name)
 
 
 def _add_training(commands: Any) -> None:
@@ -181,7 +185,7 @@ def train_once(arguments: argparse.Namespace) -> None:
     # SLURM's log holds all attempts
     say(f"---- {datetime.now().astimezone().isoformat(timespec='seconds')}")
     try:
-        run_one_stage(arguments)
+        _run_training(arguments)
     except LockLost:
         raise
     except PipelineError as error:
@@ -204,8 +208,41 @@ def train_once(arguments: argparse.Namespace) -> None:
         raise Interrupted(f"{error}\nnot queued again: {queue_again(run, error, say)}") from error
 
 
+def _run_training(arguments: argparse.Namespace) -> None:
+    """Run the train stage on the ranks that its plan places, under the lock of the whole run."""
+    spec, store = _spec_to_run(arguments)
+    from pipeline_lib.launch.stage import launcher, next_attempt
+
+    lock_digest = run_digest(spec)
+    note = _job_note() | {"attempt": next_attempt(store.run_dir(lock_digest))}
+    function = launcher(arguments.plan.with_suffix(""), os.environ)
+    run_stage(function, spec, store, say, lock_digest, note, os.environ)
+
+
 def run_one_stage(arguments: argparse.Namespace) -> None:
     """Run a stage as its spec says, in the store that contains the spec."""
+    spec, store = _spec_to_run(arguments)
+    function = _function_of(spec.stage)
+    if spec.stage == "tokenize":
+        function = partial(function, workers=arguments.workers)
+    run_stage(function, spec, store, say, lock_note=_job_note(), environ=os.environ)
+    if spec.stage == "tokenize":
+        from pipeline_lib.data.tokenize import refuse_losses
+
+        refuse_losses(spec, store)
+    if spec.stage == "report":
+        from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
+        from pipeline_lib.tracking.feed import hand_over
+
+        hand_over(spec, store, REPORT_NAME, SUMMARY_NAME, say)
+
+
+def _spec_to_run(arguments: argparse.Namespace) -> tuple[Spec, Store]:
+    """Return the spec that a command is given, with what `--where` says, and its store.
+
+    Raises PipelineError for another stage's spec, ConfigError for one of another code version whose
+    result is not there.
+    """
     store = Store.around(arguments.spec, os.environ)
     spec = store.read_spec(arguments.spec)
     if getattr(arguments, "where", None) is not None:
@@ -216,50 +253,22 @@ def run_one_stage(arguments: argparse.Namespace) -> None:
         )
     if not store.is_sealed(spec.ref):
         refuse_other_version(spec)
-    note: dict[str, Any] = (
-        {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
-    )
-    lock_digest = None
-    if spec.stage == "train":
-        from pipeline_lib.launch.stage import launcher, next_attempt
-
-        lock_digest = run_digest(spec)
-        stage = launcher(arguments.plan.with_suffix(""), os.environ)
-        note["attempt"] = next_attempt(store.run_dir(lock_digest))
-    elif spec.stage == "tokenize":
-        from pipeline_lib.data.tokenize import refuse_losses, run
-
-        stage = partial(run, workers=arguments.workers)
-    else:
-        stage = _function_of(spec.stage)
-    run_stage(stage, spec, store, say, lock_digest, note, os.environ)
-    if spec.stage == "tokenize":
-        refuse_losses(spec, store)
-    if spec.stage == "report":
-        from pipeline_lib.report.stage import REPORT_NAME, SUMMARY_NAME
-        from pipeline_lib.tracking.feed import hand_over
-
-        hand_over(spec, store, REPORT_NAME, SUMMARY_NAME, say)
+    return spec, store
 
 
-def _function_of(stage: str) -> StageFunction:
+def _job_note() -> dict[str, Any]:
+    """Return what a stage's lock says of the SLURM job that it runs in."""
+    return {"slurm_job": os.environ[JOB_VARIABLE]} if JOB_VARIABLE in os.environ else {}
+
+
+def _function_of(stage: str) -> Callable[..., dict[str, Any]]:
     """Return the stage's function, imported when needed: most stages do not need torch."""
-    function: Callable[..., dict[str, object]]
+    if stage == "download":
+        # such as that models need torch: none is loaded
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     with importing():
-        if stage == "download":
-            # such as that models need torch: none is loaded
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-            from pipeline_lib.data.download import run as function
-        elif stage == "shard":
-            from pipeline_lib.data.shard import run as function
-        elif stage == "plan":
-            from pipeline_lib.plan.stage import run as function
-        elif stage == "merge":
-            from pipeline_lib.export.merge import run as function
-        elif stage == "evaluate":
-            from pipeline_lib.evaluate.stage import run as function
-        else:
-            from pipeline_lib.report.stage import run as function
+        module = importlib.import_module(STAGES[stage].module)
+    function: Callable[..., dict[str, Any]] = module.run
     return function
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline_lib.compare.read import Known
-from pipeline_lib.config.compile import WHERE_KEYS
 from pipeline_lib.config.schema import Config, Data, PydocData, source_key
+from pipeline_lib.config.spec_settings import WHERE_KEYS
 from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json

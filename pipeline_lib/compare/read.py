@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pipeline_lib.config.compile import Experiment, run_digest
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.halving import last_decisions
+from pipeline_lib.config.stages import stage_of
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.files import read_jsonl
 from pipeline_lib.core.lenient import Lenient
@@ -148,13 +149,6 @@ def select(texts: Sequence[str], store: Store, say: Say = lambda _: None) -> lis
 
 Read = TypeVar("Read", bound=Lenient)
 _UNREADABLE = (OSError, ValueError, RecursionError, IntegrityError, Unreadable)
-# Parts whose name differs from that of their stage.
-_STAGES = {
-    "model": "download",
-    "generation": "download",
-    "data": "download",
-    "baseline": "evaluate",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +267,7 @@ class _ExperimentReader:
     manifests: dict[str, Manifest] = field(default_factory=dict)
 
     def folder(self, part: str) -> Path:
-        name = part.partition(".")[0]
-        return self.subject.store.sealed(Ref(_STAGES.get(name, name), self.subject.parts[part]))
+        return self.subject.store.sealed(Ref(stage_of(part), self.subject.parts[part]))
 
     def note(self, text: str) -> None:
         self.notes.append(shown(text))

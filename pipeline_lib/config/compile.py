@@ -9,19 +9,12 @@ from typing import Any, Literal, TypeVar
 from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
 from pipeline_lib.config.load import load_sweep
-from pipeline_lib.config.rope import ROPE, settings_with_rope
-from pipeline_lib.config.schema import (
-    VALIDATION_SOURCES,
-    Cluster,
-    Config,
-    FileData,
-    HubRepository,
-    Rows,
-    Weighted,
-)
-from pipeline_lib.config.section import Section, read_settings, settings_of
+from pipeline_lib.config.rope import ROPE
+from pipeline_lib.config.schema import Cluster, Config, HubRepository
+from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.stages import STAGES, Stage, kind_of, stage_of
 from pipeline_lib.config.sweep import collapsed
-from pipeline_lib.config.train import CHOSEN_KEYS, DEALING, PLACEMENT_KEYS, Train, read_train
+from pipeline_lib.config.train import DEALING, PLACEMENT_KEYS, Train, read_train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.store import Ref, Spec, Store
 from pipeline_lib.core.text import did_you_mean
@@ -29,40 +22,17 @@ from pipeline_lib.hub.repository import Repository
 from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions
 
 # Compilation is a pure function of the config, with hub repositories pinned to commits, and of the
-# content hashes of the local files it names. The versions below are bumped by hand when a stage's
-# code begins to compute something else from the same settings.
+# content hashes of the local files it names.
 
 Found = TypeVar("Found")
 Refuse = Callable[[Config], None]
 Learn = Callable[[Config], None]
 
-VERSIONS = {
-    **{"download": 2, "tokenize": 4, "shard": 2, "plan": 18},
-    **{"train": 4, "merge": 4, "evaluate": 4, "report": 2},
-}
 # Since version 4 the rate of the last update is above 0; a constant rate is what it was before.
 CONSTANT_RATE_VERSION = 3
 # Since version 5 dropout is drawn by block, and not by rank.
 DROPOUT_VERSION = 5
 
-# The part that is the evaluation of the base model, an instance of the stage `evaluate`.
-BASELINE = "baseline"
-
-# The end results of an experiment; results/NAME links to them.
-PRODUCTS = ("report", "merge")
-
-# Keys of a source that give its location. Specs have the hash of the content there instead.
-WHERE_KEYS = frozenset({"path", "tokenizer"})
-# Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are
-# used.
-ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
-USE_KEYS = frozenset(Weighted.model_fields)
-# Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
-# is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
-# sealed already.
-UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "shards"})
-# Stages whose specs may have something in `where`: `unhashed_settings`.
-UNHASHED_STAGES = ("download", "tokenize", "shard")
 SHOWN_NAMES = 5  # of experiments of a sweep, in a message
 
 
@@ -86,81 +56,51 @@ class Experiment:
 def compile_config(config: Config, content: Content) -> Experiment:
     """Compile `config` to an experiment, given the hashes of the local files that it names."""
     specs: dict[str, Spec] = {}
-    unhashed = unhashed_settings(config)
-
-    def add(
-        part: str, stage: str, settings: Mapping[str, Any], reads: tuple[str, ...] = ()
-    ) -> None:
-        inputs = {name: specs[name].ref for name in reads}
-        specs[part] = Spec(stage, VERSIONS[stage], settings, inputs, unhashed.get(part, {}))
-
-    def add_download(part: str, kind: str, source: Any, hashes: Mapping[str, str]) -> None:
-        add(part, "download", {"kind": kind, **_keyed_source(source, hashes)})
-
-    add_download("model", "model", config.model, content.model)
-    generation: tuple[
-        str, ...
-    ] = ()  # only of a local model; published with the result, without effect on the training
-    if content.generation:
-        add_download("generation", "generation", config.model, content.generation)
-        generation = ("generation",)
-    data_parts = tuple(f"data.{index}" for index in range(len(config.data.sources)))
-    for part, source, hashes in zip(data_parts, config.data.sources, content.data, strict=True):
-        add_download(part, "data", source, hashes)
-    add("tokenize", "tokenize", _tokenize_settings(config), ("model", *data_parts))
-    add("shard", "shard", _shard_settings(config), ("tokenize",))
-    add("plan", "plan", _plan_settings(config, content), ("model", "tokenize", "shard"))
-    specs["train"] = training_of(specs["plan"])
-    add("merge", "merge", settings_of(config.merge), ("model", *generation, "train"))
-    # The documents of which source were held out is in the tokenize stage's arrays, and of interest
-    # for several only.
-    by_source = ("tokenize",) if len(config.data.held_out_sources) > 1 else ()
-    # The base's evaluation depends on no training: experiments with the same model, data and
-    # settings share it.
-    add(
-        BASELINE,
-        "evaluate",
-        _evaluate_settings(config),
-        ("model", *generation, "tokenize", "shard"),
-    )
-    reads = ("model", *generation, "merge", "shard", BASELINE, *by_source)
-    add("evaluate", "evaluate", _evaluate_settings(config), reads)
-    report_reads = (
-        "model",
-        *data_parts,
-        "tokenize",
-        "shard",
-        "train",
-        "merge",
-        BASELINE,
-        "evaluate",
-    )
-    add("report", "report", {"experiment": config.experiment}, report_reads)
+    for stage in STAGES.values():
+        for kind in stage.parts:
+            for part in _parts_of(kind, config, content):
+                specs[part] = _compiled(stage, part, specs, config, content)
     return Experiment(config, specs)
 
 
-def is_of_base(spec: Spec) -> bool:
-    """Return whether `spec` is the evaluation of a base model by itself."""
-    return spec.stage == "evaluate" and "merge" not in spec.inputs
+def _parts_of(kind: str, config: Config, content: Content) -> list[str]:
+    """Return the parts of `kind` that the experiment has."""
+    if kind == "data":
+        return [f"data.{index}" for index in range(len(config.data.sources))]
+    if kind == "generation" and not content.generation:
+        return []
+    return [kind]
 
 
-def _plan_settings(config: Config, content: Content) -> dict[str, Any]:
-    """Return the plan stage's settings; `held` lists keys that `strategy: auto` must not change."""
-    train = settings_of(config.train)
-    if content.deepspeed_json is not None:
-        # in place of its path: queued jobs keep it when it is edited
-        train["deepspeed_json"] = content.deepspeed_json
-    settings: dict[str, Any] = {
-        "experiment": config.experiment,
-        "cluster": settings_of(config.cluster, exclude=frozenset({"measured"})),
-        "train": train,
-        "tracking": settings_of(config.tracking),
-    }
-    if content.measured is not None:
-        settings["measured"] = content.measured
-    if config.train.strategy == "auto":
-        settings["held"] = held_keys(config.train)
-    return settings_with_rope(settings, config.model.rope)
+def _compiled(
+    stage: Stage, part: str, above: Mapping[str, Spec], config: Config, content: Content
+) -> Spec:
+    """Return the spec of `part`; `above` has the specs of the parts before it."""
+    if stage.settings is None:
+        return training_of(above["plan"])
+    read = set(stage.parts[kind_of(part)])
+    if part == "evaluate" and len(config.data.held_out_sources) < 2:
+        # It tells the sources of held-out documents apart, which matters for several only.
+        read.remove("tokenize")
+    return Spec(
+        stage.name,
+        stage.version,
+        stage.settings(config, content, part),
+        {name: spec.ref for name, spec in above.items() if kind_of(name) in read},
+        unhashed_settings(config, part),
+    )
+
+
+def unhashed_settings(config: Config, part: str) -> dict[str, Any]:
+    """Return what the spec of `part` has in `where`.
+
+    It is not in its digest, so that another config may write other values to the same spec file: a
+    frozen experiment takes its own from its config.
+    """
+    stage = STAGES.get(stage_of(part))
+    if stage is None or stage.unhashed is None:
+        return {}
+    return stage.unhashed(config, part)
 
 
 def training_of(plan: Spec) -> Spec:
@@ -188,7 +128,7 @@ def version_of_training(train: Train) -> int:
     """Return the version of the code that computes such a training."""
     if train.lora.dropout > 0:
         return DROPOUT_VERSION
-    return CONSTANT_RATE_VERSION if train.lr_schedule == "constant" else VERSIONS["train"]
+    return CONSTANT_RATE_VERSION if train.lr_schedule == "constant" else STAGES["train"].version
 
 
 def refuse_other_version(spec: Spec) -> None:
@@ -196,7 +136,7 @@ def refuse_other_version(spec: Spec) -> None:
     ours = (
         version_of_training(read_train(spec.settings))
         if spec.stage == "train"
-        else VERSIONS[spec.stage]
+        else STAGES[spec.stage].version
     )
     if spec.version != ours:
         problem = (
@@ -204,15 +144,6 @@ def refuse_other_version(spec: Spec) -> None:
             f"{ours}; run snakemake again"
         )
         raise ConfigError(f"the spec {spec.digest} of {spec.stage}", [problem])
-
-
-def held_keys(train: Train) -> list[str]:
-    """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
-    return [
-        key
-        for key in CHOSEN_KEYS
-        if key in train.model_fields_set and getattr(train, key) != "auto"
-    ]
 
 
 def run_digest(train: Spec) -> str:
@@ -338,96 +269,6 @@ def pinned(config: Config, revisions: Revisions) -> Config:
     pinned_config = config.model_copy(update={"model": pin(config.model, "model"), "data": data})
     revisions.save()
     return pinned_config
-
-
-def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """Return a source's settings, with the hashes of its files in place of its paths."""
-    left_out = (
-        WHERE_KEYS | USE_KEYS | {ROPE} | (ROW_KEYS if isinstance(source, Rows) else frozenset())
-    )
-    if isinstance(source, FileData):
-        left_out |= {"split"}  # says where the files are, as the path does
-    settings: dict[str, Any] = source.model_dump(
-        mode="json", exclude_defaults=True, exclude=set(left_out)
-    )
-    settings["source"] = source.source
-    if hashes:
-        settings["content"] = dict(sorted(hashes.items()))
-    return settings
-
-
-def unhashed_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """Return what the specs of `config` have in `where`, by part.
-
-    It is not in their digests, so that another config may write other values to the same spec
-    files: a frozen experiment takes its own from its config.
-    """
-    of_model = _where(config.model)
-    of_data = {f"data.{index}": _where(source) for index, source in enumerate(config.data.sources)}
-    of_stages = {
-        name: _unhashed(section)
-        for name, section in (("tokenize", config.tokenize), ("shard", config.shard))
-    }
-    return {"model": of_model, "generation": of_model, **of_data, **of_stages}
-
-
-def _unhashed(section: Section) -> dict[str, Any]:
-    return {key: value for key, value in settings_of(section).items() if key in UNHASHED_KEYS}
-
-
-def _where(source: Any) -> dict[str, str]:
-    """Return a source's locations as absolute paths, since several clones may share a store."""
-    found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
-    where = {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
-    return (
-        where | {"split": source.split} if isinstance(source, FileData) and source.split else where
-    )
-
-
-def _tokenize_settings(config: Config) -> dict[str, Any]:
-    """Return the section's settings and, if any source sets how rows are read, each source's."""
-    row_keys = [
-        settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS)
-        if isinstance(source, Rows)
-        else {}
-        for source in config.data.sources
-    ]
-    settings = {
-        **settings_of(config.tokenize, exclude=UNHASHED_KEYS),
-        **_validation_sources(config),
-    }
-    return {**settings, "sources": row_keys} if any(row_keys) else settings
-
-
-def _shard_settings(config: Config) -> dict[str, Any]:
-    """Return the section's settings, held-out fraction and sources' weights unless all are 1."""
-    hashed = settings_of(config.shard, exclude=UNHASHED_KEYS)
-    settings = {
-        **hashed,
-        "validation_fraction": config.data.held_out_fraction,
-        **_validation_sources(config),
-    }
-    weights = [source.weight for source in config.data.train]
-    return {**settings, "weights": weights} if set(weights) != {1.0} else settings
-
-
-def _validation_sources(config: Config) -> dict[str, int]:
-    """Return how many sources are held out: the last of the stage's inputs or its samples."""
-    return {VALIDATION_SOURCES: len(config.data.validation)} if config.data.validation else {}
-
-
-def _evaluate_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of the section and, if it has prompts, the default system text and tools.
-
-    These begin the conversations that have none of their own. The variables of the chat template
-    belong to all.
-    """
-    settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
-    asked_with = ("system", "tools", "chat_template_kwargs")
-    context = {
-        key: value for key, value in settings_of(config.tokenize).items() if key in asked_with
-    }
-    return {**settings, "context": context} if config.evaluate.prompts and context else settings
 
 
 # A rehearsal: the training of an experiment to its first save, resumed to its second save, and

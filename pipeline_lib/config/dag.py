@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.compile import (
-    PRODUCTS,
-    UNHASHED_STAGES,
     Experiment,
     Learn,
     Refuse,
     Rehearsal,
-    is_of_base,
     open_sweep,
     rehearsal_of,
     unhashed_settings,
@@ -36,6 +33,7 @@ from pipeline_lib.config.halving import (
     rungs_of,
 )
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.stages import PRODUCTS, STAGES, is_of_base
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.files import (
     canonical_json,
@@ -47,7 +45,6 @@ from pipeline_lib.core.files import (
     write_json,
 )
 from pipeline_lib.core.store import DIGEST_CHARS, Ref, Spec, Store
-from pipeline_lib.core.units import count
 
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
@@ -296,50 +293,30 @@ class Dag:
         at any time.
         """
         spec = self._spec(digest)
-        return ["--where", json.dumps(dict(spec.where))] if spec.stage in UNHASHED_STAGES else []
+        if STAGES[spec.stage].unhashed is None:
+            return []
+        return ["--where", json.dumps(dict(spec.where))]
 
     def title(self, digest: str) -> str:
         """Return one line about a stage instance, for the job list of a dry run."""
         spec = self._spec(digest)
         owners = self._owners(digest)
         config = owners[0].config
-        where = count(config.cluster.ranks, f"{config.cluster.device} ranks")
         parts = [part for part, each in owners[0].specs.items() if each.digest == digest]
-        sources = count(len(config.data.sources), "sources")
-        if is_of_base(spec):
-            judged = (
-                "base model on held-out answers"
-                if config.data.held_out_sources
-                else "answers of the base model"
-            )
-        elif config.data.held_out_sources:
-            judged = "base against tuned on held-out answers"
-        else:
-            judged = "answers of base and tuned"
-        details = {
-            "download": ", ".join(parts),
-            "tokenize": f"{sources}, up to {config.tokenize.max_tokens} tokens a sample",
-            "shard": f"blocks of {config.shard.block_tokens} tokens in "
-            f"{count(config.shard.shards, 'files')}",
-            "plan": where,
-            "train": f"{config.train.method} fine-tuning by {config.train.strategy} on {where}",
-            "merge": "model folder in Hugging Face format, checked against the trained model",
-            "evaluate": judged,
-            "report": "one page with everything",
-        }
+        detail = STAGES[spec.stage].title(config, parts)
         if digest in self._to_rungs:
-            details["train"] += f", to step {spec.settings['until_step']}, where the best go on"
+            detail += f", to step {spec.settings['until_step']}, where the best go on"
         elif self.rehearsal:
-            details[spec.stage] = self.rehearsal.title(digest) or details[spec.stage]
+            detail = self.rehearsal.title(digest) or detail
         shared = f", shared with {len(owners) - 1} more" if len(owners) > 1 else ""
-        return f"{config.experiment}: {spec.stage} ({details[spec.stage]}{shared})"
+        return f"{config.experiment}: {spec.stage} ({detail}{shared})"
 
     def titles(self) -> dict[str, str]:
         """Return the titles of all stage instances, by digest."""
         return {digest: self.title(digest) for digest in (*self._placed, *self._to_rungs)}
 
     def link_results(self, results: Path = RESULTS) -> None:
-        """Link RESULTS/NAME/{report.html,model} of each experiment to its finished results."""
+        """Link the finished PRODUCTS of each experiment, as the function `link_results` does."""
         for experiment in self.experiments:
             link_results(experiment, self.store, results)
 
@@ -381,19 +358,19 @@ class Dag:
 
 
 def link_results(experiment: Experiment, store: Store, results: Path = RESULTS) -> dict[str, Path]:
-    """Link RESULTS/NAME/{report.html,model} to finished results; return the links.
+    """Link RESULTS/NAME/{report.html,model} to finished PRODUCTS; return the links.
 
     A link of ours that leads to nothing, or into another store, is removed. A file or folder that
     the user put there is left alone.
     """
     links = {}
-    for part, (name, inside) in zip(
-        PRODUCTS, (("report.html", "report.html"), ("model", "")), strict=True
-    ):
-        link = results / experiment.name / name
+    for part, product in PRODUCTS.items():
+        if part not in experiment.specs:  # a stage that is newer than the frozen experiment
+            continue
+        link = results / experiment.name / product.link
         ref = experiment.ref(part)
         if store.is_sealed(ref) and (link.is_symlink() or not link.exists()):
-            replace_link(link, store.sealed(ref) / inside)
+            replace_link(link, store.sealed(ref) / product.file)
             links[link.stem] = link
         elif _leads_astray(link, part, store):
             link.unlink(missing_ok=True)
@@ -433,12 +410,10 @@ def _write_or_touch(path: Path, content: dict[str, Any]) -> None:
 
 def _thaw(frozen: Mapping[str, Any], store: Store) -> Experiment:
     config = Config.model_validate_json(canonical_json(frozen["config"]))
-    unhashed = unhashed_settings(config)
     specs = {}
     for part, digest in frozen["parts"].items():
         # Another config may have written the spec since: the same digest, and other values beside
         # it.
-        specs[part] = replace(
-            store.read_spec(store.spec_path(digest)), where=unhashed.get(part, {})
-        )
+        spec = store.read_spec(store.spec_path(digest))
+        specs[part] = replace(spec, where=unhashed_settings(config, part))
     return Experiment(config, specs)

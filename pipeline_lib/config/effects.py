@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline_lib.config.stages import onwards
 from pipeline_lib.config.train import PLACEMENT_KEYS, in_file
 
 
@@ -21,14 +22,13 @@ class Result(StrEnum):
 
 
 # Stages whose digests change together, because each reads the result of the one before it.
-REPORT = ("report",)
-EVALUATE = ("evaluate", *REPORT)
-MERGE = ("merge", *EVALUATE)
-TRAIN = ("plan", "train", *MERGE)
-SHARD = ("shard", *TRAIN)
-TOKENIZE = ("tokenize", *SHARD)
-DOWNLOAD = ("download", *TOKENIZE)
-PLAN = ("plan",)
+EVALUATE = onwards("evaluate")
+MERGE = onwards("merge")
+PLAN = onwards("plan")
+TRAIN = PLAN + onwards("train")
+SHARD = onwards("shard")
+TOKENIZE = onwards("tokenize")
+DOWNLOAD = onwards("download")
 NOTHING = ()
 
 

@@ -480,6 +480,16 @@ CHOSEN_KEYS = (
     "save_async",
 )
 
+
+def held_keys(train: Train) -> list[str]:
+    """Return the keys of CHOSEN_KEYS that the config file sets to a value other than `auto`."""
+    return [
+        key
+        for key in CHOSEN_KEYS
+        if key in train.model_fields_set and getattr(train, key) != "auto"
+    ]
+
+
 # Keys of `train` that say where and how often, not what is computed: recorded with the run, never
 # in its key.
 PLACEMENT_KEYS = frozenset(

@@ -26,9 +26,9 @@ from pipeline_lib.lineage.record import (
     attempt_text,
     code_text,
     link_of,
+    newest_first,
     parse_manifest,
     parse_record,
-    place_of,
     settings_in,
     sources_of,
 )
@@ -62,7 +62,7 @@ def model_card(
     """
     made = {
         part: parse_manifest(record.links[part].manifest, part)
-        for part in sorted(record.links, key=place_of)
+        for part in sorted(record.links, key=newest_first)
     }
     base = base_model(record)
     sources = [

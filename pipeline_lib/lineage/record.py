@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline_lib.config.stages import place_of
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import json_text, read_json, sha256_file, sha256_text
 from pipeline_lib.core.run_folder import EVENTS_NAME
@@ -19,18 +20,6 @@ from pipeline_lib.core.store import MANIFEST_NAME, Manifest, Ref, Store, read_ma
 # Links: what a result was made from, back to the sources, as the manifests record it.
 
 CODE = "code"  # the key of the git commit in `versions`
-NEWEST_FIRST = (
-    "report",
-    "evaluate",
-    "baseline",
-    "merge",
-    "train",
-    "shard",
-    "tokenize",
-    "data",
-    "generation",
-    "model",
-)
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ def chain(inputs: Mapping[str, Sealed]) -> list[LineageLink]:
         link_of(
             part, inputs[part].manifest, RunRecord.read(inputs[part].file(EVENTS_NAME)).attempts
         )
-        for part in sorted(inputs, key=place_of)
+        for part in sorted(inputs, key=newest_first)
     ]
 
 
@@ -72,7 +61,8 @@ def link_of(part: str, manifest: Manifest, attempts: Sequence[Attempt] = ()) -> 
         stage=manifest.stage,
         digest=manifest.digest,
         made_from=[
-            (name, manifest.inputs[name].digest) for name in sorted(manifest.inputs, key=place_of)
+            (name, manifest.inputs[name].digest)
+            for name in sorted(manifest.inputs, key=newest_first)
         ],
         sources=sources_of(manifest),
         versions=manifest.versions,
@@ -141,11 +131,10 @@ def code_text(versions: Mapping[str, str]) -> str:
     )
 
 
-def place_of(part: str) -> tuple[int, int]:
-    """Return the sort key of `part` (`train`, `data.1`) in the lineage, newest stage first."""
-    name, _, number = part.partition(".")
-    known = NEWEST_FIRST.index(name) if name in NEWEST_FIRST else len(NEWEST_FIRST)
-    return known, int(number) if number.isdecimal() else 0
+def newest_first(part: str) -> tuple[int, int]:
+    """Return the sort key of `part` (`train`, `data.1`) in the lineage: the last stage is first."""
+    place, number = place_of(part)
+    return -place, number
 
 
 # lineage.json of a model folder: the manifests of everything it was made from, so that a copied
@@ -197,7 +186,7 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
     """
     links: dict[str, ManifestEntry] = {}
     waiting: list[tuple[str, Path, str | None]] = [
-        (part, inputs[part].path, None) for part in sorted(inputs, key=place_of)
+        (part, inputs[part].path, None) for part in sorted(inputs, key=newest_first)
     ]
     asked_for = set(inputs)
     while waiting:
@@ -208,7 +197,7 @@ def record_of(inputs: Mapping[str, Sealed], store: Store, say: Say) -> Record:
             say(f"merge: the lineage leaves out {part}: {error}")
             continue
         links[part] = _entry(path, wanted_sha256)
-        for name in sorted(manifest.inputs.keys() - asked_for, key=place_of):
+        for name in sorted(manifest.inputs.keys() - asked_for, key=newest_first):
             entry = manifest.inputs[name]
             waiting.append(
                 (name, store.sealed(Ref(entry.stage, entry.digest)), entry.manifest_sha256)

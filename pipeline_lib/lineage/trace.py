@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import DataError, IntegrityError
 from pipeline_lib.core.files import json_text, sha256_file, sha256_text
 from pipeline_lib.core.run_folder import EVENTS_NAME
@@ -37,9 +38,9 @@ from pipeline_lib.lineage.record import (
     code_text,
     is_same_model,
     link_of,
+    newest_first,
     parse_manifest,
     parse_record,
-    place_of,
     read_record,
     settings_in,
 )
@@ -48,7 +49,6 @@ from pipeline_lib.lineage.record import (
 
 VERIFIED, SAME_SIZES, REMADE, RECORDED = "verified", "sizes agree", "made again", "not here"
 UNKNOWN, DAMAGED = "unknown", "DAMAGED"
-MADE_BY_US = frozenset({"download", "tokenize", "shard", "train", "merge"})
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
@@ -104,7 +104,7 @@ def check(traced: Traced, record: Record | None, checks: Checks) -> Manifest | N
 
     The store's manifest is used if it is the recorded one, else the record's if there is one.
     """
-    if traced.ref.stage not in MADE_BY_US or not _DIGEST.fullmatch(traced.ref.digest):
+    if traced.ref.stage not in STAGES or not _DIGEST.fullmatch(traced.ref.digest):
         traced.problems.append(
             f"{traced.part}: {traced.ref.stage} {traced.ref.digest} is not a stage instance"
         )
@@ -313,7 +313,7 @@ def _attach_inputs(merge: _Merge, checks: Checks) -> _Merge | None:
     base = None
     while waiting:
         above, manifest = waiting.pop(0)
-        for part in sorted(manifest.inputs, key=place_of):
+        for part in sorted(manifest.inputs, key=newest_first):
             wanted = manifest.inputs[part]
             ref = Ref(wanted.stage, wanted.digest)
             if part in seen:

@@ -8,10 +8,9 @@ from typing import Any
 
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import recompute_of
-from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.schema import Cluster, Config, Evaluate, FileData, Tracking
 from pipeline_lib.config.section import settings_of
-from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, in_file
+from pipeline_lib.config.train import AUTO, PLACEMENT_KEYS, Train, held_keys, in_file
 from pipeline_lib.core.errors import DataError, PipelineError
 from pipeline_lib.core.store import Store
 from pipeline_lib.core.units import GIGA, gib, gigabytes, rounded

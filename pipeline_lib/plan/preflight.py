@@ -9,7 +9,7 @@ from shutil import disk_usage
 from pipeline_lib.arch.families import PLANNED, SUPPORTED
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.checks import cross_check
-from pipeline_lib.config.compile import held_keys, run_digest
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.content import (
     data_files,
     is_data_file,
@@ -19,7 +19,7 @@ from pipeline_lib.config.content import (
 )
 from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel, Tokenize
 from pipeline_lib.config.section import settings_of
-from pipeline_lib.config.train import AUTO, Train
+from pipeline_lib.config.train import AUTO, Train, held_keys
 from pipeline_lib.core.errors import ConfigError, DataError
 from pipeline_lib.core.files import is_linkable, list_files, nearest_existing
 from pipeline_lib.core.run_folder import CHECKPOINTS

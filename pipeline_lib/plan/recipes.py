@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
-from pipeline_lib.config.compile import held_keys
 from pipeline_lib.config.load import load_configs
 from pipeline_lib.config.schema import Config, HubModel
+from pipeline_lib.config.train import held_keys
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
 from pipeline_lib.plan.answer import Question, answer

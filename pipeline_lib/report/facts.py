@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from pipeline_lib.config.stages import place_of
 from pipeline_lib.core.files import read_json, read_jsonl
 from pipeline_lib.core.lenient import Lenient, unusable
 from pipeline_lib.core.rank_use import PEAK_MEMORY, UTILIZATION, RankUse
@@ -37,17 +38,6 @@ from pipeline_lib.report.wall_time import Span, wall_time
 from pipeline_lib.train.metrics import speed, training_time_s
 
 Read = TypeVar("Read", bound=Lenient)
-ORDER = (
-    "model",
-    "generation",
-    "data",
-    "tokenize",
-    "shard",
-    "train",
-    "merge",
-    "baseline",
-    "evaluate",
-)
 
 
 @dataclass(frozen=True)
@@ -218,7 +208,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
     evaluate = inputs["evaluate"]
     return ReportFacts(
         experiment=experiment,
-        manifests={part: inputs[part].manifest for part in sorted(inputs, key=_place)},
+        manifests={part: inputs[part].manifest for part in sorted(inputs, key=place_of)},
         links=chain(inputs),
         ledger=read_one(Ledger, tokenize.file("ledger.json")),
         preview=read_rows(PreviewSample, tokenize.file("preview.json"), read_json),
@@ -233,12 +223,6 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
         generations=read_rows(Generation, evaluate.file("generations.jsonl"), read_jsonl),
         parity=read_one(Parity, merge.file("parity.json")),
     )
-
-
-def _place(part: str) -> tuple[int, int]:
-    """Return the position of `part` in the pipeline; a stored spec names inputs by alphabet."""
-    name, _, number = part.partition(".")
-    return ORDER.index(name), int(number or 0)
 
 
 def read_one(kind: type[Read], path: Path) -> Read:

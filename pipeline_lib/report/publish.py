@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
 
-from pipeline_lib.config.compile import Experiment, held_keys
+from pipeline_lib.config.compile import Experiment
 from pipeline_lib.config.dag import Dag, link_results
 from pipeline_lib.config.schema import Config
-from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED
+from pipeline_lib.config.train import CHOSEN_KEYS, RENAMED, held_keys
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import json_text, read_json, remove_dir, write_text

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline_lib.config.content import WEIGHTS_SUFFIXES
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.stages import JobKind
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError, PipelineError
 from pipeline_lib.core.files import read_json, unreadable_named
@@ -20,7 +21,6 @@ from pipeline_lib.plan.answer import Question, answer, question_of
 from pipeline_lib.plan.memory import host_need_of_plan
 from pipeline_lib.plan.stages import (
     FILE_BYTES_S,
-    Need,
     Run,
     evaluation_need,
     loading_need,
@@ -43,6 +43,8 @@ from pipeline_lib.slurm.cluster import (
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
+# Jobs of these kinds open the files of weights that they are given.
+OPENS_WEIGHTS: frozenset[JobKind] = frozenset({"load", "merge", "evaluate"})
 _UNKNOWN_MB = 64_000
 
 # Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments
@@ -188,42 +190,36 @@ def _bytes_in(sealed: Path, with_weights: bool) -> int:
     )
 
 
-def tokenize_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
-    """Return the request to tokenize files of `read_bytes` bytes."""
-    return _request_for(tokenize_need(config.tokenize.near_duplicates is not None, read_bytes))
-
-
-def shard_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
-    """Return the request to pack token files of `read_bytes` bytes."""
-    return _request_for(shard_need(read_bytes))
-
-
-def reading_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
-    """Return the request of a stage that does little but read: the plan, the report."""
-    return _request_for(reading_need("plan", read_bytes))
-
-
-def merge_request(config: Config, store: Store, read_bytes: int) -> JobRequest:
-    """Return the request to merge a base model and trained weights of `read_bytes` in total."""
-    return _request_for(merge_need(_run_of(config, store), read_bytes))
-
-
-def loading_request(
-    config: Config, store: Store, read_bytes: int, most_cpus: int | None = None
+def stage_request(
+    kind: JobKind, config: Config, store: Store, read_bytes: int, most_cpus: int | None = None
 ) -> JobRequest:
-    """Return the request of one process that reads `read_bytes` bytes and holds a whole model.
+    """Return the request of a job of one task of that `kind`, which reads `read_bytes` bytes.
 
-    The model is on GPUs, or in fp32 on CPUs. `most_cpus` is the number of CPUs of the largest node
-    without GPUs, if known.
+    What loads a model has it on GPUs, or in fp32 on CPUs: `most_cpus` is the number of CPUs of the
+    largest node without GPUs, if known.
     """
-    return _request_for(loading_need(_run_of(config, store), read_bytes, most_cpus))
-
-
-def evaluation_request(
-    config: Config, store: Store, read_bytes: int, most_cpus: int | None = None
-) -> JobRequest:
-    """Return the request to evaluate two models of `read_bytes` in total, with computing time."""
-    return _request_for(evaluation_need(_run_of(config, store), read_bytes, most_cpus))
+    match kind:
+        case "tokenize":
+            need = tokenize_need(config.tokenize.near_duplicates is not None, read_bytes)
+        case "pack":
+            need = shard_need(read_bytes)
+        case "read":
+            need = reading_need("plan", read_bytes)
+        case "merge":
+            need = merge_need(_run_of(config, store), read_bytes)
+        case "load":
+            need = loading_need(_run_of(config, store), read_bytes, most_cpus)
+        case "evaluate":
+            need = evaluation_need(_run_of(config, store), read_bytes, most_cpus)
+    return JobRequest(
+        nodes=1,
+        tasks_per_node=1,
+        cpus_per_task=need.cpus,
+        gpus_per_node=need.gpus,
+        memory_mb=1000 * math.ceil(need.host_bytes / GIGA),
+        runtime_minutes=_STAGE_MINUTES + math.ceil((need.work_s or 0) / _MINUTE_S),
+        warning_s=0,
+    )
 
 
 def too_long_evaluation(
@@ -291,15 +287,3 @@ def _run_of(config: Config, store: Store) -> Run:
 def most_cpus_of(nodes: list[NodeGroup]) -> int | None:
     """Return the number of CPUs of the largest of `nodes`; None without nodes."""
     return max((group.cpus for group in nodes), default=None)
-
-
-def _request_for(need: Need) -> JobRequest:
-    return JobRequest(
-        nodes=1,
-        tasks_per_node=1,
-        cpus_per_task=need.cpus,
-        gpus_per_node=need.gpus,
-        memory_mb=1000 * math.ceil(need.host_bytes / GIGA),
-        runtime_minutes=_STAGE_MINUTES + math.ceil((need.work_s or 0) / _MINUTE_S),
-        warning_s=0,
-    )

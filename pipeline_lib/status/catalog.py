@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import PRODUCTS, run_digest
+from pipeline_lib.config.compile import run_digest
 from pipeline_lib.config.halving import (
     RUNG_LOGS,
     decision_path,
@@ -18,6 +18,7 @@ from pipeline_lib.config.halving import (
     read_halving,
     rung_digests,
 )
+from pipeline_lib.config.stages import PRODUCTS
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.files import unreadable_named
 from pipeline_lib.core.store import Ref, Spec, Store

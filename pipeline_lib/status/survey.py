@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import BASELINE, is_of_base, run_digest
+from pipeline_lib.config.compile import run_digest
+from pipeline_lib.config.stages import BASELINE, is_of_base
 from pipeline_lib.core.errors import IntegrityError, Unreadable
 from pipeline_lib.core.lock import holder
 from pipeline_lib.core.run_record import RunRecord, text_of

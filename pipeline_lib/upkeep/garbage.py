@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_lib.config.compile import PRODUCTS
+from pipeline_lib.config.stages import PRODUCTS, STAGES
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.store import Store
 from pipeline_lib.slurm.job import QueuedJob
@@ -28,7 +28,7 @@ from pipeline_lib.upkeep.inventory import (
 from pipeline_lib.upkeep.live import RECENT_S, Live, find_live
 from pipeline_lib.upkeep.needs import Needs, named, unmatched
 
-_ORDER = ("report", "evaluate", "merge", "train", "plan", "shard", "tokenize", "download")
+_LAST_FIRST = tuple(reversed(STAGES))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _last_first(one: Made) -> tuple[int, bool, str]:
     """Return a sort key: results before what they are made from, also within a stage."""
     inputs = one.manifest.inputs.values() if one.manifest else ()
     reads_own_stage = any(entry.stage == one.ref.stage for entry in inputs)
-    place = _ORDER.index(one.ref.stage) if one.ref.stage in _ORDER else -1
+    place = _LAST_FIRST.index(one.ref.stage) if one.ref.stage in STAGES else -1
     return place, not reads_own_stage, one.ref.digest
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pipeline_lib.config.compile import WHERE_KEYS
+from pipeline_lib.config.spec_settings import WHERE_KEYS
 from pipeline_lib.core.errors import ConfigError, IntegrityError
 from pipeline_lib.core.store import Spec
 from pipeline_lib.core.text import did_you_mean

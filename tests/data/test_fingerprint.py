@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline_lib.config import compile as compiler
+from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import IntegrityError
 
 from .conftest import Pipeline
@@ -139,7 +140,8 @@ def test_another_version_of_a_stage_is_another_path_from_there_on(
 ) -> None:
     before = digests(own)
 
-    monkeypatch.setitem(compiler.VERSIONS, stage, compiler.VERSIONS[stage] + 1)
+    row = STAGES[stage]
+    monkeypatch.setitem(STAGES, stage, replace(row, version=row.version + 1))
 
     after = digests(own)
     order = ["download", "tokenize", "shard"]

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from pipeline_lib.arch.families import read_geometry
-from pipeline_lib.config.compile import VERSIONS, Experiment, open_experiment
+from pipeline_lib.config.compile import Experiment, open_experiment
 from pipeline_lib.config.content import measured_content
 from pipeline_lib.config.load import load_config
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import ConfigError, DataError, IntegrityError
 from pipeline_lib.core.files import read_json, write_json
 from pipeline_lib.core.stage import run_stage
@@ -199,7 +200,7 @@ def test_a_model_that_was_downloaded_is_known_by_the_revision_that_is_remembered
     assert remembered is not None
     write_json(remembered, revisions)
     settings = {"kind": "model", "name": "owner/model", "revision": COMMIT, "source": "huggingface"}
-    folder = store.sealed(Spec("download", VERSIONS["download"], settings, {}).ref)
+    folder = store.sealed(Spec("download", STAGES["download"].version, settings, {}).ref)
     write_json(folder / "config.json", {**SIZES, "num_hidden_layers": 5})
     assert find_geometry(config, store) is None, "it is not complete yet"
     seal(folder)

@@ -4,12 +4,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from pipeline_lib.arch.families import published
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.stages import JobKind
 from pipeline_lib.core.errors import ConfigError, IntegrityError, Unreadable
 from pipeline_lib.core.store import Manifest, Ref, Store, describe_files, write_manifest
 from pipeline_lib.plan.answer import Question, question_of
@@ -26,17 +27,12 @@ from pipeline_lib.slurm.request import (
 )
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
-    evaluation_request,
     foreseen,
-    loading_request,
-    merge_request,
     most_cpus_of,
-    reading_request,
     refuse_long_evaluation,
     sealed_bytes,
     sealed_plan,
-    shard_request,
-    tokenize_request,
+    stage_request,
     too_long_evaluation,
     training_request,
 )
@@ -225,8 +221,8 @@ def test_the_plugin_s_words(
 
 def test_the_merge_and_the_evaluation_need_a_gpu_where_the_training_has_some(store: Store) -> None:
     site = Site(partition="big", cpu_partition="small", constraint="fast")
-    merge = stage_resources(merge_request(config_of(), store, 0), site)
-    evaluation = stage_resources(evaluation_request(config_of(), store, 0), site)
+    merge = stage_resources(stage_request("merge", config_of(), store, 0), site)
+    evaluation = stage_resources(stage_request("evaluate", config_of(), store, 0), site)
     assert (merge["gres"], merge["slurm_partition"], merge["constraint"]) == (
         "gpu:1",
         "big",
@@ -236,7 +232,9 @@ def test_the_merge_and_the_evaluation_need_a_gpu_where_the_training_has_some(sto
     assert 10_000 < merge["mem_mb"] < 20_000
     assert 16_000 < evaluation["mem_mb"] < 30_000
     assert set(merge) == set(OF_STAGE)
-    on_cpus = stage_resources(merge_request(config_of(cluster={"cpu_ranks": 2}), store, 0), site)
+    on_cpus = stage_resources(
+        stage_request("merge", config_of(cluster={"cpu_ranks": 2}), store, 0), site
+    )
     assert (on_cpus["gres"], on_cpus["slurm_partition"], on_cpus["constraint"]) == (
         None,
         "small",
@@ -244,8 +242,8 @@ def test_the_merge_and_the_evaluation_need_a_gpu_where_the_training_has_some(sto
     )
     # to the training alone
     given = config_of(cluster={"gpus_per_node": 8, "gpu": "h100", "memory_gb": 2000})
-    assert merge_request(given, store, 0).memory_mb == merge["mem_mb"]
-    assert evaluation_request(given, store, 0).memory_mb == evaluation["mem_mb"]
+    assert stage_request("merge", given, store, 0).memory_mb == merge["mem_mb"]
+    assert stage_request("evaluate", given, store, 0).memory_mb == evaluation["mem_mb"]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +261,7 @@ def test_as_many_gpus_are_asked_for_as_hold_the_model_that_answers(
     config = config_of(
         f"Qwen/Qwen3-{size}", {"gpus_per_node": 8, "gpu": gpu}, strategy="fsdp", method="lora"
     )
-    request = evaluation_request(config, store, 0)
+    request = stage_request("evaluate", config, store, 0)
     assert (request.gpus_per_node, request.memory_mb) == (gpus, memory_gb * 1000)
     assert long_evaluations([config], store) == []
 
@@ -275,7 +273,7 @@ def test_a_model_that_no_gpus_of_a_node_hold_is_scored_on_one_and_does_not_answe
     config = config_of(
         "Qwen/Qwen3-32B", {"gpus_per_node": 2, "gpu": "rtx 4090", "memory_gb": 64}, method="lora"
     )
-    request = evaluation_request(config, store, 0)
+    request = stage_request("evaluate", config, store, 0)
     assert (request.gpus_per_node, request.memory_mb < 20_000) == (1, True)
     (warning,) = long_evaluations([config], store)
     assert warning == (
@@ -307,23 +305,14 @@ def test_what_is_generous_is_no_more_than_there_is() -> None:
     assert fitted(generous, [endless]).runtime_minutes == 10_000
 
 
-REQUESTS = {
-    "tokenize": tokenize_request,
-    "shard": shard_request,
-    "plan": reading_request,
-    "merge": merge_request,
-    "evaluate": evaluation_request,
-    "rehearse": loading_request,
-}
-
-
-@pytest.mark.parametrize("stage", list(REQUESTS))
-def test_the_time_of_a_stage_grows_with_what_it_reads(stage: str, store: Store) -> None:
+@pytest.mark.parametrize("kind", get_args(JobKind))
+def test_the_time_of_a_stage_grows_with_what_it_reads(kind: JobKind, store: Store) -> None:
     """Half an hour for little; of 470 GB, at least what a 200 MB/s disk takes to read them."""
     little, much = (
-        REQUESTS[stage](config_of(), store, size).runtime_minutes for size in (10**6, 470 * 10**9)
+        stage_request(kind, config_of(), store, size).runtime_minutes
+        for size in (10**6, 470 * 10**9)
     )
-    assert little - REQUESTS[stage](config_of(), store, 0).runtime_minutes <= 1
+    assert little - stage_request(kind, config_of(), store, 0).runtime_minutes <= 1
     assert 30 <= little < 90
     assert much > little + 470e9 / 200e6 / 60
 
@@ -364,7 +353,7 @@ def test_the_search_for_near_duplicates_has_the_time_and_memory_that_it_needs(st
     near = config.model_copy(
         update={"tokenize": config.tokenize.model_copy(update={"near_duplicates": 0.8})}
     )
-    without, request = (tokenize_request(each, store, size) for each in (config, near))
+    without, request = (stage_request("tokenize", each, store, size) for each in (config, near))
     assert request.runtime_minutes > without.runtime_minutes + size / (8 * 0.056e6) / 60
     assert request.memory_mb >= without.memory_mb + size / 200 * 1000 / 1e6
 
@@ -379,7 +368,7 @@ def test_the_model_is_looked_up_once_for_the_evaluation(
         return question_of(config, store)
 
     monkeypatch.setattr("pipeline_lib.slurm.sizing.question_of", counted)
-    evaluation_request(config_of(), store, 0)
+    stage_request("evaluate", config_of(), store, 0)
     assert len(asked) == 1
 
 
@@ -401,13 +390,16 @@ def test_an_evaluation_on_cpus_gets_the_hours_that_it_needs_and_the_cpus_of_a_no
             {"cpu_ranks": 8, "cpus_per_rank": 8},
         )
     )
-    with_gpu, without = evaluation_request(on_gpu, store, 0), evaluation_request(on_cpus, store, 0)
+    with_gpu, without = (
+        stage_request("evaluate", on_gpu, store, 0),
+        stage_request("evaluate", on_cpus, store, 0),
+    )
     assert (with_gpu.gpus_per_node, with_gpu.cpus_per_task) == (1, 8)
     assert (without.gpus_per_node, without.cpus_per_task) == (0, 64)
     assert with_gpu.runtime_minutes < 120
     held_out_tokens = 0.05 * 10**7 / 4
     assert without.runtime_minutes > 2 * held_out_tokens * 2 * 8e9 / (64 * 40e9) / 60
-    less = evaluation_request(on_cpus, store, 0, most_cpus_of([SMALL]))
+    less = stage_request("evaluate", on_cpus, store, 0, most_cpus_of([SMALL]))
     assert less.cpus_per_task == 8
     assert less.runtime_minutes > without.runtime_minutes + 30
 

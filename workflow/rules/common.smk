@@ -9,6 +9,7 @@ sys.path.insert(0, workflow.basedir)
 
 from pipeline_lib.config.warnings import warnings_of
 from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
+from pipeline_lib.config.stages import STAGES, onwards
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.text import redact
 from pipeline_lib.core.files import unwritable
@@ -34,17 +35,13 @@ from pipeline_lib.slurm.request import (
 )
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
-    evaluation_request,
+    OPENS_WEIGHTS,
     foreseen,
-    loading_request,
-    merge_request,
     most_cpus_of,
-    reading_request,
     refuse_long_evaluation,
     sealed_bytes,
     sealed_plan,
-    shard_request,
-    tokenize_request,
+    stage_request,
     too_long_evaluation,
     training_request,
 )
@@ -308,28 +305,28 @@ def threads_with_gpus(cluster, cpus):
     return workflow.cores if cluster.gpus_per_node and is_here() else cpus
 
 
-def threads_of_model(wildcards):
-    """Those of the process that holds a whole model: what its job asks for, of which no more are used than there are."""
-    request = requested(loading_request, wildcards.digest, has_weights=True)
-    cluster = EXPERIMENT.config_of(wildcards.digest).cluster
-    return threads_with_gpus(cluster, request.cpus_per_task)
+def threads_of(kind):
+    """Those of a job of that kind, which takes GPUs where there are some; no more are used than there are."""
+
+    def threads(wildcards):
+        request = requested(kind, wildcards.digest)
+        cluster = EXPERIMENT.config_of(wildcards.digest).cluster
+        return threads_with_gpus(cluster, request.cpus_per_task)
+
+    return threads
 
 
-def threads_of_merge(wildcards):
-    """Those of its job; its proof takes a GPU where there is one."""
-    request = requested(merge_request, wildcards.digest, has_weights=True)
-    cluster = EXPERIMENT.config_of(wildcards.digest).cluster
-    return threads_with_gpus(cluster, request.cpus_per_task)
-
-
-def requested(request, digest, has_weights):
-    """What `request` says of that stage instance, and anew when all that it reads is there."""
-    return _requested(request, digest, bytes_read_by(digest, has_weights))
+def requested(kind, digest, most_cpus=None):
+    """What a job of that kind asks for, and anew when all that it reads is there."""
+    read_bytes = bytes_read_by(digest, kind in OPENS_WEIGHTS)
+    return _requested(kind, digest, read_bytes, most_cpus)
 
 
 @cache
-def _requested(request, digest, read_bytes):
-    return request(EXPERIMENT.config_of(digest), STORE, read_bytes)
+def _requested(kind, digest, read_bytes, most_cpus):
+    return stage_request(
+        kind, EXPERIMENT.config_of(digest), STORE, read_bytes, most_cpus
+    )
 
 
 def bytes_read_by(digest, has_weights):
@@ -392,23 +389,22 @@ def training_job(name):
 # sum of what the members ask for before any of them has run, whatever a partition allows; a member that fails removes the
 # outputs of all, those of other experiments too; and the job's comment has no digest, by which jobs of an earlier
 # snakemake are found.
-def job_of(name, request, has_weights=False):
-    """All resources of a job with one task, which asks for what `request` says of its config and of what it reads.
+def stage_job(stage):
+    """All resources of the job of a stage, whose row says of which kind it is."""
+    return job_of(f"{stage}_stage", STAGES[stage].job)
 
-    Of files of weights only the stages that open them count the bytes. Asked again when all that it reads is there.
+
+def job_of(name, kind):
+    """All resources of a job with one task, which asks for what its kind needs with that config, for what it reads.
+
+    Of files of weights only the kinds that open them count the bytes. Asked again when all that it reads is there.
     """
 
     def resources(wildcards):
-        asked = requested(request, wildcards.digest, has_weights)
+        without_gpus = groups_of(SITE.partition_of(False), partitions() or [])
+        asked = requested(kind, wildcards.digest, most_cpus_of(without_gpus))
         partition = SITE.partition_of(is_training=asked.gpus_per_node > 0)
         nodes = groups_of(partition, partitions() or [])
         return stage_resources(fitted(asked, nodes), SITE, options_of(name))
 
     return asked_by(resources, OF_STAGE)
-
-
-def with_cpus(request):
-    """`request` with the CPUs of the largest node that a job without GPUs may get."""
-    return lambda *asked: request(
-        *asked, most_cpus_of(groups_of(SITE.partition_of(False), partitions() or []))
-    )

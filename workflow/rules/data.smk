@@ -34,7 +34,7 @@ rule tokenize_stage:
         "logs/benchmark/tokenize/{digest}.tsv"
     threads: tokenize_threads
     resources:
-        **job_of("tokenize_stage", tokenize_request),
+        **stage_job("tokenize"),
     params:
         title=stage_title,
         spec=stage_spec,
@@ -57,7 +57,7 @@ rule shard_stage:
     benchmark:
         "logs/benchmark/shard/{digest}.tsv"
     resources:
-        **job_of("shard_stage", shard_request),
+        **stage_job("shard"),
     params:
         title=stage_title,
         spec=stage_spec,

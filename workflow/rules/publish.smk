@@ -10,9 +10,9 @@ use rule shard_stage as merge_stage with:
     benchmark:
         "logs/benchmark/merge/{digest}.tsv"
     priority: 1
-    threads: threads_of_merge
+    threads: threads_of("merge")
     resources:
-        **job_of("merge_stage", merge_request, has_weights=True),
+        **stage_job("merge"),
     params:
         stage="merge",
 
@@ -24,9 +24,9 @@ use rule shard_stage as evaluate_stage with:
         "logs/evaluate/{digest}.log",
     benchmark:
         "logs/benchmark/evaluate/{digest}.tsv"
-    threads: threads_of_model
+    threads: threads_of("load")
     resources:
-        **job_of("evaluate_stage", with_cpus(evaluation_request), has_weights=True),
+        **stage_job("evaluate"),
     params:
         stage="evaluate",
 
@@ -47,7 +47,7 @@ rule report_stage:
         "logs/benchmark/report/{digest}.tsv"
     localrule: not SITE.short_stages_as_jobs
     resources:
-        **job_of("report_stage", reading_request),
+        **stage_job("report"),
     params:
         title=stage_title,
         spec=stage_spec,

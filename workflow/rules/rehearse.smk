@@ -9,9 +9,9 @@ rule rehearsal_stage:
         f"{STORE.root}/rehearse/{{digest}}.txt",
     log:
         "logs/rehearse/{digest}.log",
-    threads: threads_of_model
+    threads: threads_of("load")
     resources:
-        **job_of("rehearsal_stage", with_cpus(loading_request), has_weights=True),
+        **job_of("rehearsal_stage", "load"),
     params:
         frozen=os.environ[FROZEN_VARIABLE],
     message:

@@ -41,7 +41,7 @@ def products(wildcards):
 
 def results_of(stage):
     """What `stage` makes for all experiments, or with halving, from the training on, for the survivors."""
-    is_of_all = stage in ("download", "tokenize", "shard", "plan")
+    is_of_all = stage not in onwards("train")
 
     def results(wildcards):
         begin()

@@ -10,7 +10,7 @@ use rule shard_stage as plan_stage with:
         "logs/benchmark/plan/{digest}.tsv"
     localrule: not SITE.short_stages_as_jobs  # it takes seconds, and a job may wait for hours
     resources:
-        **job_of("plan_stage", reading_request),
+        **stage_job("plan"),
     params:
         stage="plan",
 

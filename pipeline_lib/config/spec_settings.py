@@ -1,0 +1,133 @@
+"""What the specs of stages hold: the keys of a config that decide their results, and what else.
+
+Each function takes the config, the hashes of the local files that it names, and the part.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline_lib.config.content import Content
+from pipeline_lib.config.rope import ROPE, settings_with_rope
+from pipeline_lib.config.schema import VALIDATION_SOURCES, Config, FileData, Rows, Weighted
+from pipeline_lib.config.section import Section, settings_of
+from pipeline_lib.config.train import held_keys
+
+# Keys of a source that give its location. Specs have the hash of the content there instead.
+WHERE_KEYS = frozenset({"path", "tokenizer"})
+# Keys of a data source that say how the tokenize stage reads its rows, and how often the rows are
+# used.
+ROW_KEYS = frozenset(Rows.model_fields) - Weighted.model_fields.keys()
+USE_KEYS = frozenset(Weighted.model_fields)
+# Keys of `tokenize` and `shard` that decide whether a result is accepted and into how many files it
+# is cut, but not what it holds. They are not hashed; `plan/preflight.py` judges results that are
+# sealed already.
+UNHASHED_KEYS = frozenset({"max_dropped_fraction", "max_quarantined_fraction", "shards"})
+
+
+def download_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return what `part` downloads: `model`, `generation`, `data.0` and so on."""
+    kind, _, number = part.partition(".")
+    hashes = content.model
+    if kind == "generation":
+        hashes = content.generation
+    elif kind == "data":
+        hashes = content.data[int(number)]
+    return {"kind": kind} | _keyed_source(_source_of(config, part), hashes)
+
+
+def _source_of(config: Config, part: str) -> Any:
+    kind, _, number = part.partition(".")
+    return config.data.sources[int(number)] if kind == "data" else config.model
+
+
+def _keyed_source(source: Any, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """Return a source's settings, with the hashes of its files in place of its paths."""
+    left_out = WHERE_KEYS | USE_KEYS | {ROPE}
+    if isinstance(source, Rows):
+        left_out |= ROW_KEYS
+    if isinstance(source, FileData):
+        left_out |= {"split"}  # says where the files are, as the path does
+    settings: dict[str, Any] = source.model_dump(
+        mode="json", exclude_defaults=True, exclude=set(left_out)
+    )
+    settings["source"] = source.source
+    if hashes:
+        settings["content"] = dict(sorted(hashes.items()))
+    return settings
+
+
+def download_where(config: Config, part: str) -> dict[str, Any]:
+    """Return a source's locations as absolute paths, since several clones may share a store."""
+    source = _source_of(config, part)
+    found = {key: getattr(source, key, None) for key in sorted(WHERE_KEYS)}
+    where = {key: str(Path(value).absolute()) for key, value in found.items() if value is not None}
+    if isinstance(source, FileData) and source.split:
+        where["split"] = source.split
+    return where
+
+
+def tokenize_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the section's settings and, if any source sets how rows are read, each source's."""
+    row_keys = [
+        settings_of(source, exclude=frozenset(type(source).model_fields) - ROW_KEYS)
+        if isinstance(source, Rows)
+        else {}
+        for source in config.data.sources
+    ]
+    settings = settings_of(config.tokenize, exclude=UNHASHED_KEYS) | _validation_sources(config)
+    return {**settings, "sources": row_keys} if any(row_keys) else settings
+
+
+def shard_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the section's settings, held-out fraction and sources' weights unless all are 1."""
+    settings = {
+        **settings_of(config.shard, exclude=UNHASHED_KEYS),
+        "validation_fraction": config.data.held_out_fraction,
+        **_validation_sources(config),
+    }
+    weights = [source.weight for source in config.data.train]
+    return {**settings, "weights": weights} if set(weights) != {1.0} else settings
+
+
+def _validation_sources(config: Config) -> dict[str, int]:
+    """Return how many sources are held out: the last of the stage's inputs or its samples."""
+    return {VALIDATION_SOURCES: len(config.data.validation)} if config.data.validation else {}
+
+
+def plan_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the plan stage's settings; `held` lists keys that `strategy: auto` must not change."""
+    train = settings_of(config.train)
+    if content.deepspeed_json is not None:
+        # in place of its path: queued jobs keep it when it is edited
+        train["deepspeed_json"] = content.deepspeed_json
+    settings: dict[str, Any] = {
+        "experiment": config.experiment,
+        "cluster": settings_of(config.cluster, exclude=frozenset({"measured"})),
+        "train": train,
+        "tracking": settings_of(config.tracking),
+    }
+    if content.measured is not None:
+        settings["measured"] = content.measured
+    if config.train.strategy == "auto":
+        settings["held"] = held_keys(config.train)
+    return settings_with_rope(settings, config.model.rope)
+
+
+def evaluate_settings(config: Config, content: Content, part: str) -> dict[str, Any]:
+    """Return the settings of the section and, if it has prompts, the default system text and tools.
+
+    These begin the conversations that have none of their own. The variables of the chat template
+    belong to all.
+    """
+    settings = settings_with_rope(settings_of(config.evaluate), config.model.rope)
+    asked_with = ("system", "tools", "chat_template_kwargs")
+    context = {
+        key: value for key, value in settings_of(config.tokenize).items() if key in asked_with
+    }
+    return {**settings, "context": context} if config.evaluate.prompts and context else settings
+
+
+def unhashed_in(section: Section) -> dict[str, Any]:
+    """Return the settings of `section` that specs do not hash."""
+    return {key: value for key, value in settings_of(section).items() if key in UNHASHED_KEYS}
