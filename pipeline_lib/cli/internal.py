@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline_lib.config.compile import refuse_other_version, run_digest
 from pipeline_lib.config.dag import Dag
-from pipeline_lib.config.stages import STAGES
+from pipeline_lib.config.stages import OPENS_WEIGHTS, STAGES
 from pipeline_lib.core.errors import Interrupted, LockLost, PipelineError
 from pipeline_lib.core.files import disk_full_named, take_out_of_future
 from pipeline_lib.core.processes import die_with_owner, importing
@@ -23,6 +23,7 @@ from pipeline_lib.core.run_folder import CHECKPOINTS, EVENTS_NAME, PLAN_NAME, se
 from pipeline_lib.core.stage import run_stage, say
 from pipeline_lib.core.store import Spec, Store
 from pipeline_lib.core.text import RedactedText
+from pipeline_lib.launch.local_gpus import taken_gpus
 from pipeline_lib.slurm.job import JOB_VARIABLE
 
 # `plan` is also for people, and `train` has options of its own.
@@ -53,6 +54,9 @@ def _add_stages(commands: Any) -> None:
             sub.add_argument(
                 "--workers", type=int, help="processes that encode; one for each core by default"
             )
+        if stage.job in OPENS_WEIGHTS:
+            text = "take so many GPUs of this machine that no other stage has"
+            sub.add_argument("--gpus", type=int, default=0, help=text)
         run_as_rule(sub, run_one_stage, stage=stage.name)
 
 
@@ -222,10 +226,12 @@ def _run_training(arguments: argparse.Namespace) -> None:
 def run_one_stage(arguments: argparse.Namespace) -> None:
     """Run a stage as its spec says, in the store that contains the spec."""
     spec, store = _spec_to_run(arguments)
-    function = _function_of(spec.stage)
-    if spec.stage == "tokenize":
-        function = partial(function, workers=arguments.workers)
-    run_stage(function, spec, store, say, lock_note=_job_note(), environ=os.environ)
+    # before any import that looks for GPUs
+    with taken_gpus(getattr(arguments, "gpus", 0), os.environ, say):
+        function = _function_of(spec.stage)
+        if spec.stage == "tokenize":
+            function = partial(function, workers=arguments.workers)
+        run_stage(function, spec, store, say, lock_note=_job_note(), environ=os.environ)
     if spec.stage == "tokenize":
         from pipeline_lib.data.tokenize import refuse_losses
 

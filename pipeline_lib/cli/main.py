@@ -9,13 +9,13 @@ import io
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from pipeline_lib.cli import chat, experiments, internal, machines, store
+from pipeline_lib.cli import chat, experiments, internal, machines, run, store
 from pipeline_lib.core.errors import BUG, CONTINUES, ERROR, STOPPED, PipelineError, exit_line
 from pipeline_lib.core.files import disk_full_named
 from pipeline_lib.core.signals import Terminated, stops_interrupt
-from pipeline_lib.core.text import redact
+from pipeline_lib.core.text import did_you_mean, redact
 from pipeline_lib.slurm.job import job_and_log
 
 KEYBOARD_INTERRUPT_CODE = 130
@@ -24,7 +24,7 @@ INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
 ANY_OUTPUT = "the store, its runs/ or this output"
 
 DESCRIPTION = """\
-Fine-tunes Qwen3 models. `snakemake --configfile my.yaml` runs the pipeline; these commands do what is around it."""
+Fine-tunes Qwen models: one config file in, a verified model and a report out."""
 
 
 def main() -> NoReturn:
@@ -33,7 +33,7 @@ def main() -> NoReturn:
     User errors print one message and no traceback.
     """
     _print_what_the_terminal_can_show()
-    arguments = parser().parse_args()
+    arguments = _parsed(sys.argv[1:])
     try:
         # A stage may hear of a signal to its whole group, and again from Snakemake.
         with stops_interrupt(is_once=hasattr(arguments, "stage")), disk_full_named(ANY_OUTPUT):
@@ -69,6 +69,16 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    """Return the arguments of the command line; end with what is wrong with them."""
+    if run.is_run(argv):
+        return run.parse(argv)
+    root, commands = _parser_and_commands()
+    if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
+        root.error(f"{argv[0]!r} is no command{did_you_mean(argv[0], commands.choices)}")
+    return root.parse_args(argv)
+
+
 def _print_what_the_terminal_can_show() -> None:
     """Print characters that the output's encoding lacks as escapes, where Python would fail."""
     for stream in (sys.stdout, sys.stderr):
@@ -77,14 +87,18 @@ def _print_what_the_terminal_can_show() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands and their arguments."""
+    """Return the parser of all commands and their arguments, but those of `run`."""
+    return _parser_and_commands()[0]
+
+
+def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
     root = argparse.ArgumentParser(
-        prog="python -m pipeline_lib",
+        prog="qwen3",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.set_defaults(when_stopped=CONTINUES)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for group in (experiments, chat, store, machines, internal):
+    for group in (run, experiments, chat, store, machines, internal):
         group.add_to(commands)
-    return root
+    return root, commands

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from pipeline_lib.config.content import HASHES_NAME, Content, HashCache, read_content
 from pipeline_lib.config.halving import Halving, until
-from pipeline_lib.config.load import load_sweep
+from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides, load_sweep
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.schema import Cluster, Config, HubRepository
 from pipeline_lib.config.section import read_settings
@@ -188,11 +188,15 @@ def open_experiments(
 
 
 def open_sweep(
-    config_path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
+    config_path: Path,
+    store: Store,
+    refuse: Refuse = lambda _: None,
+    learn: Learn = lambda _: None,
+    overrides: Overrides = NONE_OVERRIDDEN,
 ) -> tuple[str, tuple[Experiment, ...], Halving | None]:
     """Compile as `open_experiments`; return the file's name, experiments, and any halving."""
     checks = (lambda config: read_content(config, Path(), None), refuse)
-    loaded = load_sweep(config_path, checks=[partial(_problems_of, check) for check in checks])
+    loaded = load_sweep(config_path, overrides, [partial(_problems_of, check) for check in checks])
     store.require_writable()
     configs = loaded.configs
     hashes = HashCache.load(store.remembered(HASHES_NAME), store.verified)

@@ -32,6 +32,7 @@ from pipeline_lib.config.halving import (
     read_halving,
     rungs_of,
 )
+from pipeline_lib.config.load import NONE_OVERRIDDEN, Overrides
 from pipeline_lib.config.schema import Config
 from pipeline_lib.config.stages import PRODUCTS, STAGES, is_of_base
 from pipeline_lib.core.errors import ConfigError, IntegrityError
@@ -46,6 +47,7 @@ from pipeline_lib.core.files import (
 )
 from pipeline_lib.core.store import DIGEST_CHARS, Ref, Spec, Store
 
+OVERRIDES = "set"  # of Snakemake's `--config`: a list of `KEY=VALUE`
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
 RESULTS = Path("results")
@@ -76,31 +78,37 @@ class Dag:
         """Compile the one config file that Snakemake was given.
 
         Raises ConfigError, also those raised by `refuse`. `refuse` and `learn` are those of
-        `open_experiments`. Overrides on Snakemake's command line and a second config file are
-        refused.
+        `open_experiments`. Of Snakemake's `--config` only OVERRIDES is read, which `qwen3 run`
+        gives; others and a second config file are refused.
         """
-        if overrides:
-            keys = ", ".join(sorted(overrides))
-            raise ConfigError(
-                "--config", [f"{keys}: not read; edit the YAML or give another with --configfile"]
-            )
+        settings = overrides.get(OVERRIDES, [])
+        if not isinstance(settings, list):
+            raise ConfigError("--config", [f"{OVERRIDES}: a list of KEY=VALUE is expected"])
+        if others := sorted(overrides.keys() - {OVERRIDES}):
+            remedy = "edit the YAML, give another with --configfile, or use qwen3 run"
+            raise ConfigError("--config", [f"{', '.join(others)}: not read; {remedy}"])
         if len(configfiles) > 1:
             raise ConfigError(
                 "--configfile",
                 [f"one file is read, not {len(configfiles)}: {', '.join(configfiles)}"],
             )
         path = Path(configfiles[0]) if configfiles else DEFAULT_CONFIG
-        return Dag.open(path, store, refuse, learn)
+        on_command_line = Overrides([str(each) for each in settings], flag="", in_names=True)
+        return Dag.open(path, store, refuse, learn, on_command_line)
 
     @staticmethod
     def open(
-        path: Path, store: Store, refuse: Refuse = lambda _: None, learn: Learn = lambda _: None
+        path: Path,
+        store: Store,
+        refuse: Refuse = lambda _: None,
+        learn: Learn = lambda _: None,
+        overrides: Overrides = NONE_OVERRIDDEN,
     ) -> "Dag":
         """Compile the config file at `path`; nothing is written into the store.
 
         Raises ConfigError, HubError.
         """
-        name, experiments, halving = open_sweep(path, store, refuse, learn)
+        name, experiments, halving = open_sweep(path, store, refuse, learn, overrides)
         return Dag(experiments, store, halving, name)
 
     @property

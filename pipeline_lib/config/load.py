@@ -20,6 +20,7 @@ from pipeline_lib.config.sweep import (
     Variant,
     collapsed,
     line_of,
+    name_by,
     put,
     read_sweep,
 )
@@ -42,6 +43,22 @@ def _hint(word: str, names: list[str]) -> str:
 # finds further problems of a config; each begins with its key
 Check = Callable[[Config], list[str]]
 FLAG = "--what-if"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Values `KEY=VALUE` in place of a file's, in each of its experiments.
+
+    A key is dotted, and a value YAML. `flag` stands before each on the command line. If
+    `in_names`, the experiments are others than those of the file, and their names say the values.
+    """
+
+    settings: Sequence[str] = ()
+    flag: str = FLAG
+    in_names: bool = False
+
+
+NONE_OVERRIDDEN = Overrides()
 
 WANTED = {
     **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
@@ -89,14 +106,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def load_configs(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, ...]:
     """Load and check the experiments of the config file at `path`: one, or all of its sweep.
 
-    Each of `overrides` is a value `KEY=VALUE` of the flag FLAG: a dotted key, and a YAML value that
-    replaces the file's in every experiment. Raises ConfigError with every problem.
+    `overrides` are settings of the flag FLAG, see Overrides. Raises ConfigError with every problem.
     """
-    return load_sweep(path, overrides).configs
+    return load_sweep(path, Overrides(overrides)).configs
 
 
 def load_sweep(
-    path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()
+    path: Path, overrides: Overrides = NONE_OVERRIDDEN, checks: Sequence[Check] = ()
 ) -> LoadedConfig:
     """Load as `load_configs`, and also return the name and the halving settings of the file.
 
@@ -136,13 +152,15 @@ def problems_of(value: Mapping[str, Any], places: Mapping[Keys, str]) -> list[st
 
 
 def _checked(
-    variant: Variant, halving: Halving | None, overrides: Sequence[str], checks: Sequence[Check]
+    variant: Variant, halving: Halving | None, overrides: Overrides, checks: Sequence[Check]
 ) -> tuple[Config | None, list[str]]:
     """Return one experiment's config and its problems; no config if it breaks the schema."""
     problems: list[str] = []
     places = {keys: f"line {line}" for keys, line in variant.lines.items()}
-    for override in overrides:
-        problems += _override(variant.value, places, override)
+    for setting in overrides.settings:
+        problems += _override(variant.value, places, overrides.flag, setting)
+    if overrides.in_names and not problems:
+        name_by(variant.value, variant.tag, overrides.settings)
     try:
         config = _config_of(variant.value)
     except ValidationError as error:
@@ -186,24 +204,25 @@ def _config_of(value: Any) -> Config:
     return _validated(value)
 
 
-def _override(root: Any, places: dict[Keys, str], override: str) -> list[str]:
-    """Put the value of `override` into `root` and its origin into `places`; return the problems."""
-    key, equals, text = override.partition("=")
-    flag = f"{FLAG} {override}"
+def _override(root: Any, places: dict[Keys, str], flag: str, setting: str) -> list[str]:
+    """Put the value of `setting` into `root` and its origin into `places`; return the problems."""
+    key, equals, text = setting.partition("=")
+    given_as = f"{flag} {setting}".strip()
     keys = undotted(key)
     if not equals or not keys:
-        return [f"{flag}: not of the form KEY=VALUE, as in {FLAG} cluster.nodes=2"]
+        example = f"{flag} cluster.nodes=2".strip()
+        return [f"{given_as}: not of the form KEY=VALUE, as in {example}"]
     try:
-        given = strict_yaml.parse(text, flag)
+        given = strict_yaml.parse(text, given_as)
     except ConfigError as error:
-        return [f"{flag}: {problem}" for problem in error.problems]
+        return [f"{given_as}: {problem}" for problem in error.problems]
     if problem := put(root, keys, given.value):
-        return [f"{flag}: {problem}"]
+        return [f"{given_as}: {problem}"]
     for below in [known for known in places if known[: len(keys)] == keys]:
         del places[below]
-    places.update({keys[:end]: flag for end in range(1, len(keys)) if keys[:end] not in places})
-    places[keys] = flag
-    return [f"{flag}: {problem}" for problem in given.problems]
+    places.update({keys[:end]: given_as for end in range(1, len(keys)) if keys[:end] not in places})
+    places[keys] = given_as
+    return [f"{given_as}: {problem}" for problem in given.problems]
 
 
 def _problems(error: ValidationError, places: Mapping[Keys, str]) -> list[str]:

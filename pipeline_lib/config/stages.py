@@ -33,6 +33,9 @@ Title = Callable[[Config, Sequence[str]], str]
 # What a SLURM job with one task does, by which `slurm/sizing.py` computes its request.
 JobKind = Literal["tokenize", "pack", "read", "load", "merge", "evaluate"]
 
+# Jobs of these kinds open files of weights, on a GPU where there is one.
+OPENS_WEIGHTS: frozenset[JobKind | None] = frozenset({"load", "merge", "evaluate"})
+
 # The part that is the evaluation of the base model, an instance of the stage `evaluate`.
 BASELINE = "baseline"
 

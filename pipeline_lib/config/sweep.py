@@ -429,6 +429,25 @@ def _variant(
     return Variant(tag, value, places)
 
 
+def name_by(root: Any, tag: str, settings: Sequence[str]) -> None:
+    """Let the name of the experiment `root` say `settings`, each `KEY=VALUE`, unless one names it.
+
+    They stand before the `tag` of a sweep, and a key goes by its last word: `NAME-lr=0.0002`.
+    """
+    name = as_written(root.get("experiment"))
+    given = [setting.partition("=") for setting in settings]
+    if not isinstance(name, str) or any(key == "experiment" for key, _, _ in given):
+        return
+    labels = []
+    for key, _, text in given:
+        label = stored(undotted(key))[-1]
+        labels.append(f"{label}={UNSAFE.sub('_', text).strip('_.')[:_MAX_VALUE_CHARS]}")
+    if tag:
+        name = name.removesuffix(f"-{tag}")
+        labels.append(tag)
+    root["experiment"] = "-".join([name, *labels])
+
+
 def put(root: Any, keys: Keys, value: Any) -> str | None:
     """Put `value` at `keys` into `root`, creating missing sections.
 

@@ -1,18 +1,21 @@
 """The outcomes of a sweep's experiments: one line each, the best first."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config.compile import Experiment
-from pipeline_lib.config.dag import Dag
+from pipeline_lib.config.dag import RESULTS, Dag
 from pipeline_lib.config.halving import RUNG_LOGS, Competitor, Rung, last_decisions
+from pipeline_lib.config.stages import PRODUCTS
 from pipeline_lib.core import units
 from pipeline_lib.core.run_folder import SUMMARY_NAME
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import Spec
+from pipeline_lib.data.how_to_call import how_to_call, modes_in
 from pipeline_lib.records.results import Evaluation, Training
 from pipeline_lib.report.facts import Read, read_one
 
@@ -114,6 +117,22 @@ def tell_outcomes(dag: Dag, say: Say, logs: Path = LOGS) -> None:
         begun = logs / BEGUN
         since_s = begun.stat().st_mtime if begun.exists() else math.inf
         say(outcome_table(outcomes(dag, since_s, logs)))
+
+
+def tell_results(dag: Dag, say: Say) -> None:
+    """Say where the results of the only experiment are and how to use them, once it is finished."""
+    experiment = dag.experiment
+    if len(dag.experiments) > 1 or not dag.store.is_sealed(experiment.ref("report")):
+        return
+    scores = _sealed(Evaluation, dag, experiment.specs["evaluate"], "metrics.json")
+    tokenize = open_sealed(experiment.ref("tokenize"), dag.store).manifest
+    rows = [("verdict", scores.verdict.text)]
+    links = [product.link for product in PRODUCTS.values()]
+    rows += [(Path(link).stem, str(RESULTS / experiment.name / link)) for link in links]
+    rows.append(("chat", f"qwen3 chat {shlex.quote(experiment.name)}"))
+    rows += [("call", line) for line in how_to_call(modes_in(tokenize))]
+    for name, text in rows:
+        say(f"{name:7}  {text}")
 
 
 def _outcome(

@@ -7,7 +7,6 @@ from typing import Any
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.stage import Job
-from pipeline_lib.data.how_to_call import how_to_call
 from pipeline_lib.report.curves import curves_csv, curves_of
 from pipeline_lib.report.facts import ReportFacts, read_facts
 from pipeline_lib.report.page import render
@@ -117,9 +116,6 @@ def run(job: Job) -> dict[str, Any]:
     write_json(job.out / SUMMARY_NAME, summary_of(facts))
     write_text(job.out / CURVES_NAME, curves_csv(curves))
     size_bytes = len(page.encode())
-    job.say(f"report: {facts.evaluation.verdict.text}")
-    for line in how_to_call(facts.modes):
-        job.say(f"report: {line}")
     job.say(
         f"report: {REPORT_NAME} is {size_bytes / 1e6:.1f} MB; open it in any browser, it needs no "
         "network"

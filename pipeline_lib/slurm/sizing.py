@@ -43,8 +43,6 @@ from pipeline_lib.slurm.cluster import (
 from pipeline_lib.slurm.request import JobRequest
 from pipeline_lib.slurm.site import Site
 
-# Jobs of these kinds open the files of weights that they are given.
-OPENS_WEIGHTS: frozenset[JobKind] = frozenset({"load", "merge", "evaluate"})
 _UNKNOWN_MB = 64_000
 
 # Keys that sweeps vary and predictions ignore. Their defaults stand in, so a sweep's experiments

@@ -9,7 +9,7 @@ sys.path.insert(0, workflow.basedir)
 
 from pipeline_lib.config.warnings import warnings_of
 from pipeline_lib.config.dag import FROZEN_VARIABLE, RESULTS, Dag
-from pipeline_lib.config.stages import STAGES, onwards
+from pipeline_lib.config.stages import OPENS_WEIGHTS, STAGES, onwards
 from pipeline_lib.core.errors import ConfigError, PipelineError
 from pipeline_lib.core.text import redact
 from pipeline_lib.core.files import unwritable
@@ -17,6 +17,7 @@ from pipeline_lib.core.signals import STOP_SIGNALS
 from pipeline_lib.core.stage import say
 from pipeline_lib.core.store import Store
 from pipeline_lib.launch.allocation import refuse_now, warning_of_gpus_here
+from pipeline_lib.launch.local_gpus import visible_gpus
 from pipeline_lib.plan.known import learn_architecture
 from pipeline_lib.plan.preflight import refuse_too_large, refuse_wrong
 from pipeline_lib.plan.stages import TOKENIZE_CPUS
@@ -35,7 +36,6 @@ from pipeline_lib.slurm.request import (
 )
 from pipeline_lib.slurm.site import Site
 from pipeline_lib.slurm.sizing import (
-    OPENS_WEIGHTS,
     foreseen,
     most_cpus_of,
     refuse_long_evaluation,
@@ -300,9 +300,17 @@ def requeue_flag(wildcards):
     return "--requeue" if workflow.remote_exec else ""
 
 
-def threads_with_gpus(cluster, cpus):
-    """All cores of a local run on GPUs: every stage would take the first of them, so no two may run at a time."""
-    return workflow.cores if cluster.gpus_per_node and is_here() else cpus
+@cache
+def gpus_of_this_machine():
+    return len(visible_gpus(os.environ))
+
+
+def threads_with_gpus(gpus, cpus):
+    """A local stage's share of the cores is its share of the GPUs: as many run at a time as have GPUs of their own."""
+    if not gpus or not is_here():
+        return cpus
+    share = gpus / max(gpus, gpus_of_this_machine())
+    return max(1, int(share * workflow.cores))
 
 
 def threads_of(kind):
@@ -310,10 +318,19 @@ def threads_of(kind):
 
     def threads(wildcards):
         request = requested(kind, wildcards.digest)
-        cluster = EXPERIMENT.config_of(wildcards.digest).cluster
-        return threads_with_gpus(cluster, request.cpus_per_task)
+        return threads_with_gpus(request.gpus_per_node, request.cpus_per_task)
 
     return threads
+
+
+def gpus_of(kind):
+    """How many GPUs of this machine a stage takes; a job has those that its scheduler gives it."""
+
+    def gpus(wildcards):
+        taken = requested(kind, wildcards.digest).gpus_per_node if is_here() else 0
+        return f"--gpus {taken}" if taken else ""
+
+    return gpus
 
 
 def requested(kind, digest, most_cpus=None):
@@ -336,7 +353,7 @@ def bytes_read_by(digest, has_weights):
 def training_threads(wildcards):
     """Those of all ranks on a machine; of a job each task has its own."""
     cluster = EXPERIMENT.config_of(wildcards.digest).cluster
-    return threads_with_gpus(cluster, cluster.cpus_per_node)
+    return threads_with_gpus(cluster.gpus_per_node, cluster.cpus_per_node)
 
 
 def training_request_of(wildcards):

@@ -63,8 +63,9 @@ rule shard_stage:
         spec=stage_spec,
         where=stage_where,
         stage="shard",
+        gpus="",
     message:
         "{params.title}"
     shell:
-        "python -m pipeline_lib {params.stage} --spec {params.spec:q} {params.where:q} --after {input:q}"
-        " 2>&1 | log_to {log:q}"
+        "python -m pipeline_lib {params.stage} --spec {params.spec:q} {params.where:q} {params.gpus}"
+        " --after {input:q} 2>&1 | log_to {log:q}"

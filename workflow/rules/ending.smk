@@ -5,7 +5,8 @@ import logging
 import snakemake.logging
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from pipeline_lib.report.outcomes import tell_outcomes
+from pipeline_lib.report.outcomes import tell_outcomes, tell_results
+from pipeline_lib.workflow.stage_lines import VARIABLE, show_stage_lines
 from pipeline_lib.workflow.stopping import StagesStopped
 from pipeline_lib.status.failures import Failure, last_words
 
@@ -26,14 +27,19 @@ class Errors(logging.Handler):
 
 ERRORS = Errors()
 STAGES_STOPPED = StagesStopped()
+COMMAND = os.environ.get(VARIABLE) or shlex.join(["snakemake", *sys.argv[1:]])
 if workflow.is_main_process:
     snakemake.logging.logger.addHandler(ERRORS)
 
 
 def conclude():
-    """Link what is finished; of a sweep, a table and a page. A damaged file or a full disk there fails no run."""
+    """Link what is finished and say where it is; of a sweep, a table and a page.
+
+    A damaged file or a full disk there fails no run.
+    """
     try:
         tell_outcomes(EXPERIMENT, print)
+        tell_results(EXPERIMENT, print)
         if len(EXPERIMENT.experiments) > 1:
             from pipeline_lib.compare.page import write_sweep_page
 
@@ -59,7 +65,10 @@ def failures():
 
 def explain():
     """Say at the very end what happened: what Snakemake itself prints after `onerror` would hide it."""
-    command = shlex.join(["snakemake", *sys.argv[1:]])
-    words = last_words(list(failures()), ERRORS.others, command)
+    words = last_words(list(failures()), ERRORS.others, COMMAND)
     sys.stdout.flush()
     atexit.register(print, f"\n{words}", file=sys.stderr)
+
+
+if workflow.is_main_process and VARIABLE in os.environ:
+    show_stage_lines(snakemake.logging.logger, sys.stderr, conclude)

@@ -15,6 +15,7 @@ use rule shard_stage as merge_stage with:
         **stage_job("merge"),
     params:
         stage="merge",
+        gpus=gpus_of("merge"),
 
 
 use rule shard_stage as evaluate_stage with:
@@ -29,6 +30,7 @@ use rule shard_stage as evaluate_stage with:
         **stage_job("evaluate"),
     params:
         stage="evaluate",
+        gpus=gpus_of("load"),
 
 
 rule report_stage:
