@@ -7,6 +7,7 @@ of the stages: each reads parts of rows above it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from pipeline_lib.config.content import Content
@@ -53,11 +54,12 @@ class Stage:
     """One stage.
 
     `version` is raised by hand when the code begins to compute something else from the same
-    settings. `module` has the function `run` that computes the stage; only a process that runs it
-    imports it. `parts` has the kinds of its instances in an experiment, each with the kinds of
-    parts that it reads; `data` stands for `data.0`, `data.1` and so on, and a part that the
-    experiment lacks is not read. `settings` is None for the training, which its plan describes.
-    `job` is None for what is no job of one task.
+    settings. `module` has the function `run` that computes the stage, or of the training its
+    `launcher`; only a process that runs it imports it. `parts` has the kinds of its instances in an
+    experiment, each with the kinds of parts that it reads: `data` stands for `data.0`, `data.1` and
+    so on, and a part that the experiment lacks is not read. `title` says what it does. `settings`
+    is None for the training, which its plan describes. `job` is None for the download, which runs
+    beside snakemake, and for the training, whose job has a task for each rank.
     """
 
     name: str
@@ -208,14 +210,16 @@ def stage_of(part: str) -> str:
 def place_of(part: str) -> tuple[int, int]:
     """Return the sort key of `part` in the order of the stages; unknown parts are the last."""
     number = part.partition(".")[2]
-    return _PLACES.get(kind_of(part), len(_PLACES)), int(number) if number.isdecimal() else 0
+    place = _PLACES.get(kind_of(part), len(_PLACES))
+    return place, int(number) if number.isdecimal() else 0
 
 
 def onwards(first: str) -> tuple[str, ...]:
     """Return the stage `first` and all that read its result, directly or not, in order."""
     found = [first]
     for row in _ROWS:
-        read = {stage_of(kind) for kinds in row.parts.values() for kind in kinds}
-        if row.name != first and read.intersection(found):
+        read = chain.from_iterable(row.parts.values())
+        is_made_from_them = any(stage_of(kind) in found for kind in read)
+        if is_made_from_them and row.name not in found:
             found.append(row.name)
     return tuple(found)
