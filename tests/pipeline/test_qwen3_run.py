@@ -18,7 +18,8 @@ def test_it_says_each_stage_and_where_the_result_is(small: Project, tmp_path: Pa
 
     first = project.run("qwen3", "run", "my.yaml", "evaluate.generations=1").stdout
     stages = [line for line in first.splitlines() if line.startswith("[")]
-    assert [line.partition("]")[0] for line in stages] == [f"[{n}/9" for n in range(1, 10)]
+    of_all = [f"[{number}/{len(stages)}" for number in range(1, len(stages) + 1)]
+    assert [line.partition("]")[0] for line in stages] == of_all
     name = f"{small.experiment().name}-generations=1"
     assert f"model    results/{name}/model" in first
     assert (folder / "results" / name / "model" / "config.json").exists()
