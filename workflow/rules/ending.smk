@@ -6,7 +6,8 @@ import snakemake.logging
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from pipeline_lib.report.outcomes import tell_outcomes, tell_results
-from pipeline_lib.workflow.stage_lines import VARIABLE, show_stage_lines
+from pipeline_lib.config.dag import COMMAND_VARIABLE
+from pipeline_lib.workflow.stage_lines import show_stage_lines
 from pipeline_lib.workflow.stopping import StagesStopped
 from pipeline_lib.status.failures import Failure, last_words
 
@@ -27,7 +28,7 @@ class Errors(logging.Handler):
 
 ERRORS = Errors()
 STAGES_STOPPED = StagesStopped()
-COMMAND = os.environ.get(VARIABLE) or shlex.join(["snakemake", *sys.argv[1:]])
+COMMAND = os.environ.get(COMMAND_VARIABLE) or shlex.join(["snakemake", *sys.argv[1:]])
 if workflow.is_main_process:
     snakemake.logging.logger.addHandler(ERRORS)
 
@@ -70,5 +71,5 @@ def explain():
     atexit.register(print, f"\n{words}", file=sys.stderr)
 
 
-if workflow.is_main_process and VARIABLE in os.environ:
+if workflow.is_main_process and COMMAND_VARIABLE in os.environ:
     show_stage_lines(snakemake.logging.logger, sys.stderr, conclude)
