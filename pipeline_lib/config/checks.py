@@ -206,10 +206,7 @@ def _cluster(config: Config) -> Iterator[Problem]:
             f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth "
             "between nodes"
         )
-        how = (
-            "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m "
-            "pipeline_lib doctor"
-        )
+        how = "set what `qwen3 doctor --hosts A,B CONFIG`, in SLURM `qwen3 doctor"
         how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
     if (

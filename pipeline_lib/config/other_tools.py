@@ -107,7 +107,7 @@ _NO_KEY = {
         "dataset_prepared_path"
     ),
     "the same command continues an unfinished run from its newest whole checkpoint, after "
-    "`python -m pipeline_lib rewind` from an earlier one": (
+    "`qwen3 rewind` from an earlier one": (
         "resume_from_checkpoint auto_resume_from_checkpoints ignore_data_skip enable_jit_checkpoint"
         " restore_callback_states_from_checkpoint"
     ),

@@ -56,7 +56,7 @@ SCHEMA = 3  # keys may be added
 _CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
 _NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
 _CALIBRATE = (
-    "python -m pipeline_lib calibrate CONFIG, which measures the speeds and narrows the bands once "
+    "qwen3 calibrate CONFIG, which measures the speeds and narrows the bands once "
     "`cluster.measured: cluster.json` stands in CONFIG"
 )
 _WORTH_MEASURING_S = 600.0  # of the whole run; measuring takes a minute or two

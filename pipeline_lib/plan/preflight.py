@@ -44,7 +44,7 @@ from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, later_problems, stored_bytes
 
-# Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
+# Refusals before any job is submitted: in `snakemake -n`, and in `qwen3 check`.
 #
 # They load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 

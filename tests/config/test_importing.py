@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib import`: files of other tools become a config that `check` takes.
+"""`qwen3 import`: files of other tools become a config that `check` takes.
 
 All their keys are accounted for.
 """

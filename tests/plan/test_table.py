@@ -384,7 +384,7 @@ def test_a_rounding_error_is_no_part_of_a_step() -> None:
 def test_of_cpus_that_were_not_measured_times_are_said_to_be_rough() -> None:
     text = " ".join(render(planned_case("demo").content).split())
     assert "speeds are typical of CPUs, so times are rough" in text
-    assert "NEXT 1. python -m pipeline_lib calibrate CONFIG, which measures the speeds" in text
+    assert "NEXT 1. qwen3 calibrate CONFIG, which measures the speeds" in text
 
 
 def test_what_to_do_next_begins_with_what_makes_a_run_fit_or_gains_most() -> None:
