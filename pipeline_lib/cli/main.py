@@ -132,7 +132,9 @@ def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.set_defaults(when_stopped=CONTINUES)
-    commands = root.add_subparsers(prog="qwen3", required=True, help=argparse.SUPPRESS)
+    commands = root.add_subparsers(
+        prog="qwen3", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
     for group in (run, experiments, chat, store, machines, internal):
         group.add_to(commands)
     return root, commands
