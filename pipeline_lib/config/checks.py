@@ -6,6 +6,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from pipeline_lib.config.deepspeed_json import json_problems
+from pipeline_lib.config.optimizers import (
+    ADAPTERS,
+    DEEPSPEED,
+    DEFAULT,
+    LOCAL_SGD,
+    OFFLOAD,
+    OPTIMIZERS,
+)
 from pipeline_lib.config.schema import Cluster, Config, HubData, TinyModel
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
@@ -50,6 +58,7 @@ def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
         *_strategy(train, cluster),
         *_exchange(train),
         *_precision(train, cluster),
+        *_optimizer(train),
         *_schedule(train),
         *_validation(train),
     ]
@@ -536,9 +545,20 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.precision == "fp8" and (is_zero or train.method != "full" or cluster.device == "cpu"):
         text = "fp8 works only for full fine-tuning on GPUs, without DeepSpeed"
         yield ("train", "precision"), f"{text}; it may be bf16"
-    if train.optimizer == "adamw_8bit" and (is_zero or train.offload != "none"):
-        text = "adamw_8bit works neither with DeepSpeed nor with train.offload"
-        yield ("train", "optimizer"), f"{text}; it may be adamw"
+
+
+def _optimizer(train: Train) -> Iterator[Problem]:
+    """Yield what the optimizer does not work with."""
+    is_used = {
+        DEEPSPEED: train.uses_deepspeed,
+        OFFLOAD: train.offload != "none",
+        ADAPTERS: train.method == "lora",
+        LOCAL_SGD: train.local_sgd_steps > 1,
+    }
+    for refused, why in OPTIMIZERS[train.optimizer].refuses.items():
+        if is_used.get(refused, False):
+            text = f"{train.optimizer} does not work with {refused}: {why}"
+            yield ("train", "optimizer"), f"{text}; it may be {DEFAULT}"
 
 
 def warmup_problem(train: Train, steps: int) -> str | None:

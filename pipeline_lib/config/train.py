@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
 
+from pipeline_lib.config.optimizers import DEFAULT, OPTIMIZERS, OptimizerName
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.section import (
     Fraction,
@@ -253,8 +254,9 @@ class Train(Section):
         "bf16 with the layers'"
         " matrix products in 8 bits, for `method: full` on GPUs from Ada on; needs the extra `fp8`",
     )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
+    optimizer: OptimizerName = Field(
+        DEFAULT,
+        description="; ".join(f"`{name}` {row.summary}" for name, row in OPTIMIZERS.items()),
     )
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none",

@@ -25,7 +25,7 @@ from pipeline_lib.plan.predict import (
     lacks_host_memory,
     memory_of,
 )
-from pipeline_lib.plan.remedies import Load, Remedy, remedies
+from pipeline_lib.plan.remedies import STAND_INS, Load, Remedy, remedies
 from pipeline_lib.plan.search import (
     OFFLOAD,
     Group,
@@ -160,15 +160,9 @@ _ANY_BYTES = 2**62
 _DEFAULT = Train()
 # sources of a rate that is known rather than assumed
 _BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")
-_TRAINS_SOMETHING_ELSE = (
-    (
-        "optimizer",
-        "adamw",
-        "another optimizer, so another run",
-    ),  # it can be offloaded, adamw_8bit cannot
-    ("optimizer", "adamw_8bit", "another optimizer, so another run"),
-    ("method", "lora", "trains adapters instead"),
-)
+_TRAINS_SOMETHING_ELSE = [
+    ("optimizer", name, "another optimizer, so another run") for name in STAND_INS
+] + [("method", "lora", "trains adapters instead")]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pipeline_lib.plan.activations import (
     mixed_per_token,
 )
 from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.trained import portions
 
 # Sizes that train/deepspeed.py uses.
 #
@@ -129,6 +130,7 @@ def moments_of_step(
     # ZeRO-1 and 2 copy the gradients of a rank's shard once more for the update.
     is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
     of_update = FP32_BYTES * model.trained // ranks.total if is_copied else 0
+    of_update += _orthogonalising(geometry, train, ranks)
     if is_sharded(train):
         share = sharded_over(train, ranks)
         sharded = _Sharded(
@@ -142,6 +144,19 @@ def moments_of_step(
             _end_of_backward(train, model, gradients),
         ]
     return [*moments, Moment("in the update", gradients, 0, of_update, 0, 0)]
+
+
+def _orthogonalising(geometry: Geometry, train: Train, ranks: Ranks) -> int:
+    """Return the bytes of making updates orthogonal: an iteration, and what ranks exchange for it.
+
+    Each rank does so for one matrix at a time. It sends and receives about as much of others, or
+    with ddp receives all of theirs.
+    """
+    at_once = ranks.total if train.strategy == "ddp" else 1
+    return sum(
+        portion.iteration_bytes + at_once * portion.matrix_bytes
+        for portion in portions(geometry, train)
+    )
 
 
 def _casts(geometry: Geometry, train: Train, model: Model) -> int:

@@ -19,6 +19,7 @@ from pipeline_lib.arch.layers import (
     keeps_on_host,
     recompute_of,
 )
+from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
 from pipeline_lib.plan.machine import Ranks
@@ -49,7 +50,7 @@ _HALVING_COST = 0.06
 _OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
 # 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that
 # fits.
-_OPTIMIZERS = ("adamw", "adamw_8bit")
+STAND_INS = tuple(name for name, row in OPTIMIZERS.items() if row.is_stand_in)
 _LEAST_SAVING = 0.97  # of the present memory: a change that leaves more than this is no remedy
 
 
@@ -178,7 +179,7 @@ def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str
         "kept_attention_layers": [kept, 0]
         if kept and can_keep_attention(full, block_tokens)
         else [kept],
-        "optimizer": list(_OPTIMIZERS),
+        "optimizer": sorted({train.optimizer, *STAND_INS}),
         "method": sorted({train.method, "lora"}),
     }
     now = {key: getattr(train, key) for key in choices}

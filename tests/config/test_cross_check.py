@@ -294,7 +294,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"strategy": "zero2", "optimizer": "adamw_8bit"},
         {},
         "train.optimizer",
-        "adamw_8bit works neither * may be adamw",
+        "adamw_8bit does not work with DeepSpeed: * may be adamw",
     ),
     (
         {"strategy": "fsdp", "optimizer": "adamw_8bit", "offload": "optimizer+params"},

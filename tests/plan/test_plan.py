@@ -25,9 +25,10 @@ from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.data.order import BlockGroup, epoch_blocks
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
+from pipeline_lib.plan.memory import STRATEGIES
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
+from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.workload import Workload, workload_from
 from pipeline_lib.records.plan import Summary
 from tests.locks import hold
