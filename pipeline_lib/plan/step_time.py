@@ -30,6 +30,8 @@ _SHARD_LAUNCHES = 25
 # Fitted to public runs of 16 to 512 GPUs that differ in nothing but that
 # (benchmarks/published.jsonl, the half for fitting).
 _LATE_BY_DOUBLING = {End.BAD: 0.027, End.EXPECTED: 0.018, End.GOOD: 0.009}
+# Kernels of a Newton-Schulz iteration: three matrix products
+_ITERATION_LAUNCHES = 3
 # Bytes that an update moves for each trained parameter of a rank beside the optimizer's: norm 4,
 # clipping 8, zeroing gradients 4.
 _GRADIENT_BYTES = 16
@@ -254,13 +256,15 @@ def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
     """
     trained, share = _trained_by_rank(case)
     found = portions(case.geometry, case.train)
+    ranks = case.ranks.total if case.train.strategy == "ddp" else share
     launches = sum(each.tensors * each.rule.launches[family_of(case.train)] for each in found)
+    iterations = sum(each.tensors * each.rule.newton_schulz_steps for each in found)
+    launches += iterations / ranks * _ITERATION_LAUNCHES
     host_s = launches * speeds.launch_s
     if case.train.offload == "none":
         moved = sum(
             each.elements / share * (_GRADIENT_BYTES + each.rule.moved_bytes) for each in found
         )
-        ranks = case.ranks.total if case.train.strategy == "ddp" else share
         products_s = sum(each.flops for each in found) / ranks / speeds.matmul_flop_s
         return _Work(moved / speeds.memory_bytes_s + products_s, host_s, copy_s)
     of_a_number = ADAM_BYTES + _CLIP_BYTES
