@@ -25,7 +25,7 @@ class Rule:
     `moments` are the tensors that it keeps beside the weight, of the same shape, by their names in
     checkpoints, which have them in fp32. On the device an element of one takes `moment_bytes`. For
     each element, an update reads and writes `moved_bytes`. The host needs as long for a tensor as
-    for `launches` kernels, by strategy, where hsdp is as fsdp.
+    for `launches` kernels beside those of iterations, by strategy, where hsdp is as fsdp.
 
     With `newton_schulz_steps`, the update of a matrix is made orthogonal by that many iterations.
     They need the whole matrix, in bf16, so one of the ranks makes them for all.
@@ -105,8 +105,16 @@ _ADAM_8BIT = Rule(
     moved_bytes=ADAM_BYTES,
     launches={"ddp": 20.0, "fsdp": 27.0},
 )
+# Bytes of momentum, cast, exchange and weight, and the kernels for them; counted, not measured.
+_MUON = Rule(
+    moments=("momentum_buffer",),
+    moment_bytes=_FP32_BYTES,
+    moved_bytes=48,
+    launches={"ddp": 8.0, "fsdp": 14.0},
+    newton_schulz_steps=5,
+)
 
-OptimizerName = Literal["adamw", "adamw_8bit"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 DEFAULT: OptimizerName = "adamw"
 OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
     "adamw": Optimizer(
@@ -136,5 +144,20 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
         is_stand_in=True,
         known_as=("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
         extra=Extra("torchao", "optim8bit"),
+    ),
+    "muon": Optimizer(
+        summary="makes the updates of the layers' matrices orthogonal, with one moment, and is "
+        "`adamw` for all else, at the same `lr`; for `method: full` of models without experts",
+        of_matrices=_MUON,
+        of_others=_ADAM,
+        refuses={
+            DEEPSPEED: "its ranks have pieces of a few parameters each, and no rows of matrices",
+            OFFLOAD: "the products of its update are for GPUs",
+            ADAPTERS: "an update of an adapter is that of two factors, not of the matrix",
+            LOCAL_SGD: "ranks that update alone cannot share the work of an update",
+            EXPERTS: "their matrices are stacked in tensors of three dimensions",
+        },
+        is_stand_in=False,
+        known_as=("muon", "use_muon"),
     ),
 }

@@ -14,6 +14,7 @@ from pipeline_lib.config.optimizers import OPTIMIZERS, Rule
 from pipeline_lib.config.train import Train
 from pipeline_lib.train.adamw import make_adamw, update_group
 from pipeline_lib.train.adamw_8bit import make_8bit
+from pipeline_lib.train.muon import Muon
 from pipeline_lib.train.state import own_part
 
 
@@ -32,6 +33,8 @@ def make_optimizer(parameters: Mapping[str, nn.Parameter], train: Train) -> torc
     groups = parameter_groups(parameters, train)
     if train.optimizer == "adamw_8bit":
         return make_8bit(groups, train)
+    if train.optimizer == "muon":
+        return Muon(groups, train)
     return make_adamw(groups, train)
 
 

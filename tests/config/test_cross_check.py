@@ -303,6 +303,30 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "* adamw",
     ),
     (
+        {"optimizer": "muon", "method": "lora"},
+        {},
+        "train.optimizer",
+        "muon does not work with train.method: lora: * may be adamw",
+    ),
+    (
+        {"optimizer": "muon", "strategy": "zero1"},
+        {},
+        "train.optimizer",
+        "muon does not work with DeepSpeed: * may be adamw",
+    ),
+    (
+        {"optimizer": "muon", "strategy": "fsdp", "offload": "optimizer+params"},
+        {},
+        "train.optimizer",
+        "muon does not work with train.offload: * may be adamw",
+    ),
+    (
+        {"optimizer": "muon", "local_sgd_steps": 4},
+        {},
+        "train.optimizer",
+        "muon does not work with train.local_sgd_steps: * may be adamw",
+    ),
+    (
         {"warmup_steps": 10, "warmup_fraction": 0.1},
         {},
         "train.warmup_steps",
@@ -426,6 +450,7 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16 on CPUs": ({"strategy": "fsdp", "precision": "fp16"}, {}),
     "fp16 of zero on GPUs": ({"strategy": "zero3", "precision": "fp16"}, {"gpus_per_node": 2}),
     "8 bits": ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, {}),
+    "muon": ({"strategy": "hsdp", "shard_ranks": 2, "optimizer": "muon"}, FOUR),
     "wsd": ({"lr_schedule": "wsd", "warmup_steps": 10, "decay_fraction": 0.9}, {}),
     "the best": ({"keep_best": True, "early_stop_validations": 3, "validate_every_steps": 5}, {}),
     "DoRA": ({"method": "lora", "lora": {"dora": True}, "strategy": "zero2"}, {}),

@@ -96,6 +96,17 @@ def test_8_bit_moments_take_a_quarter() -> None:
     )
 
 
+@pytest.mark.parametrize(("strategy", "divided_by"), [("ddp", 1), ("fsdp", 8)])
+def test_muon_has_one_moment_for_the_matrices_of_layers(strategy: str, divided_by: int) -> None:
+    matrices = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    moments = 4 * matrices + 8 * (QWEN3_8B.parameters - matrices)
+    found = of(strategy=strategy, optimizer="muon")
+    assert found.optimizer_bytes == pytest.approx(moments / divided_by)
+    assert found.checkpoint_bytes == 4 * QWEN3_8B.parameters + moments
+    frozen = of(strategy=strategy, optimizer="muon", freeze=("model.layers.*",))
+    assert frozen.optimizer_bytes == pytest.approx(8 * (2 * 151936 + 1) * 4096 / divided_by)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_parts_make_up_the_total(strategy: str, recompute: str) -> None:
