@@ -8,7 +8,7 @@ from itertools import product, takewhile
 from typing import Any
 
 from pipeline_lib.arch.layers import can_keep_on_host, is_sharded
-from pipeline_lib.config.checks import OFFLOADS
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
@@ -41,7 +41,7 @@ from pipeline_lib.records.plan import TO_A_BLOCK
 
 # The choice: the fastest way to train that fits, of all that the config leaves open.
 
-_OF_DEEPSPEED = ("zero1", "zero2", "zero3")
+_OF_DEEPSPEED = [name for name, row in STRATEGIES.items() if row.uses_deepspeed]
 
 
 @dataclass(frozen=True)
@@ -275,15 +275,13 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
     strategies = (
-        [name for name in OFFLOADS if name not in (AUTO, "hsdp")]
-        if shard_ranks is None
-        else ["hsdp"]
+        [name for name in STRATEGIES if name != "hsdp"] if shard_ranks is None else ["hsdp"]
     )
     strategies = [name for name in strategies if name not in wanted.setting.geometry.left_out]
     if not wanted.has_deepspeed:
-        strategies = [name for name in strategies if not name.startswith("zero")]
+        strategies = [name for name in strategies if name not in _OF_DEEPSPEED]
     for strategy in strategies:
-        offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
+        offloads = STRATEGIES[strategy].offloads if wanted.setting.machine.is_gpu else ("none",)
         for offload in offloads if "offload" in open_keys else (train.offload,):
             changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
             yield from _with_activations_away(

@@ -14,6 +14,7 @@ from pipeline_lib.arch.layers import (
     micro_batch_tokens,
     recompute_of,
 )
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, count, gigabytes
 from pipeline_lib.plan.activations import compute_bytes
@@ -48,7 +49,6 @@ PARTS = (
     "loss",
     "reserve",
 )
-STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 # Memory that torch's allocator does not count: the CUDA context with its kernels, NCCL's buffers,
 # and fragmentation.
 RESERVE_BYTES = 2 * GIB

@@ -20,6 +20,7 @@ from pipeline_lib.arch.layers import (
     recompute_of,
 )
 from pipeline_lib.config.optimizers import OPTIMIZERS
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
 from pipeline_lib.plan.machine import Ranks
@@ -32,14 +33,7 @@ AT_MOST = 3
 # the micro-batch costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 %
 # of the time in practice.
 _COSTS: dict[str, dict[Any, float]] = {
-    "strategy": {
-        "ddp": 0.0,
-        "hsdp": 0.02,
-        "fsdp": 0.03,
-        "zero1": 0.04,
-        "zero2": 0.05,
-        "zero3": 0.07,
-    },
+    "strategy": {name: row.cost for name, row in STRATEGIES.items()},
     "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
     "reshard": {False: 0.0, True: 0.015},
     "offload_activations": {False: 0.0, True: 0.03},

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config import checks
-from pipeline_lib.config.checks import OFFLOADS, cross_check
+from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.strict_yaml import dotted
 
 BASE = {"experiment": "demo", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
@@ -613,10 +614,10 @@ def test_a_torch_that_casts_integers_shards_no_base_in_4_bits(
     assert ["needs torch 2.13 or later" in text for text in found["fsdp"]] == [True] * is_refused
 
 
-@pytest.mark.parametrize("strategy", OFFLOADS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_offload_that_is_named_as_legal_is(strategy: str) -> None:
     cluster, shard_ranks = (FOUR, 2) if strategy == "hsdp" else ({}, None)
-    for offload in OFFLOADS[strategy]:
+    for offload in STRATEGIES[strategy].offloads:
         assert (
             problems(
                 {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}, cluster

@@ -8,11 +8,12 @@ import pytest
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import LOGITS_AT_ONCE, feeds_in_chunks, tokens_at_once
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
+from pipeline_lib.plan.memory import PARTS, Memory, predict, predict_all
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 NODE = Ranks(8, 8)

@@ -11,11 +11,12 @@ from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.task import with_layers
 from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks
-from pipeline_lib.plan.memory import STRATEGIES, predict
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.passes import COMPILE_S, ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.search import Setting
@@ -28,7 +29,7 @@ from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 TWO_NODES = Ranks(16, 8)
 ways = st.fixed_dictionaries(
     {
-        "strategy": st.sampled_from(STRATEGIES),
+        "strategy": st.sampled_from(list(STRATEGIES)),
         "method": st.sampled_from(["full", "lora"]),
         "recompute": st.sampled_from(["none", "selective", "full"]),
         "micro_batch_blocks": st.sampled_from([1, 2, 4]),
