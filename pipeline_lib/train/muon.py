@@ -2,8 +2,8 @@
 
 The update of a matrix is its Nesterov momentum, made orthogonal by torch's Newton-Schulz iterations
 in bf16, and scaled to the size of AdamW's updates (`match_rms_adamw` of torch.optim.Muon): so
-learning rate and weight decay mean the same for both. The result is torch.optim.Muon's, bit for
-bit, with any number of ranks.
+learning rate and weight decay mean the same for both. Of the same gradients, any number of ranks
+makes the updates of torch.optim.Muon, bit for bit.
 
 A matrix is a parameter as the model has it. All heads of a projection are one; so are queries with
 their gates (`q_proj` of Qwen3.5), and queries, keys and values of a delta rule (`in_proj_qkv`).
