@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline_lib.config.import_datasets import holds_nothing_out
 from pipeline_lib.config.import_draft import LINEAR_NAMES, Draft, shown
-from pipeline_lib.config.optimizers import ADAPTERS, DEEPSPEED, DEFAULT, OPTIMIZERS
+from pipeline_lib.config.optimizers import ADAPTERS, DEEPSPEED, DEFAULT, OPTIMIZERS, OptimizerName
 from pipeline_lib.config.train import EPOCH, Train
 
 NEVER_CLIPS = 1e9  # a norm that no gradient has
@@ -346,21 +346,14 @@ def _optimizer(draft: Draft, origin: Origin) -> None:
 
 
 def _optimizer_by_name(draft: Draft) -> None:
-    switches = [word for row in OPTIMIZERS.values() for word in row.known_as if draft.truth(word)]
-    if draft.has("deepspeed_optimizer"):
-        key = "deepspeed_optimizer"
+    key, ours = _key_and_optimizer(draft)
+    if key == "deepspeed_optimizer":
         draft.taken("optim", why="without effect there, too: the DeepSpeed JSON names an optimizer")
-    elif switches:
-        key = switches[0]
-        draft.taken("optim", why=f"without effect there, too: {key} decides")
-    else:
-        key = "optim"
-    theirs = key if key in switches else (draft.text(key, "adamw_torch") or "").lower()
-    named = [name for name, row in OPTIMIZERS.items() if theirs in row.known_as]
-    if not named:
+    elif key != "optim":
+        draft.taken("optim", why=f"without effect there, too: {key} names the optimizer")
+    if ours is None:
         draft.without(key, f"the optimizers here are {', '.join(OPTIMIZERS)}; {DEFAULT} is taken")
         return
-    ours = named[0]
     row = OPTIMIZERS[ours]
     is_used = {
         DEEPSPEED: str(draft.value("zero_stage", 0)) in ("1", "2", "3"),
@@ -373,6 +366,20 @@ def _optimizer_by_name(draft: Draft) -> None:
             return
     needs = f"needs the extra `{row.extra.name}`" if row.extra else ""
     draft.taken(key, {"train.optimizer": ours}, needs)
+
+
+def _key_and_optimizer(draft: Draft) -> tuple[str, OptimizerName | None]:
+    """Return the key that decides on the optimizer, and what that is here; None if it is not."""
+    key = "deepspeed_optimizer" if draft.has("deepspeed_optimizer") else "optim"
+    theirs = (draft.text(key, "adamw_torch") or "").lower()
+    for ours, row in OPTIMIZERS.items():
+        switched_on = [switch for switch in row.switches if draft.truth(switch)]
+        if switched_on and key == "optim":
+            return switched_on[0], ours
+    for ours, row in OPTIMIZERS.items():
+        if theirs in row.known_as:
+            return key, ours
+    return key, None
 
 
 _LINEAR = ("linear", "warmupdecaylr")

@@ -64,7 +64,7 @@ class Optimizer:
     `of_matrices` is for the matrices of decoder layers, `of_others` for embedding, head, norms,
     biases and all else. `refuses` has what it does not work with, and why. `is_stand_in` says
     whether it is offered in place of another where memory is short. `known_as` are the names that
-    other tools give it, and their switches that turn it on.
+    other tools give it, `switches` their keys that turn it on.
     """
 
     summary: str
@@ -73,6 +73,7 @@ class Optimizer:
     refuses: Mapping[str, str]
     is_stand_in: bool
     known_as: tuple[str, ...]
+    switches: tuple[str, ...] = ()
     extra: Extra | None = None
 
     def rule_of(self, name: str, shape: tuple[int, ...]) -> Rule:
@@ -158,6 +159,7 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
             EXPERTS: "their matrices are stacked in tensors of three dimensions",
         },
         is_stand_in=False,
-        known_as=("muon", "use_muon"),
+        known_as=("muon",),
+        switches=("use_muon",),
     ),
 }
