@@ -147,14 +147,15 @@ def moments_of_step(
 
 
 def _orthogonalising(geometry: Geometry, train: Train, ranks: Ranks) -> int:
-    """Return the bytes of making updates orthogonal: an iteration, and what ranks exchange for it.
+    """Return the bytes of making updates orthogonal, one matrix at a time (train/muon.py).
 
-    Each rank does so for one matrix at a time. It sends and receives about as much of others, or
-    with ddp receives all of theirs.
+    Beside an iteration there are updates of as many matrices as ranks with ddp, and of the one
+    before. Otherwise a rank has its parts of as many, which make up one, the one that it makes
+    orthogonal, and its parts of those before.
     """
-    at_once = ranks.total if train.strategy == "ddp" else 1
+    beside = ranks.total + 1 if train.strategy == "ddp" else 3
     return sum(
-        portion.iteration_bytes + at_once * portion.matrix_bytes
+        portion.iteration_bytes + beside * portion.matrix_bytes
         for portion in portions(geometry, train)
     )
 

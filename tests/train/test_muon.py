@@ -1,6 +1,7 @@
 """Muon: torch's own results on any ranks, states that others take over, runs that go on bitwise."""
 
 import shutil
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipeline_lib.arch.families import read_geometry
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Store
 from pipeline_lib.plan.machine import Ranks
 from pipeline_lib.plan.memory import predict
+from pipeline_lib.plan.moments import Model, moments_of_step
 from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
@@ -170,6 +174,63 @@ def test_guards_take_it_back_to_the_moments_of_that_step(
     for course in courses.values():
         assert course.digests[10] == course.digests[to_step + 1] != course.digests[8]
         assert course.digests[11] != course.digests[10]
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes of tensors made in its context that are there at once."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[int] = set()
+        self.now_bytes = self.most_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        for tensor in tree_leaves((arguments, named)):  # what was there before counts for nothing
+            if isinstance(tensor, Tensor):
+                self.seen.add(tensor.untyped_storage()._cdata)
+        result = function(*arguments, **(named or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage: Any) -> None:
+        if storage._cdata in self.seen:
+            return
+        self.seen.add(storage._cdata)
+        self.now_bytes += storage.nbytes()
+        self.most_bytes = max(self.most_bytes, self.now_bytes)
+        weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+
+    def forget(self, number: int, size_bytes: int) -> None:
+        self.seen.discard(number)
+        self.now_bytes -= size_bytes
+
+
+def update_bytes(
+    environ: Mapping[str, str], arena: Arena, placement: Mapping[str, Any]
+) -> tuple[int, int]:
+    """The most bytes that an update uses, and how many the plan counts for it."""
+    with by_hand(environ, arena, optimizer="muon", **placement) as hand:
+        hand.accumulate(0)
+        with Tracker() as tracker:
+            hand.strategy.optimizer.step()
+        geometry = read_geometry(arena.store.sealed(arena.model))
+        settings, ranks = hand.strategy.train, Ranks(hand.world.size, hand.world.size)
+        model = Model.of(geometry, settings)
+        *_, update = moments_of_step(geometry, settings, model, ranks, 32, 1, 0)
+        return tracker.most_bytes, update.sum
+
+
+@pytest.mark.parametrize(("ranks", "placement"), SPREAD, ids=["ddp", "fsdp", "hsdp"])
+def test_the_plan_counts_what_an_update_uses(
+    arena: Arena, ranks: int, placement: dict[str, Any]
+) -> None:
+    for used_bytes, expected_bytes in run_ranks(update_bytes, ranks, arena, placement).values():
+        assert used_bytes == pytest.approx(expected_bytes, rel=1e-3)
 
 
 def state_bytes(
