@@ -8,6 +8,7 @@ from itertools import product, takewhile
 from typing import Any
 
 from pipeline_lib.arch.layers import can_keep_on_host, is_sharded
+from pipeline_lib.config.optimizers import ADAPTERS, DEFAULT, OPTIMIZERS
 from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core import units
@@ -160,9 +161,6 @@ _ANY_BYTES = 2**62
 _DEFAULT = Train()
 # sources of a rate that is known rather than assumed
 _BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")
-_TRAINS_SOMETHING_ELSE = [
-    ("optimizer", name, "another optimizer, so another run") for name in STAND_INS
-] + [("method", "lora", "trains adapters instead")]
 
 
 @dataclass(frozen=True)
@@ -426,23 +424,43 @@ def _freed(wanted: Wanted) -> Iterator[str]:
             and replace(wanted, held=[other for other in wanted.held if other != key]).fits
         ):
             yield f"{in_file(key)} left out, so that the plan chooses it"
-    for key, value, note in _TRAINS_SOMETHING_ELSE:
-        other = replace(wanted, train=wanted.train.model_copy(update={key: value}))
+    for changes, note in _other_trainings(wanted.train):
+        other = replace(wanted, train=wanted.train.model_copy(update=changes))
         if other.train == wanted.train:
             continue
         if other.fits:
-            yield f"train.{key}: {value}  ({note}){_least_on_host(other)}"
+            yield f"{_listed(changes)}  ({note}){_least_on_host(other)}"
             continue
         more = _more_host_memory(other)
         if more is not None and (alone is None or _in_gb(more) < _in_gb(alone)):
-            yield f"train.{key}: {value}  ({note}) and {host_memory(more)}"
+            yield f"{_listed(changes)}  ({note}) and {host_memory(more)}"
     if alone is not None:
         yield host_memory(alone)
 
 
+def _other_trainings(train: Train) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield changes that train something else, each with a note: other optimizers, or adapters."""
+    for name in STAND_INS:
+        yield {"optimizer": name}, "another optimizer, so another run"
+    yield _to_adapters(train), "trains adapters instead"
+
+
+def _to_adapters(train: Train) -> dict[str, Any]:
+    """Return the changes that train adapters, by another optimizer if this one cannot."""
+    changes = {} if train.method == "lora" else {"method": "lora"}
+    if ADAPTERS in OPTIMIZERS[train.optimizer].refuses:
+        changes["optimizer"] = DEFAULT
+    return changes
+
+
+def _listed(changes: dict[str, Any]) -> str:
+    return ", ".join(f"train.{key}: {value}" for key, value in changes.items())
+
+
 def _in_4_bits(wanted: Wanted) -> Iterator[str]:
     """Yield adapters on a 4-bit base if the GPUs have memory for these but not for unquantized."""
-    train = wanted.train.model_copy(update={"method": "lora"})
+    changes = _to_adapters(wanted.train)
+    train = wanted.train.model_copy(update=changes)
     setting = wanted.setting
 
     def fits_without_host(train: Train) -> bool:
@@ -454,8 +472,8 @@ def _in_4_bits(wanted: Wanted) -> Iterator[str]:
     if fits_without_host(
         train.model_copy(update={"lora": train.lora.model_copy(update={"base": "nf4"})})
     ):
-        adapters = "" if wanted.train.method == "lora" else "train.method: lora, "
-        yield f"{adapters}train.lora.base: nf4  (keeps the frozen base in 4 bits)"
+        keys = _listed(changes | {"lora.base": "nf4"})
+        yield f"{keys}  (keeps the frozen base in 4 bits)"
 
 
 def _in_parts(wanted: Wanted) -> Iterator[str]:

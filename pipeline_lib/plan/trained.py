@@ -82,19 +82,18 @@ def portions(geometry: Geometry, train: Train) -> tuple[Portion, ...]:
     shapes = trained_shapes(geometry, train)
     if row.of_matrices is row.of_others:
         return (Portion(row.of_others, len(shapes), geometry.trained_parameters(train)),)
-    return _by_rule(geometry, train.optimizer, tuple(shapes))
+    return _by_rule(train.optimizer, tuple(shapes.items()))
 
 
 @lru_cache(maxsize=16)  # a search asks for those of a few models thousands of times
 def _by_rule(
-    geometry: Geometry, optimizer: OptimizerName, names: tuple[str, ...]
+    optimizer: OptimizerName, named: tuple[tuple[str, tuple[int, ...]], ...]
 ) -> tuple[Portion, ...]:
-    """Return the portions of the parameters of that name, for full fine-tuning."""
+    """Return the portions of parameters with those names and shapes."""
     row = OPTIMIZERS[optimizer]
-    shapes = {name: geometry.shapes()[name] for name in names}
     found = []
     for rule in (row.of_matrices, row.of_others):
-        of_rule = [shape for name, shape in shapes.items() if row.rule_of(name, shape) is rule]
+        of_rule = [shape for name, shape in named if row.rule_of(name, shape) is rule]
         matrices = of_rule if rule.newton_schulz_steps else []
         found.append(
             Portion(
