@@ -29,13 +29,14 @@ from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
-from pipeline_lib.plan.memory import Memory, checkpoint_bytes, host_need, predict_all
+from pipeline_lib.plan.memory import Memory, host_need, predict_all
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
+from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.words import (
     Change,
     advice,

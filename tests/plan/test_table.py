@@ -14,6 +14,7 @@ import pytest
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
@@ -23,7 +24,7 @@ from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.formulas import explain
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
+from pipeline_lib.plan.memory import PARTS, host_need
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
