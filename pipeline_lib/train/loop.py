@@ -411,8 +411,8 @@ class Loop:
     def kinds_at(self, step: int) -> tuple[str, ...]:
         """Return the kinds of tensors in the checkpoint of `step`: after the last one no moments.
 
-        No step would use them, and with AdamW they are two thirds of the bytes. A run that is killed after it
-        still leaves its result without computing a step again.
+        No step would use them, and with AdamW they are two thirds of the bytes. A run that is
+        killed after it still leaves its result without computing a step again.
         """
         return state_kinds(self.train) if step < self.total_steps else (WEIGHTS,)
 
