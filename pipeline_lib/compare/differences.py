@@ -12,7 +12,6 @@ from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.units import brief
-from pipeline_lib.records.results import Source
 
 NONE = "-"
 MAX_VALUE_CHARS = 60
@@ -133,40 +132,43 @@ def _software(known: Known) -> dict[str, str]:
 
 
 def _data(known: Known) -> dict[str, str]:
-    total = known.ledger.total if known.ledger.sources else Source()
+    ledger = known.ledger
     index = known.train_index
     held_out = known.validation_index
-    numbers: dict[str, Any] = {
-        "sources": len(known.ledger.sources) or None,
-        "rows": total.rows,
-        "conversations": total.conversations,
-        **{f"rows quarantined: {reason}": number for reason, number in total.quarantined.items()},
-        "duplicates dropped": total.duplicates_dropped,
-        "samples": total.samples,
-        **{f"samples dropped: {reason}": number for reason, number in total.dropped.items()},
-        "samples kept": total.kept,
-        "of them cut": total.truncated,
-        "of them pieces": total.split,
-        "tokens": total.tokens,
-        "supervised tokens": total.supervised_tokens,
-        "training blocks": index.blocks,
-        "tokens of a block": index.block_tokens,
-        "training documents": index.documents,
-        "held-out documents": held_out.documents,
-        "held-out supervised tokens": held_out.supervised_tokens,
-    }
-    padding = {"padding": units.percent(index.padding_fraction)} if index.blocks else {}
-    return {
-        name: units.count(number) for name, number in numbers.items() if number is not None
-    } | padding
+    numbers: dict[str, int] = {}
+    if ledger is not None:
+        total = ledger.total
+        numbers["sources"] = len(ledger.sources)
+        numbers["rows"] = total.rows
+        numbers["conversations"] = total.conversations
+        for reason, number in total.quarantined.items():
+            numbers[f"rows quarantined: {reason}"] = number
+        numbers["duplicates dropped"] = total.duplicates_dropped
+        numbers["samples"] = total.samples
+        for reason, number in total.dropped.items():
+            numbers[f"samples dropped: {reason}"] = number
+        numbers["samples kept"] = total.kept
+        numbers["of them cut"] = total.truncated
+        numbers["of them pieces"] = total.split
+        numbers["tokens"] = total.tokens
+        numbers["supervised tokens"] = total.supervised_tokens
+    if index is not None:
+        numbers["training blocks"] = index.blocks
+        numbers["tokens of a block"] = index.block_tokens
+        numbers["training documents"] = index.documents
+    if held_out is not None:
+        numbers["held-out documents"] = held_out.documents
+        numbers["held-out supervised tokens"] = held_out.supervised_tokens
+    shown = {name: units.count(number) for name, number in numbers.items()}
+    if index is not None and index.blocks:
+        shown["padding"] = units.percent(index.padding_fraction)
+    return shown
 
 
 def _by_source(known: Known) -> dict[str, str]:
-    scores = known.evaluation.eval.by_source
+    by_source = known.scores.by_source if known.scores else ()
     return {
-        one.source: units.real(one.tuned.loss, "", 4)
-        for one in scores
-        if one.tuned.loss is not None
+        one.source: units.real(one.tuned.loss, "", 4) for one in by_source if one.tuned is not None
     }
 
 

@@ -13,7 +13,6 @@ from pipeline_lib.config.train import Train, read_train
 from pipeline_lib.core import files
 from pipeline_lib.core.errors import DiskFull, IntegrityError, Interrupted, LockLost, PipelineError
 from pipeline_lib.core.events import EventLog, EventName, read_events
-from pipeline_lib.core.files import read_json
 from pipeline_lib.core.processes import OWNER_VARIABLE, describe_owner
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
@@ -21,7 +20,6 @@ from pipeline_lib.core.run_folder import (
     EVENTS_NAME,
     HEARTBEATS,
     PLAN_NAME,
-    SUMMARY_NAME,
     newest_valid,
     sealed_steps,
     step_name,
@@ -44,7 +42,8 @@ from pipeline_lib.launch.ranks import (
 )
 from pipeline_lib.launch.spawn import HeldRanks
 from pipeline_lib.records.plan import PlanDocument, known, read_plan
-from pipeline_lib.records.results import Training
+from pipeline_lib.records.record import to_json
+from pipeline_lib.records.training import Training, read_training
 from pipeline_lib.slurm.sizing import warning_s
 from pipeline_lib.tracking.feed import trackers
 
@@ -217,22 +216,22 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
                     now.run(environ, held)
         shutil.copyfile(plan_dir / PLAN_NAME, job.out / PLAN_NAME)
         shutil.copyfile(run_dir / EVENTS_NAME, job.out / EVENTS_NAME)
-        summary = dict(read_json(job.out / SUMMARY_NAME))
-        take_hashes(job, run_dir / CHECKPOINTS / step_name(summary["result_step"]))
-        if warning := warning_of_lost_best(read_train(job.spec.settings), summary):
+        training = read_training(job.out)
+        take_hashes(job, run_dir / CHECKPOINTS / step_name(training.result_step))
+        if warning := warning_of_lost_best(read_train(job.spec.settings), training):
             job.say(f"train: warning: {warning}")
-        return summary
+        return dict(to_json(training))
 
     return launch
 
 
-def warning_of_lost_best(train: Train, summary: Mapping[str, Any]) -> str | None:
+def warning_of_lost_best(train: Train, training: Training) -> str | None:
     """Return what to tell of a training that should have left its best step; None if it did."""
-    if not Training.model_validate(summary).has_lost_best(train.keep_best):
+    if not training.has_lost_best(train.keep_best):
         return None
     return (
-        f"the held-out loss was lowest after step {summary['best_step']:,}, and the checkpoint of "
-        f"that step was damaged or missing, so the result is step {summary['result_step']:,}"
+        f"the held-out loss was lowest after step {training.best_step:,}, and the checkpoint of "
+        f"that step was damaged or missing, so the result is step {training.result_step:,}"
     )
 
 

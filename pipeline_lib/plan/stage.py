@@ -14,13 +14,14 @@ from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import write_json, write_text
 from pipeline_lib.core.run_folder import PLAN_NAME
 from pipeline_lib.core.stage import Job
-from pipeline_lib.data.blocks import BlockIndex
+from pipeline_lib.data.blocks import read_index
 from pipeline_lib.plan.answer import Question, answer, run_of
 from pipeline_lib.plan.cluster import read_measured
 from pipeline_lib.plan.known import BLOCK_SIZES, read_blocks, repetition_in
 from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.stages import stored_bytes
+from pipeline_lib.records.data import BlockIndex
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def run(job: Job) -> dict[str, Any]:
     shard = job.inputs["shard"].folder(*BLOCK_SIZES)
     geometry = read_geometry(job.inputs["model"].folder("config.json")).stretched(rope_in(settings))
     blocks = read_blocks(shard)
-    held_out = BlockIndex.read(shard / "validation")
+    held_out = read_index(shard / "validation")
     _refuse_misfit(
         geometry, blocks.training, max(blocks.training.largest_token, held_out.largest_token)
     )

@@ -6,7 +6,6 @@ No numpy is loaded before there are blocks, since a plan can be made without any
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pipeline_lib.config.checks import has_few_blocks, more_than_one, warmup_problem
 from pipeline_lib.config.schema import Config
@@ -15,10 +14,7 @@ from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
 from pipeline_lib.plan.amounts import amounts_of, expected_workload
 from pipeline_lib.plan.workload import Workload
-
-if TYPE_CHECKING:
-    from pipeline_lib.data.blocks import BlockIndex
-    from pipeline_lib.data.order import BlockGroup
+from pipeline_lib.records.data import BlockGroup, BlockIndex
 
 # by which the samples of a step, and the ranks' shares of it, may differ from what is asked for
 MOST_OFF = 0.1
@@ -72,7 +68,7 @@ def batch_without_data(train: Train, ranks: int, workload: Workload) -> BatchPla
 
 
 def plan_batches(
-    train: Train, ranks: int, training: "BlockIndex | None", workload: Workload
+    train: Train, ranks: int, training: BlockIndex | None, workload: Workload
 ) -> BatchPlan:
     """Return the batch plan over `ranks` ranks for the blocks of `training`, by `workload`.
 
@@ -182,7 +178,7 @@ def is_shared_well(train: Train, at_once: int, blocks: int) -> bool:
     return idle <= (0 if train.global_batch_samples is None else MOST_OFF * (blocks + idle))
 
 
-def _nothing_to_train_on(groups: "list[BlockGroup]", epochs: float) -> DataError:
+def _nothing_to_train_on(groups: list[BlockGroup], epochs: float) -> DataError:
     held = ", ".join(f"{group.blocks} of weight {group.weight:g}" for group in groups)
     needed = min(math.ceil(1 / group.per_epoch) for group in groups)
     return DataError(

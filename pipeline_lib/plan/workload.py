@@ -16,13 +16,12 @@ from pipeline_lib.config.schema import Config
 from pipeline_lib.config.train import AUTO, CHOSEN_KEYS, Train
 from pipeline_lib.core.units import count
 from pipeline_lib.plan.machine import End, Machine, Ranks
+from pipeline_lib.records.data import BlockIndex
 from pipeline_lib.records.plan import TO_A_BLOCK
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from pipeline_lib.data.blocks import BlockIndex
 
 
 # Workload: the properties of the data that time and memory depend on, from the shards or assumed
@@ -181,7 +180,7 @@ class Case:
 
 
 def workload_from(
-    index: "BlockIndex",
+    index: BlockIndex,
     costs: "NDArray[np.int64]",
     samples_per_block: float,
     validation_blocks: int = 0,

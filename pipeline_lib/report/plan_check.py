@@ -14,7 +14,7 @@ from pipeline_lib.core.events import EventName
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.units import HOUR_S
 from pipeline_lib.records.plan import Figure, PlanDocument
-from pipeline_lib.records.results import Step, Training
+from pipeline_lib.records.training import Step, Training, training_time_s
 
 # The first steps of an attempt choose kernels, allocate memory and compile; predictions do not
 # cover them.
@@ -164,10 +164,9 @@ def settled(steps: Sequence[Step]) -> list[Step]:
     seen: Counter[int] = Counter()  # steps by attempt
     found = []
     for step in steps:
-        attempt = step.attempt or 1
-        seen[attempt] += 1
+        seen[step.attempt] += 1
         if (
-            seen[attempt] > SETTLING_STEPS
+            seen[step.attempt] > SETTLING_STEPS
             and step.verdict is None
             and step.profile_compute_s is None
         ):
@@ -185,7 +184,7 @@ def medians(steps: Sequence[Step]) -> dict[str, float | None]:
 def steps_here(plan: PlanDocument, steps: Sequence[Step], record: RunRecord) -> list[Step]:
     """Return those of `steps` whose attempt ran as `plan` describes."""
     others = attempts_elsewhere(plan, record)
-    return [step for step in steps if (step.attempt or 1) not in others]
+    return [step for step in steps if step.attempt not in others]
 
 
 def attempts_elsewhere(plan: PlanDocument, record: RunRecord) -> set[int]:
@@ -239,12 +238,11 @@ def _network(plan: PlanDocument, steps: Sequence[Step]) -> dict[str, float | Non
 
 def _run(plan: PlanDocument, training: Training, steps: Sequence[Step]) -> dict[str, float | None]:
     """Return the run's time and GPU hours without lost steps; nothing if it has another length."""
-    if training.steps is None or training.steps != plan.batch.steps:
+    if training.steps != plan.batch.steps:
         return {}
-    last_s = {step.attempt or 1: step.elapsed_s for step in steps}
-    if not last_s or None in last_s.values():
+    run_s = training_time_s((step.attempt, step.elapsed_s) for step in steps)
+    if run_s is None:
         return {}
-    run_s = sum(value or 0.0 for value in last_s.values())
     ranks = plan.cluster.ranks
     return {"run_s": run_s, "gpu_hours": run_s * ranks / HOUR_S if ranks else None}
 

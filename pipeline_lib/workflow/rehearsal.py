@@ -16,22 +16,22 @@ from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.schema import Config
 from pipeline_lib.core.errors import ConfigError, TrainingError
 from pipeline_lib.core.events import EventName
-from pipeline_lib.core.files import read_jsonl, write_text
+from pipeline_lib.core.files import write_text
 from pipeline_lib.core.run_folder import (
     CHECKPOINTS,
     EVENTS_NAME,
     METRICS_NAME,
     PLAN_NAME,
-    SUMMARY_NAME,
     sealed_steps,
 )
 from pipeline_lib.core.run_record import RunRecord
 from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
+from pipeline_lib.records.merge import PARITY_NAME, Unproven, read_parity
 from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
-from pipeline_lib.records.results import Parity, Step, Training
-from pipeline_lib.report.facts import read_one, read_rows
+from pipeline_lib.records.record import read_records
+from pipeline_lib.records.training import Step, Training, read_training
 from pipeline_lib.report.plan_check import FIGURES, Compared, comparison, unjudged
 from pipeline_lib.upkeep.temporary import remove_passing
 
@@ -265,7 +265,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
     store = dag.store
     trained = store.sealed(rehearsal.second.ref)
     plan = read_plan(trained / PLAN_NAME)
-    training = read_one(Training, trained / SUMMARY_NAME)
+    training = read_training(trained)
     if reason := _too_short(plan, rehearsal):
         return reason
     if training.steps != rehearsal.last_step:
@@ -280,11 +280,15 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
             f"{trained}: the second training did not resume from the checkpoint of step "
             f"{rehearsal.first_step}; see events.jsonl there"
         )
-    steps = read_rows(Step, trained / METRICS_NAME, read_jsonl)
-    step_s = min(step.step_s or 0.0 for step in steps)
-    around_s = read_manifest(trained).duration_s - (steps[-1].elapsed_s or 0.0)
+    steps = read_records(Step, trained / METRICS_NAME)
+    step_s = min(step.step_s for step in steps)
+    around_s = read_manifest(trained).duration_s - steps[-1].elapsed_s
     config = dag.experiment.config
-    parity = read_one(Parity, store.sealed(rehearsal.merge.ref) / "parity.json")
+    parity = read_parity(store.sealed(rehearsal.merge.ref) / PARITY_NAME)
+    if isinstance(parity, Unproven):
+        proof = parity.unproven
+    else:
+        proof = f"relative difference of the logits {parity.relative_difference:.1e}"
     cluster = config.cluster
     first, second, merge = (
         brief(read_manifest(store.sealed(spec.ref)).duration_s) for spec in rehearsal.specs
@@ -300,8 +304,7 @@ def findings(dag: Dag, rehearsal: Rehearsal, loaded: "Loaded") -> str:
         (
             "merge",
             merge,
-            parity.unproven
-            or f"relative difference of the logits {parity.relative_difference or 0:.1e}",
+            proof,
         ),
         (
             "load with transformers",
@@ -351,7 +354,7 @@ def _measured(
         measured = f"measured {amount(one.measured, one.unit)}"
         rows.append((one.name, f"predicted {predicted} ({low} to {high})", measured, verdict))
     if not plan.cluster.is_gpu:
-        peak = max((step.peak_memory_bytes or 0 for step in steps), default=0)
+        peak = max((step.peak_memory_bytes for step in steps), default=0)
         rows.append(
             (
                 "memory of a rank",

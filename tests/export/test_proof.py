@@ -47,9 +47,9 @@ def merges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_a_right_merge_is_proven(merges: Merges) -> None:
     figures = merges.proven("right")
-    assert figures["value_difference"] < 1e-6
-    assert figures["relative_difference"] <= figures["tolerance"]
-    assert (figures["tolerance"] == 1e-4) == (merges.case.train.precision == "fp32")
+    assert figures.value_difference < 1e-6
+    assert figures.relative_difference <= figures.tolerance
+    assert (figures.tolerance == 1e-4) == (merges.case.train.precision == "fp32")
 
 
 @pytest.mark.parametrize("wrong", [*PLANS, *FILES])
@@ -66,4 +66,4 @@ def test_a_slightly_wrong_merge_is_refused(merges: Merges, wrong: str) -> None:
 def test_rounding_that_changes_the_choice_of_experts_refuses_nothing(tmp_path: Path) -> None:
     merges = Merges.of(CASES["full"], tmp_path)
     assert merges.by_logits("right") > 3e-2  # in bf16, by which it was refused before
-    assert merges.proven("right")["relative_difference"] < 1e-5
+    assert merges.proven("right").relative_difference < 1e-5

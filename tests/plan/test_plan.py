@@ -22,13 +22,13 @@ from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, write_json, write_text
 from pipeline_lib.core.stage import Job, Sealed
 from pipeline_lib.core.store import Manifest, Ref, Spec, Store
-from pipeline_lib.data.blocks import BlockIndex
-from pipeline_lib.data.order import BlockGroup, epoch_blocks
+from pipeline_lib.data.order import epoch_blocks
 from pipeline_lib.plan import stage
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
 from pipeline_lib.plan.workload import Workload, workload_from
+from pipeline_lib.records.data import BlockGroup, BlockIndex
 from pipeline_lib.records.plan import Summary
 from tests.locks import hold
 

@@ -19,7 +19,6 @@ from pipeline_lib.core.store import Store
 from pipeline_lib.core.user_cache import UserCache
 from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.data.documents import Document
-from pipeline_lib.data.order import BlockGroup
 from pipeline_lib.data.shard import write_blocks
 from pipeline_lib.plan.steps import (
     Steps,
@@ -31,6 +30,7 @@ from pipeline_lib.plan.steps import (
 )
 from pipeline_lib.plan.warnings import lengths_of_runs
 from pipeline_lib.plan.workload import Workload, workload_from
+from pipeline_lib.records.data import BlockGroup
 from tests.stages import run_stages_here
 
 BLOCK = 60

@@ -7,13 +7,12 @@ from bokeh.models.annotations import Span
 
 from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.charts import Chart
-from pipeline_lib.report.facts import _without_nulls
 from pipeline_lib.report.plan_figures import memory_figure, phases_figure, timeline_figure
 from tests.report.fake_plans import GIB, gpu_plan, plan, plan_without_times
 
 
 def read(content: dict[str, Any]) -> PlanDocument:
-    return PlanDocument.model_validate(_without_nulls(content))
+    return PlanDocument.model_validate(content)
 
 
 def totals(chart: Chart | None) -> dict[str, float]:

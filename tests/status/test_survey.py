@@ -22,6 +22,7 @@ from pipeline_lib.core.text import cut
 from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.rank_report import Reporting
 from pipeline_lib.status.watch import show
+from tests.complete import training_json
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 
@@ -46,13 +47,9 @@ def test_the_first_stage_that_is_missing_is_shown(desk: Desk) -> None:
     desk.seal(
         demo,
         "train",
-        summary={
-            "steps": 40,
-            "final_loss": 3.25,
-            "tokens_per_s": 4000.0,
-            "training_time_s": 20.0,
-            "attempts": 2,
-        },
+        summary=training_json(
+            steps=40, final_loss=3.25, tokens_per_s=4000.0, training_time_s=20.0, attempts=2
+        ),
     )
     assert desk.status().stage == "merge"
     desk.seal(demo, "merge", "baseline", "evaluate", "report")
@@ -565,7 +562,7 @@ def test_whatever_file_is_damaged_the_experiments_are_shown(desk: Desk, hold: Ho
     demo = desk.freeze()
     done = desk.freeze("done", lr="1.0e-3")
     desk.seal_before_train(demo)
-    summary = {"steps": 40, "tokens": 10, "train_s": 1.0}
+    summary = training_json(steps=40)
     desk.seal(done, "train", "merge", "baseline", "evaluate", "report", summary=summary)
     desk.event(demo, "run.launched", attempt=1)
     desk.event(demo, "run.start", attempt=1, last_step=40)

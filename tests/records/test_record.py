@@ -1,0 +1,78 @@
+"""Records are strict, and say what is wrong in which file."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline_lib.core.errors import IntegrityError
+from pipeline_lib.core.files import write_json, write_jsonl
+from pipeline_lib.records.merge import Unproven, read_parity
+from pipeline_lib.records.record import read_record, to_json
+from pipeline_lib.records.training import Step, Training, read_training
+from tests.complete import parity, record, step, step_json, training, training_json
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"steps": "many"}, "steps"),
+        ({"steps": None}, "steps"),
+        ({"made_up": 1}, "made_up"),
+    ],
+)
+def test_a_wrong_value_and_an_unknown_key_are_named(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, training_json(**change))
+    with pytest.raises(IntegrityError, match=rf"summary\.json: {named}: .*run snakemake again"):
+        read_record(Training, path)
+
+
+@pytest.mark.parametrize("key", training_json())
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    content = training_json()
+    del content[key]
+    write_json(tmp_path / "summary.json", content)
+    with pytest.raises(IntegrityError, match=rf"summary\.json: {key}: "):
+        read_record(Training, tmp_path / "summary.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2"])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(IntegrityError, match=r"summary\.json is damaged"):
+        read_record(Training, tmp_path / "summary.json")
+
+
+def test_what_a_step_did_not_measure_is_not_in_its_row() -> None:
+    assert to_json(step(3)) == step_json(3)
+    assert list(to_json(step(3, verdict="skip", mfu=0.5)))[-2:] == ["peak_memory_bytes", "mfu"]
+
+
+def test_a_held_out_loss_that_is_not_finite_is_null_and_another_thing_than_none() -> None:
+    row = to_json(step(3, validation_loss=math.nan))
+    assert row["validation_loss"] is None
+    found = record(Step, row).validation_loss
+    assert found is not None and math.isnan(found)
+    assert record(Step, step_json(3)).validation_loss is None
+
+
+def test_speed_and_time_come_from_the_rows_of_a_training_whose_summary_lacks_them(
+    tmp_path: Path,
+) -> None:
+    earlier = training_json()
+    del earlier["tokens_per_s"], earlier["training_time_s"]
+    write_json(tmp_path / "summary.json", earlier)
+    rows = [step_json(1, elapsed_s=2.0), step_json(2, elapsed_s=5.0, attempt=2)]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    assert read_training(tmp_path) == training(tokens_per_s=100.0, training_time_s=7.0)
+
+
+def test_a_proof_is_told_from_a_reason_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "parity.json"
+    for written in (parity(), Unproven(unproven="another base")):
+        write_json(path, to_json(written))
+        assert read_parity(path) == written
