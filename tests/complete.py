@@ -15,8 +15,10 @@ from pipeline_lib.records.evaluation import (
     UnigramScore,
 )
 from pipeline_lib.records.merge import Parity
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.record import AnyRecord, parse
 from pipeline_lib.records.training import Step, Training
+from tests.report.fake_plans import plan
 
 
 def training_json(**changes: Any) -> dict[str, Any]:
@@ -108,3 +110,20 @@ def evaluation(loss: float | None) -> Evaluation:
     )
     verdict = EvaluationVerdict(improved=False, beats_unigram=False, uses_prompt=False, text="")
     return Evaluation(eval=scores, verdict=verdict)
+
+
+def plan_document(steps: int = 118, **changes: Any) -> PlanDocument:
+    """The demo's plan on CPUs with `changes`, which may be nested."""
+    return record(PlanDocument, merged(plan(steps), changes))
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`values` with `changes`, in which dicts only change some keys."""
+    found = dict(values)
+    for key, change in changes.items():
+        old = found.get(key)
+        if isinstance(old, dict) and isinstance(change, dict):
+            found[key] = merged(old, change)
+        else:
+            found[key] = change
+    return found

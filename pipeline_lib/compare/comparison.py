@@ -65,7 +65,8 @@ def measured(known: Known) -> ExperimentNumbers:
         cost = spent(known.plan, steps, RunRecord(), world_size=None, train_s=known.training_time_s)
     supervised = sum(step.supervised_tokens for step in steps) or None
     losses = [step.loss for step in steps if step.verdict is None and step.loss is not None]
-    planned_device = "GPU" if known.plan.cluster.is_gpu else "CPU core"
+    is_gpu = known.plan is not None and known.plan.cluster.is_gpu
+    planned_device = "GPU" if is_gpu else "CPU core"
     return ExperimentNumbers(
         state=known.state,
         stopped_at=known.stop.step if known.stop else None,

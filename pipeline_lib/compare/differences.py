@@ -12,6 +12,7 @@ from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core import units
 from pipeline_lib.core.files import canonical_json
 from pipeline_lib.core.units import brief
+from pipeline_lib.records.plan import PlannedWay
 
 NONE = "-"
 MAX_VALUE_CHARS = 60
@@ -174,12 +175,12 @@ def _by_source(known: Known) -> dict[str, str]:
 
 def _plan(known: Known) -> dict[str, str]:
     plan = known.plan
+    if plan is None:
+        return {}
     batch = plan.batch
-    way = plan.prediction
-    reshard = plan.prediction.changes.reshard
     shown: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "strategy": (plan.chosen.strategy, str),
-        "machine": (plan.machine.name, str),
+        "machine": (plan.machine.name if plan.machine else None, str),
         "nodes": (plan.cluster.nodes, units.count),
         "ranks": (plan.cluster.ranks, units.count),
         "device": (plan.cluster.device, str),
@@ -190,16 +191,24 @@ def _plan(known: Known) -> dict[str, str]:
         "samples of a step": (batch.samples_per_step, units.compact),
         "steps": (batch.steps, units.count),
         "epochs": (batch.epochs, units.compact),
-        "activation checkpointing": (way.changes.recompute, str),
-        "offload": (way.changes.offload, str),
-        "no reshard after forward": (None if reshard is None else not reshard, _value_text),
-        "compiled": (way.changes.compile, _value_text),
+    }
+    if plan.prediction is not None:
+        shown |= _predicted(plan.prediction)
+    return {name: show(value) for name, (value, show) in shown.items() if value is not None}
+
+
+def _predicted(way: PlannedWay) -> dict[str, tuple[Any, Callable[[Any], str]]]:
+    changes = way.changes
+    return {
+        "activation checkpointing": (changes.recompute, str),
+        "offload": (changes.offload, str),
+        "no reshard after forward": (not changes.reshard, _value_text),
+        "compiled": (changes.compile, _value_text),
         "a step, predicted": (way.step_s.value, brief),
         "memory of a rank, predicted": (way.peak_memory_bytes.value, units.gib),
-        "all steps, predicted": (way.run_s.value, brief),
-        "GPU hours, predicted": (way.gpu_hours.value, units.rounded),
+        "all steps, predicted": (way.run_s.value if way.run_s else None, brief),
+        "GPU hours, predicted": (way.gpu_hours.value if way.gpu_hours else None, units.rounded),
     }
-    return {name: show(value) for name, (value, show) in shown.items() if value is not None}
 
 
 def _differing(

@@ -204,7 +204,8 @@ class Known(Results):
             return "not evaluated"
         if self.stop is not None:
             return f"stopped by its sweep after step {self.stop.step:,}: {self.stop.why}"
-        of = f" of {self.plan.batch.steps:,}" if self.plan.batch.steps else ""
+        planned = self.plan.batch.steps if self.plan else None
+        of = f" of {planned:,}" if planned else ""
         return f"not finished: step {self.last_step:,}{of}" if self.steps else "not begun"
 
     @property
@@ -323,9 +324,9 @@ class _ExperimentReader:
     def rows(self, kind: type[AnyRecord], part: str, name: str) -> list[AnyRecord]:
         return self.parsed(part, name, lambda path: read_records(kind, path)) or []
 
-    def plan(self) -> PlanDocument:
+    def plan(self) -> PlanDocument | None:
         part = "train" if "train" in self.manifests else "plan"
-        return self.parsed(part, PLAN_NAME, read_plan) or PlanDocument()
+        return self.parsed(part, PLAN_NAME, read_plan)
 
     def training(self) -> Training | None:
         return self.parsed("train", SUMMARY_NAME, lambda path: read_training(path.parent))

@@ -39,7 +39,7 @@ from pipeline_lib.plan.evaluation import (
     is_loaded_once,
     plan_answers,
 )
-from pipeline_lib.records.evaluation import Answer
+from pipeline_lib.records.evaluation import BaseAnswer
 
 # The devices for a whole model that answers.
 
@@ -175,7 +175,7 @@ def generate_all(
     settings: Evaluate,
     context: Context,
     say: Say,
-) -> list[Answer]:
+) -> list[BaseAnswer]:
     """Return the answers to the user's prompts and to those of sampled held-out documents.
 
     The sample is spread evenly over `documents`. `folder` holds the tokenizer and the chat
@@ -204,7 +204,7 @@ def generate_all(
         )
     answers = answers_to(model, tokenizer, prompts, settings.max_new_tokens, read_geometry(folder))
     return [
-        Answer(prompt=prompt, reference=reference, answer=answer)
+        BaseAnswer(prompt=prompt, reference=reference, answer=answer)
         for (prompt, reference), answer in zip(asked_for, answers, strict=True)
     ]
 

@@ -68,7 +68,7 @@ from pipeline_lib.records.evaluation import (
     EVALUATION_NAME,
     GENERATIONS_NAME,
     SCORES_NAME,
-    Answer,
+    BaseAnswer,
     BaseEvaluation,
     BaseScore,
     Conditions,
@@ -136,7 +136,7 @@ class Evaluated:
     """
 
     losses: list[DocumentLosses]
-    answers: list[Answer]
+    answers: list[BaseAnswer]
     place: Answers
     conditions: Conditions
 
@@ -161,7 +161,7 @@ def evaluated(
     asked = bounded(exam.settings, place)
     precision = precision_here(folder, sets) if sets else None
     losses, model = scored_and_loaded(folder, sets, place, say, spans, rope)
-    answers: list[Answer] = []
+    answers: list[BaseAnswer] = []
     if model is not None:
         spans.begin("answer")
         if generation:
@@ -202,7 +202,7 @@ def _leave(
     job: Job,
     evaluation: Evaluation | BaseEvaluation,
     scores: Sequence[DocumentScore | BaseScore],
-    answers: Sequence[Generation | Answer],
+    answers: Sequence[Generation | BaseAnswer],
 ) -> dict[str, Any]:
     """Write the three files of the stage; return the content of metrics.json."""
     metrics: dict[str, Any] = to_json(evaluation)
@@ -231,7 +231,7 @@ def _sealed_base(job: Job, tuned: Evaluated) -> Evaluated | None:
     rows = read_records(BaseScore, sealed.file(SCORES_NAME))
     nats = np.array([row.nats for row in rows], np.float64)
     losses = DocumentLosses(nats, np.array([row.tokens for row in rows], np.int64))
-    answers = read_records(Answer, sealed.file(GENERATIONS_NAME))
+    answers = read_records(BaseAnswer, sealed.file(GENERATIONS_NAME))
     return Evaluated([losses] if rows else [], answers, tuned.place, conditions)
 
 

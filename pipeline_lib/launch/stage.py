@@ -41,7 +41,7 @@ from pipeline_lib.launch.ranks import (
     stop_requests_received,
 )
 from pipeline_lib.launch.spawn import HeldRanks
-from pipeline_lib.records.plan import PlanDocument, known, read_plan
+from pipeline_lib.records.plan import PlanDocument, read_plan
 from pipeline_lib.records.record import to_json
 from pipeline_lib.records.training import Training, read_training
 from pipeline_lib.slurm.sizing import warning_s
@@ -209,7 +209,7 @@ def launcher(plan_dir: Path, environ: MutableMapping[str, str]) -> StageFunction
                     sealed.folder()  # the ranks read all of it
                 for left in (ERRORS, HEARTBEATS):
                     shutil.rmtree(run_dir / left, ignore_errors=True)
-                resume_from = find_checkpoint(job, run_dir, known(plan.batch.steps), attempt)
+                resume_from = find_checkpoint(job, run_dir, plan.run_steps, attempt)
                 now = LaunchedAttempt(job, plan_dir, plan, place, run_dir, attempt, resume_from)
                 _tell(now)
                 with trackers({"to": plan.tracking.to}, run_dir, plan_dir, job.say):
@@ -270,11 +270,11 @@ def _allocated(
     plan: PlanDocument, job: Job, environ: Mapping[str, str]
 ) -> AbstractContextManager[Allocation]:
     """Return the nodes for the training of `plan`, to be entered."""
-    nodes = known(plan.cluster.nodes)
-    ranks = known(plan.cluster.ranks)
+    nodes = plan.cluster.nodes
+    ranks = plan.cluster.ranks
     wanted = HostNeeds(ranks // nodes if plan.cluster.is_gpu else 0, gpu=None, memory_gb=0)
-    timeouts = float(known(plan.chosen.timeout_s)), float(known(plan.chosen.start_timeout_s))
-    request = NodeRequest(nodes, known(plan.cluster.launcher), wanted, *timeouts)
+    timeouts = float(plan.chosen.timeout_s), float(plan.chosen.start_timeout_s)
+    request = NodeRequest(nodes, plan.cluster.launcher, wanted, *timeouts)
     return allocated(request, job.store, environ, job.say)
 
 

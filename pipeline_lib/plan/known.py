@@ -44,8 +44,9 @@ from pipeline_lib.data.chat_template import repetition
 from pipeline_lib.hub.repository import Repository, is_commit
 from pipeline_lib.hub.snapshot import REVISIONS_NAME, Revisions, Snapshot
 from pipeline_lib.plan.amounts import expected_workload
-from pipeline_lib.plan.workload import Workload, workload_from
+from pipeline_lib.plan.workload import workload_from
 from pipeline_lib.records.data import LEDGER_NAME, BlockIndex, Ledger
+from pipeline_lib.records.plan import Workload
 from pipeline_lib.records.record import read_record
 
 # the files of a sealed shard stage that `read_blocks` reads

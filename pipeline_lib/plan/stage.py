@@ -22,6 +22,7 @@ from pipeline_lib.plan.preflight import no_room
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.stages import stored_bytes
 from pipeline_lib.records.data import BlockIndex
+from pipeline_lib.records.record import to_json
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -54,16 +55,16 @@ def run(job: Job) -> dict[str, Any]:
     )
     found = answer(question)
     plan = found.content
-    table = render(found.content)
+    table = render(plan)
     job.say(table)
     if found.refusal is not None:
-        raise ConfigError(f"experiment {plan['experiment']!r}", [found.refusal])
+        raise ConfigError(f"experiment {plan.experiment!r}", [found.refusal])
     sizes = stored_bytes(run_of(question), is_downloaded=True)
     if problem := no_room(sizes, training_of(job.spec), job.store):
         raise DiskFull(f"{job.store.root}: {problem}")
-    write_json(job.out / PLAN_NAME, plan)
+    write_json(job.out / PLAN_NAME, to_json(plan))
     write_text(job.out / "plan.txt", table + "\n")
-    return {"steps": plan["batch"]["steps"], "tokens_per_step": plan["batch"]["tokens_per_step"]}
+    return {"steps": plan.batch.steps, "tokens_per_step": plan.batch.tokens_per_step}
 
 
 def _refuse_misfit(geometry: Geometry, index: BlockIndex, largest_token: int) -> None:

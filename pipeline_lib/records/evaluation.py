@@ -45,7 +45,7 @@ class BaseScore(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(Record):
+class BaseAnswer(Record):
     """A line of the base model's generations.jsonl: a prompt and the answer to it."""
 
     prompt: str

@@ -1,7 +1,8 @@
 """How records are written to files and read back: strictly, by the class that describes them.
 
 A record is a frozen dataclass. A field with a default is in the file only if its value differs from
-the default; every other field is always there, with null for None.
+the default, unless the class says that it `writes_defaults`; every other field is always there,
+with null for None.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ class Record:
     """The base of all records: a key that is missing or not known is an error."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    writes_defaults: ClassVar[bool] = False
 
 
 def to_json(value: Any) -> Any:
@@ -41,7 +43,7 @@ def _object_of(record: Record) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
-        if not _is_default(field, value):
+        if record.writes_defaults or not _is_default(field, value):
             found[field.name] = to_json(value)
     return found
 

@@ -27,21 +27,25 @@ class Spent:
 
 
 def spent(
-    plan: PlanDocument,
+    plan: PlanDocument | None,
     steps: Sequence[Step],
     record: RunRecord,
     *,
     world_size: int | None,
     train_s: float | None,
 ) -> Spent | None:
-    """Return the cost by each attempt's events or else by `train_s`; None if neither is known.
+    """Return the cost by each attempt's events or else by `train_s`.
+
+    None if neither is known, or what the ranks run on.
 
     Attempts whose events do not say how many ranks they had count with `world_size`, or as many as
     are planned.
     """
+    if plan is None:
+        return None
     device = "GPU" if plan.cluster.is_gpu else "CPU core"
-    per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank or 1
-    usual = (world_size or plan.cluster.ranks or 1) * per_rank
+    per_rank = 1 if plan.cluster.is_gpu else plan.cluster.cpus_per_rank
+    usual = (world_size or plan.cluster.ranks) * per_rank
     sizes = {attempt: event.get("world_size") for attempt, event in record.starts.items()}
     devices = {attempt: size * per_rank for attempt, size in sizes.items() if isinstance(size, int)}
     held_s = record.held_s

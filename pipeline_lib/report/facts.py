@@ -31,7 +31,7 @@ from pipeline_lib.records.evaluation import (
     Scores,
 )
 from pipeline_lib.records.merge import PARITY_NAME, Parity, Unproven, read_parity
-from pipeline_lib.records.plan import PlanDocument, read_plan
+from pipeline_lib.records.plan import PlanDocument, read_plan_of_training
 from pipeline_lib.records.record import read_record, read_records
 from pipeline_lib.records.training import Step, Training, read_training, speed, training_time_s
 from pipeline_lib.report.cost import Spent, spent
@@ -63,7 +63,7 @@ class Results:
     ledger: Ledger | None = None
     train_index: BlockIndex | None = None
     validation_index: BlockIndex | None = None
-    plan: PlanDocument = PlanDocument()
+    plan: PlanDocument | None = None
     training: Training | None = None
     steps: list[Step] = field(default_factory=list)
     record: RunRecord = RunRecord()
@@ -200,11 +200,13 @@ class ReportFacts(Results):
     @property
     def planned_steps(self) -> list[Step]:
         """The steps that ran as the plan describes, and not on another number of ranks."""
-        return steps_here(self.plan, self.steps, self.record)
+        return steps_here(self.plan, self.steps, self.record) if self.plan else self.steps
 
     @property
     def compared(self) -> list[Compared]:
         """The plan's figures against their measured values."""
+        if self.plan is None:
+            return []
         return comparison(self.plan, self.training, self.steps, self.record)
 
     @property
@@ -241,7 +243,7 @@ def read_facts(experiment: str, inputs: Mapping[str, Sealed]) -> ReportFacts:
         preview=read_records(PreviewSample, tokenize.file(PREVIEW_NAME)),
         train_index=read_record(BlockIndex, shard.file(f"train/{INDEX_NAME}")),
         validation_index=read_record(BlockIndex, shard.file(f"validation/{INDEX_NAME}")),
-        plan=read_plan(train.file(PLAN_NAME)),
+        plan=read_plan_of_training(train.file(PLAN_NAME)),
         training=read_training(train.folder(SUMMARY_NAME, METRICS_NAME)),
         steps=read_records(Step, train.file(METRICS_NAME)),
         record=RunRecord.read_sound(train.file(EVENTS_NAME)),

@@ -42,6 +42,7 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     """Return the page as HTML."""
     events = _event_rows(facts)
     ledger = facts.ledger
+    is_gpu = facts.plan is not None and facts.plan.cluster.is_gpu
     scores = facts.scores
     tuned = estimate_of(scores.tuned) if scores else None
     percentiles = sorted(ledger.length_percentiles.items(), key=lambda item: item[1])
@@ -53,6 +54,8 @@ def render(facts: ReportFacts, curves: Curves) -> str:
         "limits": LIMITS,
         "settling_steps": SETTLING_STEPS,
         "cost": _cost(facts),
+        "memory_of": _memory_of(facts.plan),
+        "peak_of": "the allocator's." if is_gpu else "its whole process.",
         "tuned_margin": "" if tuned is None else f"\u00b1 {units.real(tuned.high - tuned.value)}",
         "scores_rows": _score_rows(scores) if scores else [],
         "total": replace(total, name=f"All {len(ledger.sources)} sources", format=""),
@@ -84,6 +87,16 @@ def render(facts: ReportFacts, curves: Curves) -> str:
     return render_page("pipeline_lib.report", "page.html.jinja", figures_of(facts, curves), values)
 
 
+def _memory_of(plan: PlanDocument | None) -> str:
+    """Return what the peak memory is of, and what there is."""
+    if plan is None:
+        return "of a rank"
+    if not plan.cluster.is_gpu:
+        return "of a rank's process while training"
+    has = plan.gpu_memory_bytes
+    return f"of a rank, of {units.gib(has)} on its GPU" if has else "of a rank"
+
+
 def _cost(facts: ReportFacts) -> dict[str, str]:
     """Return the amount, like `3.1 GPU-hours`, and a text that explains it."""
     found = facts.spent
@@ -103,8 +116,9 @@ def _cost(facts: ReportFacts) -> dict[str, str]:
             f", {used} of it in steps of the model; the rest was startup, saving, validation and "
             "repeated steps"
         )
-    planned = facts.plan.prediction.gpu_hours
-    if planned.value is not None:
+    way = facts.plan.prediction if facts.plan else None
+    if way is not None and way.gpu_hours is not None:
+        planned = way.gpu_hours
         low, value, high = (
             units.rounded(one) for one in (planned.low, planned.value, planned.high)
         )
@@ -181,14 +195,14 @@ def _versions_text(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS if name in versions)
 
 
-def _way_rows(plan: PlanDocument) -> list[dict[str, Any]]:
+def _way_rows(plan: PlanDocument | None) -> list[dict[str, Any]]:
     """Return each strategy's best prediction: the chosen one, then the others, fastest first."""
-    chosen = plan.chosen.strategy or "chosen"
-    others = [(name, way) for name, way in plan.others.items() if name != chosen]
-    others.sort(key=lambda each: each[1].step_s.value or float("inf"))
+    if plan is None or plan.prediction is None:
+        return []
+    others = sorted(plan.others.values(), key=lambda way: way.step_s.value)
     rows = []
-    for name, way in [(chosen, plan.prediction), *others] if plan.has_prediction else []:
-        strategy, *settings = way.words or [name]
+    for way in (plan.prediction, *others):
+        strategy, *settings = way.words
         said = f"{strategy}, chosen" if way is plan.prediction else strategy
         rows.append({"name": said, "way": way, "settings": ", ".join(settings) or units.NONE})
     return rows

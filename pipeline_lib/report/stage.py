@@ -34,6 +34,7 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
     higher.
     """
     training = facts.training
+    way = facts.plan.prediction if facts.plan else None
     peak_bytes = facts.peak_memory_bytes
     throughput = facts.tokens_per_s
     errors = {one.key: one.error_fraction for one in facts.compared}
@@ -48,7 +49,7 @@ def summary_of(facts: ReportFacts) -> dict[str, Any]:
             "peak_memory_mb": None if peak_bytes is None else round(peak_bytes / 1e6),
         },
         "plan": {
-            "step_s": facts.plan.prediction.step_s.value,
+            "step_s": way.step_s.value if way else None,
             "step_error": errors.get("step_s"),
             "memory_error": errors.get("peak_memory_bytes"),
         },

@@ -37,7 +37,7 @@ from pipeline_lib.model import batch
 from pipeline_lib.model.build import build_trainable, decoder_layers
 from pipeline_lib.model.gpu import make_deterministic, why_not_compiled
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.records.plan import PlanDocument, known
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.record import to_json
 from pipeline_lib.records.training import Training, speed, training_time_s
 from pipeline_lib.train import checkpoint, saved_tensors, state
@@ -84,7 +84,7 @@ class RankJob:
     @property
     def train(self) -> Train:
         """The settings of the run: computation from the spec, placement from the plan."""
-        chosen = self.plan.chosen.model_dump()
+        chosen = vars(self.plan.chosen)
         placement = {key: chosen[key] for key in PLACEMENT_KEYS}
         return read_train({**self.spec.settings, **placement})
 
@@ -113,8 +113,8 @@ def train_rank(
     """
     die_with_parent()
     cluster = job.plan.cluster
-    torch.set_num_threads(known(cluster.cpus_per_rank))
-    world = World.from_env(environ, known(cluster.device))
+    torch.set_num_threads(cluster.cpus_per_rank)
+    world = World.from_env(environ, cluster.device)
     let_first_rank_warn(world)
     train = _compiled_where_possible(job.train, world, say)
     if train.deterministic:

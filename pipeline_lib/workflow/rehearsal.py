@@ -29,7 +29,7 @@ from pipeline_lib.core.stage import Say, open_sealed
 from pipeline_lib.core.store import read_manifest
 from pipeline_lib.core.units import HOUR_S, amount, brief, columns, count, rounded, size
 from pipeline_lib.records.merge import PARITY_NAME, Unproven, read_parity
-from pipeline_lib.records.plan import Figure, PlanDocument, read_plan
+from pipeline_lib.records.plan import PlanDocument, read_plan
 from pipeline_lib.records.record import read_records
 from pipeline_lib.records.training import Step, Training, read_training
 from pipeline_lib.report.plan_check import FIGURES, Compared, comparison, unjudged
@@ -46,14 +46,16 @@ if TYPE_CHECKING:
 class Cost:
     """The cost of all steps.
 
-    `run_s` is in seconds and includes saving and validation as far as they are known; it has no low
-    end where the plan predicts no time. `checkpoint_bytes` is the size of one checkpoint.
+    `run_s`, from `low_s` to `high_s`, includes saving and validation as far as they are known; there
+    is no low end where the plan predicts no time. `checkpoint_bytes` is the size of one checkpoint.
     `around_s` is the time of each job before its first step and after its last one.
     """
 
     config: Config
     steps: int
-    run_s: Figure
+    run_s: float
+    low_s: float | None
+    high_s: float
     checkpoint_bytes: float | None
     around_s: float
 
@@ -67,33 +69,38 @@ class Cost:
         """
         saved = record.named(EventName.CHECKPOINT_SAVED)
         sizes = [float(event["bytes"]) for event in saved if "bytes" in event]
-        steps = plan.batch.steps or 0
-        planned = plan.prediction.step_s
-        if planned.value and planned.low and plan.prediction.run_s.value:
-            beside_s = max(0.0, plan.prediction.run_s.value - steps * planned.value)
-            each = (
-                min(planned.low, step_s),
-                min(planned.value, step_s),
-                max(planned.value, step_s),
-            )
-            low, value, high = (steps * one + beside_s for one in each)
+        steps = plan.run_steps
+        way = plan.prediction
+        low: float | None = None
+        if way is not None and way.run_s is not None:
+            planned = way.step_s
+            beside_s = max(0.0, way.run_s.value - steps * planned.value)
+            low = steps * min(planned.low, step_s) + beside_s
+            value = steps * min(planned.value, step_s) + beside_s
+            high = steps * max(planned.value, step_s) + beside_s
         else:
             save_s = statistics.median(
                 [float(event.get("duration_s", 0.0)) for event in saved] or [0.0]
             )
             saves = config.train.saves(steps, plan.batch.steps_per_epoch or steps)
-            low = None
             value = steps * step_s + save_s * saves
             high = value
-        run_s = Figure(value=value, low=low, high=high)
-        return Cost(config, steps, run_s, statistics.median(sizes) if sizes else None, around_s)
+        return Cost(
+            config=config,
+            steps=steps,
+            run_s=value,
+            low_s=low,
+            high_s=high,
+            checkpoint_bytes=statistics.median(sizes) if sizes else None,
+            around_s=around_s,
+        )
 
     def rows(self, store: Path) -> list[tuple[str, str]]:
         """Return labels and texts for steps, time, device hours, startup, disk and jobs."""
         cluster = self.config.cluster
-        value = self.run_s.value or 0.0
-        low = self.run_s.low
-        high = self.run_s.high or 0.0
+        value = self.run_s
+        low = self.low_s
+        high = self.high_s
         devices = cluster.ranks
         kind = "GPU"
         if cluster.device != "cuda":
@@ -332,10 +339,11 @@ def _measured(
     plan: PlanDocument, training: Training, steps: list[Step], step_s: float, record: RunRecord
 ) -> list[tuple[str, ...]]:
     """Return a line for each predicted figure; the measured step time is an upper limit."""
-    (name, unit), band = FIGURES["step_s"], plan.prediction.step_s
+    name, unit = FIGURES["step_s"]
     found = comparison(plan, training, steps, record)
     rows: list[tuple[str, ...]] = []
-    if band.value and band.low is not None and band.high is not None:
+    if plan.prediction is not None:
+        band = plan.prediction.step_s
         found.insert(0, Compared("step_s", name, unit, band.value, band.low, band.high, step_s))
     else:
         rows.append(

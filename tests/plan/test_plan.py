@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from pipeline_lib.plan import stage
 from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
-from pipeline_lib.plan.workload import Workload, workload_from
+from pipeline_lib.plan.workload import workload_from
 from pipeline_lib.records.data import BlockGroup, BlockIndex
-from pipeline_lib.records.plan import Summary
+from pipeline_lib.records.plan import Summary, Workload, read_plan
 from tests.locks import hold
 
 SMALL: dict[str, Any] = {
@@ -257,7 +257,7 @@ def shown(job: Job) -> str:
 
 def detailed(job: Job) -> str:
     """The same with all details."""
-    return " ".join(render(read_json(job.out / "plan.json"), is_detailed=True).split())
+    return " ".join(render(read_plan(job.out / "plan.json"), is_detailed=True).split())
 
 
 def test_the_stage_counts_the_steps_of_weighted_blocks_and_says_so(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_plan_holds_what_the_report_and_the_ranks_read(tmp_path: Path) -> None
     assert found["segments"]
     assert all("segments" not in other for other in plan["others"].values())
     assert set(plan["words"]) == {"chosen", "verdicts", "others", "advice", "warnings"}
-    assert set(plan["summary"]) == set(Summary.model_fields)
+    assert set(plan["summary"]) == {field.name for field in fields(Summary)}
 
 
 def test_the_plan_says_what_samples_that_repeat_each_other_cost(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline_lib.core.files import json_text, write_jsonl
 from pipeline_lib.records.data import BlockIndex, Ledger, PreviewSample
 from pipeline_lib.records.evaluation import (
-    Answer,
+    BaseAnswer,
     BaseEvaluation,
     BaseScore,
     DocumentScore,
@@ -17,6 +17,7 @@ from pipeline_lib.records.evaluation import (
     Generation,
 )
 from pipeline_lib.records.merge import Parity
+from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.records.record import Record, read_record, read_records, to_json
 from pipeline_lib.records.training import Step, Training
 from tests.golden.make import ARCHIVE
@@ -24,6 +25,9 @@ from tests.golden.make import ARCHIVE
 BASE, TUNED = "8b1ac49371a09010", "902a3c5915a04022"
 ONE: Mapping[str, type[Record]] = {
     "store/train/090ee2397abeda19/summary.json": Training,
+    "store/train/090ee2397abeda19/plan.json": PlanDocument,
+    "store/plan/4a8ce3f1219407ad/plan.json": PlanDocument,
+    "store/plan/bdbec558d5895a41/plan.json": PlanDocument,
     f"store/evaluate/{BASE}/metrics.json": BaseEvaluation,
     f"store/evaluate/{TUNED}/metrics.json": Evaluation,
     "store/merge/b4bba1e684442b82/parity.json": Parity,
@@ -35,7 +39,7 @@ SEVERAL: Mapping[str, type[Record]] = {
     "store/train/090ee2397abeda19/metrics.jsonl": Step,
     "runs/f286f512ff98b509/checkpoints/step-00000009/metrics/from-00000001.jsonl": Step,
     f"store/evaluate/{BASE}/scores.jsonl": BaseScore,
-    f"store/evaluate/{BASE}/generations.jsonl": Answer,
+    f"store/evaluate/{BASE}/generations.jsonl": BaseAnswer,
     f"store/evaluate/{TUNED}/scores.jsonl": DocumentScore,
     f"store/evaluate/{TUNED}/generations.jsonl": Generation,
     "store/tokenize/cec3653fbce90e19/preview.json": PreviewSample,

@@ -31,6 +31,7 @@ def test_totals(finished: World) -> None:
     )
     assert facts.peak_memory_bytes == 612_000_000 + 1000 * STEPS
     assert facts.train_index.packing_efficiency == pytest.approx(468_000 / (1884 * 256))
+    assert facts.plan is not None and facts.plan.prediction is not None
     assert facts.plan.chosen_memory.state_bytes == 16_793_600
     assert facts.plan.prediction.step_s.value == 0.4
     assert [one.key for one in facts.compared if not one.within] == ["update_s"]

@@ -13,6 +13,7 @@ from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import brief
 from pipeline_lib.plan.answer import answer
 from pipeline_lib.plan.words import describe
+from pipeline_lib.records.record import to_json
 from pipeline_lib.report.charts import clip
 from pipeline_lib.report.curves import curves_of
 from pipeline_lib.report.page import render
@@ -400,7 +401,7 @@ def test_the_table_of_strategies_names_all_that_the_plan_says_of_each_way(world:
     one_gpu = {"gpus_per_node": 1, "gpu": "h100", "memory_gb": 128}
     found = answer(asked("Qwen3-8B", one_gpu, 262_144, 2, **lora))
     assert found.choice is not None and len(found.choice.best) > 1
-    world.files["train"]["plan.json"] = json.loads(json.dumps(found.content))
+    world.files["train"]["plan.json"] = to_json(found.content)
     table = text_of(world).partition("Strategies compared")[2].partition("Planned and measured")[0]
     for said in ("base in nf4", r"attention kept in \d+ layers", "activations on the host"):
         assert len(re.findall(said, table)) == len(found.choice.best), said
@@ -409,15 +410,15 @@ def test_the_table_of_strategies_names_all_that_the_plan_says_of_each_way(world:
         assert f" {settings} {brief(way.step_s.value)}" in table
 
 
-def test_ways_of_a_plan_of_before_it_described_each_are_named_without_settings(
-    world: World,
-) -> None:
+def test_a_plan_that_earlier_code_made_is_not_shown_beside_its_training(world: World) -> None:
+    """The training is not computed again for it."""
     plan = world.files["train"]["plan.json"]
     for way in (plan["prediction"], *plan["others"].values()):
         del way["words"]
     shown = text_of(world)
-    assert "ddp, chosen n/a 400 ms" in shown
-    assert "fsdp n/a 460 ms" in shown
+    assert "Plan and measurements" not in shown
+    assert "118 optimizer steps, last loss" in shown
+    assert "Where the time of a step goes" not in shown
 
 
 def test_a_plan_without_predicted_times_is_shown_without(world: World) -> None:

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from pipeline_lib.core.run_record import RunRecord
-from pipeline_lib.records.plan import PlanDocument
 from pipeline_lib.report.cost import spent
-from tests.complete import step
+from tests.complete import plan_document, step
 
-GPUS = PlanDocument.model_validate({"cluster": {"ranks": 8, "cpus_per_rank": 12, "device": "cuda"}})
-CORES = PlanDocument.model_validate({"cluster": {"ranks": 2, "cpus_per_rank": 3, "device": "cpu"}})
+GPUS = plan_document(cluster={"ranks": 8, "cpus_per_rank": 12, "device": "cuda"})
+CORES = plan_document(cluster={"ranks": 2, "cpus_per_rank": 3, "device": "cpu"})
 
 
 def attempt(number: int, begin_s: float, end_s: float, ranks: int | None) -> list[dict[str, Any]]:
@@ -56,5 +55,5 @@ def test_without_events_the_time_of_the_steps_counts() -> None:
     [[], [{"event": "run.start", "attempt": 1}], [{"event": "x", "at": 1.0, "attempt": 1}]],
 )
 def test_what_nothing_tells_is_not_made_up(events: list[dict[str, Any]]) -> None:
-    found = spent(PlanDocument(), [], RunRecord(events), world_size=None, train_s=None)
+    found = spent(CORES, [], RunRecord(events), world_size=None, train_s=None)
     assert found is None

@@ -21,8 +21,9 @@ from pipeline_lib.core.stage import run_stage
 from pipeline_lib.core.text import cut
 from pipeline_lib.launch.outcome import explain
 from pipeline_lib.launch.rank_report import Reporting
+from pipeline_lib.records.record import to_json
 from pipeline_lib.status.watch import show
-from tests.complete import training_json
+from tests.complete import plan_document, training_json
 from tests.status.conftest import Hold, Queue
 from tests.status.stubs import Desk, row
 
@@ -636,7 +637,7 @@ def states(desk: Desk) -> dict[str, str]:
 def test_what_its_sweep_let_go_no_further_is_no_failure(desk: Desk) -> None:
     dag = desk.sweep()
     desk.seal_before_train(dag.experiments[0])
-    desk.seal(dag.experiments[1], "plan", plan={"batch": {"steps": 40}})
+    desk.seal(dag.experiments[1], "plan", plan=to_json(plan_document(40)))
     (desk.store.root / "sweeps" / "cut.json").write_text(
         '{"experiments": ["\\u0000", 3, "../x"], "halving": []}'
     )
@@ -662,7 +663,7 @@ def test_a_stop_counts_until_the_experiment_is_asked_for_otherwise(desk: Desk, a
     dag = desk.sweep()
     stopped = dag.experiments[1]
     desk.seal_before_train(dag.experiments[0])
-    desk.seal(stopped, "plan", plan={"batch": {"steps": 40}})
+    desk.seal(stopped, "plan", plan=to_json(plan_document(40)))
     decided(dag)
     assert states(desk)[stopped.name] == "stopped"
     then_s = time.time() - 100

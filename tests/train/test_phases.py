@@ -71,9 +71,9 @@ def test_a_run_records_what_each_figure_of_a_plan_is_held_against(
     job = arena.job(2, tmp_path / "out", strategy="ddp", save_every_steps=3)
     run_ranks(train, 2, job)
     placed = {key: getattr(job.train, key) for key in ("strategy", *CHOSEN_KEYS)}
-    predicted = {**plan(6)["prediction"], "mfu": {}, "gpu_hours": {}, "changes": placed}
+    predicted = {**plan(6)["prediction"], "mfu": None, "gpu_hours": None, "changes": placed}
     found = comparison(
-        PlanDocument.model_validate({**plan(steps=6), "prediction": predicted}),
+        record(PlanDocument, {**plan(steps=6), "prediction": predicted}),
         read_training(job.out),
         [record(Step, row) for row in rows(job.out)],
         RunRecord.read(job.run_dir / "events.jsonl"),
