@@ -28,7 +28,7 @@ from pipeline_lib.data.encode import default_tools, load_tokenizer
 from pipeline_lib.data.how_to_call import Mode, modes_in
 from pipeline_lib.data.template_worker import render_prompts
 from pipeline_lib.data.thinking import last_question
-from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_record, settings_in
+from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, read_lineage, settings_in
 from pipeline_lib.model.build import load_base, load_plain
 from pipeline_lib.model.gpu import free_gpus
 from pipeline_lib.plan.evaluation import (
@@ -151,7 +151,7 @@ def modes_of(folder: Path) -> list[Mode]:
 
 
 def _tokenize_of(folder: Path) -> Manifest | None:
-    record = read_record(folder)
+    record = read_lineage(folder)
     if record is None or "tokenize" not in record.links:
         return None
     return parse_manifest(record.links["tokenize"].manifest, LINEAGE_NAME)

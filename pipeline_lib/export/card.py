@@ -21,12 +21,12 @@ from pipeline_lib.data.how_to_call import modes_in, warning_of
 from pipeline_lib.lineage.record import (
     CODE,
     LINEAGE_NAME,
-    Record,
+    Lineage,
     attempt_text,
     code_text,
     link_of,
+    parse_lineage,
     parse_manifest,
-    parse_record,
     place_of,
     settings_in,
     sources_of,
@@ -51,7 +51,7 @@ def model_card(
     train: Train,
     training: Training,
     parity: Parity | Unproven,
-    record: Record,
+    record: Lineage,
     ledger: Ledger | None,
     beside: Sequence[str] = (),
     adapter_code: str = "",
@@ -210,7 +210,7 @@ def cell(text: str) -> str:
     return escape(one_line(text), quote=False).translate(_MARKUP)
 
 
-def base_model(record: Record) -> str | None:
+def base_model(record: Lineage) -> str | None:
     """Return the hub's name of the lineage's first model; None if unknown or not from a hub."""
     while True:
         entry = record.links.get("model")
@@ -220,7 +220,7 @@ def base_model(record: Record) -> str | None:
                 return str(settings.get("name"))
             if record.base is None or record.base.lineage is None:
                 return None
-            record = parse_record(record.base.lineage, LINEAGE_NAME)
+            record = parse_lineage(record.base.lineage, LINEAGE_NAME)
         except IntegrityError:
             return None
 

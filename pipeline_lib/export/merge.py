@@ -41,7 +41,7 @@ from pipeline_lib.export.card import adapter_card, loading_code, model_card
 from pipeline_lib.export.fold import Fold, plan_fold
 from pipeline_lib.export.proof import device_for, prove
 from pipeline_lib.export.write import Buffers, Entry, write_files
-from pipeline_lib.lineage.record import LINEAGE_NAME, parse_manifest, record_of
+from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of, parse_manifest
 from pipeline_lib.model.build import DTYPES
 from pipeline_lib.model.weights import find_tensors
 from pipeline_lib.records.data import LEDGER_NAME, Ledger
@@ -331,7 +331,7 @@ def tell_origin(
 
     The data's token ledger is left out if it is missing from the store or has been changed.
     """
-    record = record_of(job.inputs, job.store, job.say)
+    record = lineage_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
     training = read_training(job.inputs["train"].folder(SUMMARY_NAME, METRICS_NAME))
     model_type = str(read_json(job.out / "config.json")["model_type"])

@@ -9,9 +9,10 @@ import dataclasses
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import core_schema
 
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import read_json, read_jsonl
@@ -24,6 +25,18 @@ class Record:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     writes_defaults: ClassVar[bool] = False
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Return how the dataclass is read; what is always written has to be in the file."""
+        schema: Any = handler(source)
+        if cls.writes_defaults:
+            for field in schema["schema"]["fields"]:
+                if field["schema"]["type"] == "default":
+                    field["schema"] = field["schema"]["schema"]
+        return cast("core_schema.CoreSchema", schema)
 
 
 def to_json(value: Any) -> Any:

@@ -13,7 +13,7 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.store import Ref, Store
 from pipeline_lib.evaluate.answers import modes_of
 from pipeline_lib.export.card import MOST_ROWS, cell, model_card
-from pipeline_lib.lineage.record import Record
+from pipeline_lib.lineage.record import Lineage
 from pipeline_lib.records.data import Ledger
 from tests.complete import ledger, parity, source, training
 from tests.lineage.lineages import COMMIT, seal_model
@@ -32,7 +32,7 @@ ATTACKS = (
 def page(made: Ledger | None, method: str = "full", model_type: str = "qwen3") -> str:
     train = Train.model_validate({"method": method})
     return model_card(
-        Ref("merge", "0" * 16), model_type, train, training(), parity(), Record(), made
+        Ref("merge", "0" * 16), model_type, train, training(), parity(), Lineage(), made
     )
 
 

@@ -15,7 +15,7 @@ from pipeline_lib.core.files import sha256_text, write_json, write_jsonl, write_
 from pipeline_lib.core.stage import Job, run_stage
 from pipeline_lib.core.store import Store
 from pipeline_lib.export.card import model_card
-from pipeline_lib.lineage.record import LINEAGE_NAME, record_of
+from pipeline_lib.lineage.record import LINEAGE_NAME, lineage_of
 from tests.complete import parity, training
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -106,7 +106,7 @@ def seal_model(
 
 def tell_origin(job: Job) -> None:
     """What merge.py does, without torch."""
-    record = record_of(job.inputs, job.store, job.say)
+    record = lineage_of(job.inputs, job.store, job.say)
     write_json(job.out / LINEAGE_NAME, record.model_dump(mode="json"))
     train = read_settings(Train, job.inputs["train"].manifest.spec["settings"])
     write_text(

@@ -1,14 +1,17 @@
 """Records are strict, and say what is wrong in which file."""
 
 import math
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.records.merge import Unproven, read_parity
+from pipeline_lib.records.plan import Chosen, PlannedBatch
 from pipeline_lib.records.record import read_record, to_json
 from pipeline_lib.records.training import Step, Training, read_training
 from tests.complete import parity, record, step, step_json, training, training_json
@@ -38,6 +41,15 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
     write_json(tmp_path / "summary.json", content)
     with pytest.raises(IntegrityError, match=rf"summary\.json: {key}: "):
         read_record(Training, tmp_path / "summary.json")
+
+
+@pytest.mark.parametrize("field", fields(PlannedBatch), ids=lambda field: field.name)
+def test_a_default_that_is_always_written_may_not_be_missing_either(field: Field[Any]) -> None:
+    written = to_json(PlannedBatch(64, 2, 1, 1, 1.0, 128))
+    assert record(PlannedBatch, written) == PlannedBatch(64, 2, 1, 1, 1.0, 128)
+    del written[field.name]
+    with pytest.raises(IntegrityError, match=f"{field.name}: Field required"):
+        record(PlannedBatch, written)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2"])
@@ -76,3 +88,7 @@ def test_a_proof_is_told_from_a_reason_for_none(tmp_path: Path) -> None:
     for written in (parity(), Unproven(unproven="another base")):
         write_json(path, to_json(written))
         assert read_parity(path) == written
+
+
+def test_the_plan_chooses_every_key_of_placement() -> None:
+    assert {field.name for field in fields(Chosen)} == PLACEMENT_KEYS
