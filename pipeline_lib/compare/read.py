@@ -32,7 +32,7 @@ from pipeline_lib.records.evaluation import (
     Evaluation,
     Generation,
 )
-from pipeline_lib.records.plan import PlanDocument, read_plan
+from pipeline_lib.records.plan import PlanDocument, read_plan, read_plan_of_training
 from pipeline_lib.records.record import AnyRecord, parse, read_record, read_records
 from pipeline_lib.records.training import Step, Training, read_training
 from pipeline_lib.report.facts import Results
@@ -325,8 +325,15 @@ class _ExperimentReader:
         return self.parsed(part, name, lambda path: read_records(kind, path)) or []
 
     def plan(self) -> PlanDocument | None:
-        part = "train" if "train" in self.manifests else "plan"
-        return self.parsed(part, PLAN_NAME, read_plan)
+        if "train" not in self.manifests:
+            return self.parsed("plan", PLAN_NAME, read_plan)
+        return self.parsed("train", PLAN_NAME, self.plan_of_training)
+
+    def plan_of_training(self, path: Path) -> PlanDocument | None:
+        plan = read_plan_of_training(path)
+        if plan is None:
+            self.note(f"{path}: earlier code made this plan, and it is not shown")
+        return plan
 
     def training(self) -> Training | None:
         return self.parsed("train", SUMMARY_NAME, lambda path: read_training(path.parent))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pipeline_lib.core.errors import IntegrityError
-from pipeline_lib.records.record import Record, read_record
+from pipeline_lib.records.record import Record, parse, read_record, read_sealed_json
 
 SCHEMA: Literal[3] = 3
 
@@ -481,9 +481,11 @@ def read_plan(path: Path) -> PlanDocument:
 def read_plan_of_training(path: Path) -> PlanDocument | None:
     """Return the plan that a verified training was sealed with; None if earlier code made it.
 
-    A training stays as it is when plans have other keys, and is not computed again for its plan.
+    A training stays as it is when plans get other keys, and is not computed again for its plan.
+    Raise OSError, or IntegrityError naming the file if it is damaged.
     """
+    found = read_sealed_json(path)
     try:
-        return read_plan(path)
+        return parse(PlanDocument, found, path)
     except IntegrityError:
         return None

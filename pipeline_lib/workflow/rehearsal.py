@@ -247,8 +247,11 @@ def why_not(dag: Dag) -> str | None:
         return f"{_NOTHING}: train.until_step is {experiment.config.train.until_step}"
     if store.is_sealed(experiment.ref("train")):
         return f"{_NOTHING}: the training is done"
-    if reason := _too_short(read_plan(store.sealed(experiment.ref("plan")) / PLAN_NAME), rehearsal):
-        return reason
+    plan = experiment.ref("plan")
+    if store.is_sealed(plan):
+        reason = _too_short(read_plan(store.sealed(plan) / PLAN_NAME), rehearsal)
+        if reason is not None:
+            return reason
     run_dir = store.run_dir(run_digest(experiment.specs["train"]))
     newest = max((step for step, _ in sealed_steps(run_dir / CHECKPOINTS)), default=0)
     is_open = any(store.pointer(spec.ref).exists() for spec in (rehearsal.first, rehearsal.second))
@@ -258,8 +261,8 @@ def why_not(dag: Dag) -> str | None:
 
 
 def _too_short(plan: PlanDocument, rehearsal: Rehearsal) -> str | None:
-    steps = plan.batch.steps
-    if steps is None or steps > rehearsal.last_step:
+    steps = plan.run_steps
+    if steps > rehearsal.last_step:
         return None
     return f"{_NOTHING}: the whole run has {count(steps, 'steps')}"
 

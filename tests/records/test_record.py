@@ -11,10 +11,10 @@ from pipeline_lib.config.train import PLACEMENT_KEYS
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.files import write_json, write_jsonl
 from pipeline_lib.records.merge import Unproven, read_parity
-from pipeline_lib.records.plan import Chosen, PlannedBatch
+from pipeline_lib.records.plan import Chosen, PlannedBatch, read_plan, read_plan_of_training
 from pipeline_lib.records.record import read_record, to_json
 from pipeline_lib.records.training import Step, Training, read_training
-from tests.complete import parity, record, step, step_json, training, training_json
+from tests.complete import parity, plan_document, record, step, step_json, training, training_json
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,20 @@ def test_a_proof_is_told_from_a_reason_for_none(tmp_path: Path) -> None:
 
 def test_the_plan_chooses_every_key_of_placement() -> None:
     assert {field.name for field in fields(Chosen)} == PLACEMENT_KEYS
+
+
+def test_a_plan_of_earlier_code_is_none_beside_its_training_and_a_damaged_one_an_error(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "plan.json"
+    found = to_json(plan_document())
+    write_json(path, found)
+    assert read_plan_of_training(path) == read_plan(path) == plan_document()
+    del found["words"]["verdicts"]
+    write_json(path, found)
+    assert read_plan_of_training(path) is None
+    with pytest.raises(IntegrityError, match=r"plan\.json: words\.verdicts: Field required"):
+        read_plan(path)
+    path.write_text("{")
+    with pytest.raises(IntegrityError, match=r"plan\.json is damaged"):
+        read_plan_of_training(path)
