@@ -21,6 +21,7 @@ from pipeline_lib.plan.show import render, render_what_if
 from pipeline_lib.plan.stages import later_problems
 from pipeline_lib.plan.steps import estimated_steps
 from pipeline_lib.plan.warnings import expected_misfits, long_evaluations
+from pipeline_lib.records.record import to_json
 
 # A network is needed only for a hub model that is in no table, and only once: for its config.json.
 
@@ -85,7 +86,7 @@ def show_plan_as_json(path: Path, store: Store, say: Say) -> None:
     config = load_configs(path)[0]
     learn_architecture(config, store, lambda _: None)
     found = _answer(path, config, store)
-    say(json_text(found.content).rstrip("\n"))
+    say(json_text(to_json(found.content)).rstrip("\n"))
     if found.refusal is not None:
         raise ConfigError(str(path), [found.refusal])
 
