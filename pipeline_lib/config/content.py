@@ -429,12 +429,22 @@ def _model_content(
         return {}
     files = model_files(folder)
     if missing := missing_model_files(file.name for file in files):
-        problems.append(f"model.path: {str(folder)!r} has no {', '.join(missing)}")
+        problems.append(f"model.path: {str(folder)!r} {_not_a_model(folder, missing)}")
         return {}
     hashes = _hashes({name_in(folder, file): file for file in files}, cache)
     if cache is not None:
         problems += _not_as_sealed(folder, hashes)
     return hashes
+
+
+def _not_a_model(folder: Path, missing: Sequence[str]) -> str:
+    """Return what the model folder `folder`, which lacks the files `missing`, is or lacks."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "is an adapter and no whole model: give the model that it was trained on, or merge it "
+            "into that one first (peft: merge_and_unload)"
+        )
+    return f"has no {', '.join(missing)}"
 
 
 def _not_as_sealed(folder: Path, hashes: Mapping[str, str]) -> list[str]:

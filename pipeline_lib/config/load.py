@@ -12,7 +12,14 @@ from pipeline_lib.config import strict_yaml
 from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.halving import Halving, halving_problems
 from pipeline_lib.config.other_tools import LAUNCHERS, hint_for
-from pipeline_lib.config.schema import NAME_PATTERN, REPOSITORY_PATTERN, Config, ConfigFile
+from pipeline_lib.config.schema import (
+    NAME_PATTERN,
+    REPOSITORY_PATTERN,
+    Config,
+    ConfigFile,
+    DataSource,
+    ModelSource,
+)
 from pipeline_lib.config.section import Section, fields_of
 from pipeline_lib.config.strict_yaml import Keys, as_written, dotted, undotted
 from pipeline_lib.config.sweep import (
@@ -273,7 +280,9 @@ def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> s
     if kind == "extra_forbidden":
         where = f" where source is {detail['loc'][-2]}" if "source" in names else ""
         return f"unknown key{where}{_hint(str(keys[-1]), names)}"
-    if kind in ("missing", "union_tag_not_found"):
+    if kind == "union_tag_not_found":
+        return f"missing; it is one of {', '.join(_sources(keys))}"
+    if kind == "missing":
         return "missing; it has no default"
     if kind == "union_tag_invalid":
         return _not_one_of(found["source"], context["expected_tags"].split(", "))
@@ -283,10 +292,7 @@ def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> s
             return f"{_short(found)} is not one of {', '.join(words)}; {LAUNCHERS[found]}"
         return _not_one_of(found, [*words, *others])
     if kind in WANTED:
-        hint = (
-            "; put it in quotes" if kind == "string_type" and isinstance(found, int | float) else ""
-        )
-        return f"{_short(found)} is not {WANTED[kind]}{hint}"
+        return f"{_short(found)} is not {WANTED[kind]}{_form_of(kind, found, keys)}"
     if kind == "string_pattern_mismatch":
         return f"{_short(found)} is not {MEANT[context['pattern']]}"
     if kind == "too_short":
@@ -295,8 +301,38 @@ def _describe(detail: Any, keys: Keys, names: list[str], others: list[str]) -> s
     return message if isinstance(found, dict) else f"{_short(found)} {message}"
 
 
+def _sources(keys: Keys) -> list[str]:
+    """Return the values that `source` may have at `keys`: `model.source`, `data.train[0].source`."""
+    kinds = get_args(get_args(ModelSource if keys[0] == "model" else DataSource)[0])
+    return [source for kind in kinds for source in get_args(kind.model_fields["source"].annotation)]
+
+
+def _form_of(kind: str, found: Any, keys: Keys) -> str:
+    """Return how to write a value that is of another kind than `kind` wants; empty if it is plain."""
+    if kind == "string_type" and isinstance(found, int | float):
+        return "; put it in quotes"
+    if kind == "tuple_type" and keys in (("data", "train"), ("data", "validation")):
+        path = found if isinstance(found, str) else "FILE"
+        return f"; write {keys[-1]}: [{{source: file, path: {path}}}]"
+    if kind == "tuple_type" and isinstance(found, str | int | float):
+        return f"; write [{found}]"
+    wanted = [key for key, field in fields_of(ConfigFile) if field.is_required()]
+    inside = [key for key in wanted if key.startswith(f"{dotted(keys)}.")]
+    return f"; it needs {', '.join(inside)}" if found is None and inside else ""
+
+
+# What people write for a value that has another name here, or two.
+_WRITTEN = {
+    **dict.fromkeys(("on", "yes"), "true"),
+    **dict.fromkeys(("off", "no"), "false"),
+    "qlora": "lora, and train.lora.base: nf4",
+}
+
+
 def _not_one_of(found: Any, quoted: list[str]) -> str:
     words = [word.strip("'") for word in quoted]
+    if isinstance(found, str) and found.lower() in _WRITTEN:
+        return f"{_short(found)} is not one of {', '.join(words)}; write {_WRITTEN[found.lower()]}"
     return f"{_short(found)} is not one of {', '.join(words)}{_nearest(str(found), words)}"
 
 

@@ -90,13 +90,7 @@ def parse(text: str, source: str) -> YamlDocument:
             raise ConfigError(source, problems)
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        begun = (
-            f" ({error.context} from line {error.context_mark.line + 1})"
-            if error.context_mark
-            else ""
-        )
-        raise ConfigError(source, [f"{where}not YAML: {error.problem}{begun}"]) from error
+        raise ConfigError(source, [_not_yaml(error, text)]) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -108,6 +102,27 @@ def parse(text: str, source: str) -> YamlDocument:
     if root is not None:
         document.value = _plain(root, (), document)
     return document
+
+
+# What the parser says of a line that is indented otherwise than those beside it.
+_OF_INDENTATION = ("expected <block end>", "mapping values are not allowed")
+
+
+def _not_yaml(error: MarkedYAMLError, text: str) -> str:
+    """Return in words why `text` is not YAML; for the usual slips, what to look at."""
+    if text.lstrip().startswith("{"):
+        return "holds JSON lines, as a data file does; a config is YAML, such as config/config.yaml"
+    where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+    problem = str(error.problem)
+    if problem.startswith(_OF_INDENTATION):
+        return (
+            f"{where}not YAML: this line is indented otherwise than the keys beside it, or a text "
+            "with `: ` in it is not in quotes"
+        )
+    begun = ""
+    if error.context_mark:
+        begun = f" ({error.context} from line {error.context_mark.line + 1})"
+    return f"{where}not YAML: {problem}{begun}"
 
 
 def dotted(keys: Keys) -> str:

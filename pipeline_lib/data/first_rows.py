@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from pipeline_lib.config.schema import FileData
 from pipeline_lib.core.errors import DataError
-from pipeline_lib.data.conversations import BadRow, Content, WrongFile
+from pipeline_lib.data.conversations import BadRow, Content, Reason, WrongFile
 from pipeline_lib.data.layouts import layout_of, to_content
 from pipeline_lib.data.read_files import CorpusFile, rejected, value_of
+from pipeline_lib.data.read_json import RawRow
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 25  # of text, of which a file's first rows are read
@@ -64,14 +65,21 @@ def _first_row(path: Path, _stamp: Stamp, reading: str, may_be_bad: bool) -> Fir
             row_format = layout.format
             to_content(value, layout)
         except BadRow as bad:
-            return FirstRow(
-                row_format, None if may_be_bad else f"{row.place}: {rejected(row, bad).detail}"
-            )
+            return FirstRow(row_format, None if may_be_bad else _told(row, bad))
         except WrongFile as wrong:
             return FirstRow(row_format, f"{row.place}: the row {wrong}")
     except DataError as error:
         return FirstRow(row_format, str(error))
     return FirstRow(row_format)
+
+
+def _told(row: RawRow, bad: BadRow) -> str:
+    """Return what is wrong with the first row of a file."""
+    reason = bad.reason.value.replace("_", " ")
+    text = f"{row.place}: {reason}: {rejected(row, bad).detail}"
+    if bad.reason == Reason.BAD_JSON and b"," in (row.text or b""):
+        text += "; if the file is a table with commas, call it .csv"
+    return text
 
 
 def first_rows(

@@ -95,7 +95,10 @@ ADDED: dict[str, tuple[str, list[str]]] = {
     ),
     "word for section": ("train: fast", ['train: "fast" is not keys with values']),
     "empty section": ("train:", ["train: an empty value is not keys with values"]),
-    "word for list": ("evaluate: {prompts: hi}", ['evaluate.prompts: "hi" is not a list']),
+    "word for list": (
+        "evaluate: {prompts: hi}",
+        ['evaluate.prompts: "hi" is not a list; write [hi]'],
+    ),
     "bad items": (
         "evaluate:\n  prompts:\n  - hi\n  - 3\n  - {a: b}",
         ['line 9: evaluate.prompts[2]: {"a": "b"} is not text'],
@@ -314,7 +317,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     ),
     "no source": (
         VALID.replace("source: tiny", "layers: 2"),
-        ["line 2: model.source: missing; it has no default"],
+        ["line 2: model.source: missing; it is one of tiny, local, huggingface, modelscope"],
     ),
     "unknown source": (
         VALID.replace("tiny", "tinny"),
@@ -365,7 +368,7 @@ WHOLE: dict[str, tuple[str, list[str]]] = {
     ),
     "no list of sources": (
         VALID.replace("[{source: pydoc}]", "pydoc"),
-        ['line 4: data.train: "pydoc" is not a list'],
+        ['line 4: data.train: "pydoc" is not a list; write train: [{source: file, path: pydoc}]'],
     ),
     "word as source": (
         VALID.replace("{source: pydoc}", "pydoc"),
