@@ -23,7 +23,8 @@ data:
 """
 CONFIGS = {
     "ddp": f"{_LOCAL}train: {{strategy: ddp, precision: fp32, epochs: 2}}\n",
-    "fsdp": f"{_LOCAL}{_ONE_NODE}train: {{strategy: fsdp, activation_checkpointing: full, reshard_after_forward: true}}\n",
+    "fsdp": f"{_LOCAL}{_ONE_NODE}train: {{strategy: fsdp, activation_checkpointing: full, "
+    "reshard_after_forward: true}\n",
     "hsdp": f"{_LOCAL}{_TWO_NODES}train: {{strategy: hsdp, seed: 3}}\n",
     "zero1": f"{_LOCAL}{_ONE_NODE}train: {{strategy: zero1, weight_decay: 0.1}}\n",
     "zero2": f"{_LOCAL}{_ONE_NODE}train: {{strategy: zero2, offload: optimizer}}\n",
