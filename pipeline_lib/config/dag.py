@@ -84,7 +84,7 @@ class Dag:
         settings = overrides.get(OVERRIDES, [])
         if not isinstance(settings, list):
             raise ConfigError("--config", [f"{OVERRIDES}: a list of KEY=VALUE is expected"])
-        if others := sorted(overrides.keys() - {OVERRIDES}):
+        if others := sorted(set(overrides) - {OVERRIDES}):
             remedy = "edit the YAML, give another with --configfile, or use qwen3 run"
             raise ConfigError("--config", [f"{', '.join(others)}: not read; {remedy}"])
         if len(configfiles) > 1:

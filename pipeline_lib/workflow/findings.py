@@ -16,6 +16,7 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.stage import Say
 from pipeline_lib.core.store import Store
 from pipeline_lib.launch.allocation import idle_gpus, refuse_now
+from pipeline_lib.plan.known import is_sealed
 from pipeline_lib.plan.preflight import lacking_to_train, wrong_with
 from pipeline_lib.plan.warnings import on_evaluation, on_memory, on_steps
 from pipeline_lib.slurm.can_start import srun_without_jobs, why_not_submitted
@@ -30,13 +31,16 @@ Ask = Callable[[Config], Iterable[Finding]]
 def findings_of(configs: Sequence[Config], store: Store, ask: Ask) -> list[Finding]:
     """Return all findings of the experiments `configs` of a file: refusals first, then warnings.
 
-    Each is returned once. `ask` returns those that only the machines of a training can tell.
+    Each is returned once. `ask` returns those that only the machines of a training can tell. Of an
+    experiment that is done, no more is said than what is wrong with it by now.
     """
     return merged([(config.experiment, list(_of_one(config, store, ask))) for config in configs])
 
 
 def _of_one(config: Config, store: Store, ask: Ask) -> Iterator[Finding]:
     yield from _wrong(config, store)
+    if is_sealed(config, store, "report"):
+        return
     yield from lacking_to_train(config, store)
     yield from warnings_of(config)
     yield from on_steps(config, store)

@@ -164,7 +164,7 @@ class Invocation:
             return
         self._has_begun = True
         configs = [one.config for one in self.dag.experiments]
-        ask: Ask = self._this_machine if self.workflow.local_exec else _nobody
+        ask: Ask = self._this_machine if self.workflow.local_exec else _ask_nobody
         self._tell_new(findings_of(configs, self.dag.store, ask))
         if self.will_run:
             self.dag.freeze()
@@ -234,6 +234,6 @@ class Invocation:
                 self._tell(finding.line)
 
 
-def _nobody(_: Config) -> list[Finding]:
+def _ask_nobody(_: Config) -> list[Finding]:
     """Ask no machine: the training runs on others."""
     return []

@@ -29,7 +29,7 @@ def exit_with(error):
     sys.exit(error.exit_code)
 
 
-def ending(function):
+def or_exit(function):
     """The function, whose errors end snakemake with their message and exit code."""
 
     @wraps(function)
@@ -45,16 +45,16 @@ def ending(function):
 
 
 STORE = Store.from_env(os.environ)
-SITE = ending(Site.load)(os.environ)
-EXPERIMENT = ending(open_dag)(workflow, STORE, os.environ, tell)
+SITE = or_exit(Site.load)(os.environ)
+EXPERIMENT = or_exit(open_dag)(workflow, STORE, os.environ, tell)
 INVOCATION = Invocation(workflow, EXPERIMENT, SITE, os.environ, tell)
-OPTIONS = ending(SbatchOptions)(workflow.resource_settings)
+OPTIONS = or_exit(SbatchOptions)(workflow.resource_settings)
 REQUESTS = Requests(INVOCATION, OPTIONS, os.environ)
-begin = ending(INVOCATION.begin)
+begin = or_exit(INVOCATION.begin)
 
 shell.prefix(
     shell_prefix(
-        Path(str(workflow.basedir)),
+        Path(workflow.basedir),
         sys.executable,
         None if workflow.is_main_process else SITE,
     )
@@ -79,12 +79,12 @@ def inputs_of_all(needed):
     return inputs
 
 
-@ending
+@or_exit
 def stage_inputs(wildcards):
     return INVOCATION.stage_inputs(wildcards.digest)
 
 
-@ending
+@or_exit
 def train_inputs(wildcards):
     """Asked wherever a training is in the way to a target, also under `-n`."""
     options = OPTIONS.of("train_stage")
@@ -94,7 +94,7 @@ def train_inputs(wildcards):
     return INVOCATION.stage_inputs(wildcards.digest)
 
 
-@ending
+@or_exit
 def inputs_to_rung(wildcards):
     """The same of a training to a rung of successive halving."""
     options = OPTIONS.of("rung_stage")
@@ -174,10 +174,10 @@ def stage_job(stage):
 def job_of(rule, kind):
     """All resources of a job with one task."""
     resources = REQUESTS.job(rule, kind)
-    return {name: ending(function) for name, function in resources.items()}
+    return {name: or_exit(function) for name, function in resources.items()}
 
 
 def training_job(rule):
     """All resources of a job with a task for each rank."""
     resources = REQUESTS.training_job(rule)
-    return {name: ending(function) for name, function in resources.items()}
+    return {name: or_exit(function) for name, function in resources.items()}
