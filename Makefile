@@ -23,7 +23,7 @@ install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/snakemake
-	$(BIN)/python -m pipeline_lib summary config/config.yaml
+	$(BIN)/qwen3 summary config/config.yaml
 
 # Those that measure the machine want it for themselves, after all others; these folders have them.
 MEASURING := tests/calibrate tests/doctor

@@ -242,7 +242,7 @@ def main() -> None:
             spec=spec,
             events=events,
             lock=lock,
-            trained_parameters=trained,
+            state_elements=sum(stepper.strategy.state_sizes().values()),
             buffers=buffers,
         ) as saver:
             trainer = Trainer(stepper, saver, [batch], told, dist.new_group(backend="gloo"))

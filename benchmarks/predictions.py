@@ -226,7 +226,7 @@ def measured_of(paths: Sequence[Path], geometry: Geometry, method: str) -> Path 
 
 
 def write_configs(folder: Path, sizes: Sequence[str], ranks: int) -> None:
-    """Arguments of `python -m pipeline_lib calibrate` for each size and method of the grid."""
+    """Arguments of `qwen3 calibrate` for each size and method of the grid."""
     for size in sizes:
         workload = workload_of(
             BLOCK_TOKENS.get(size, USUAL_BLOCK_TOKENS), blocks_of_rank(size), ranks

@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib status` over 100 experiments: process start, and one look, apart."""
+"""`qwen3 status` over 100 experiments: process start, and one look, apart."""
 
 import argparse
 import json

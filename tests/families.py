@@ -59,6 +59,7 @@ PROMPTS = ["What is number 3?"]
 METHODS = {
     "full": {"method": "full", "lr": 1.0e-2},
     "lora": {"method": "lora", "lr": 2.0e-2, "lora": {"rank": 4, "alpha": 16}},
+    "muon": {"method": "full", "lr": 1.0e-2, "optimizer": "muon"},
 }
 STAGES: Mapping[str, StageFunction] = {
     **{"download": download.run, "tokenize": tokenize.run, "shard": shard.run, "plan": plan.run},

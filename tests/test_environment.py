@@ -197,3 +197,18 @@ def test_a_pattern_that_leads_through_a_whole_disk_is_refused(
     monkeypatch.setattr(content, "MOST_FOLDERS", 1000)
     with pytest.raises(DataError, match=r"leads through more than 1,000 folders"):
         data_files(f"{tmp_path}/**/*.jsonl")
+
+
+def test_a_python_without_the_libraries_is_told_what_to_type() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "pipeline_lib", "check", "my.yaml"],
+        cwd=Path(__file__).parents[1],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "lacks the library" in line
+    assert ". .venv/bin/activate" in line

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
 from pipeline_lib.arch.rope import original_positions, refuse_scaled, stretched_positions
+from pipeline_lib.config.optimizers import DEFAULT, EXPERTS, OPTIMIZERS
 from pipeline_lib.config.rope import Rope
 from pipeline_lib.config.train import Lora, Train
 from pipeline_lib.core.errors import DataError
@@ -263,6 +264,10 @@ class Geometry:
                 "train.precision: fp8 does not work for models with a gated delta rule; set it "
                 "to bf16"
             )
+        why = OPTIMIZERS[train.optimizer].refuses.get(EXPERTS)
+        if self.expert_layers and why:
+            text = f"{train.optimizer} does not work for {EXPERTS}: {why}"
+            yield f"train.optimizer: {text}; set it to {DEFAULT}"
         yield from self._context_problems(train)
         if (
             not self.experts

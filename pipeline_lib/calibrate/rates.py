@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from pipeline_lib.arch.geometry import FP32_BYTES
 from pipeline_lib.calibrate.random_model import batch_of_documents
 from pipeline_lib.calibrate.task import Task
+from pipeline_lib.config.optimizers import ADAM_BYTES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.doctor.exchange import timed
 from pipeline_lib.model.attention import packed_attention
 from pipeline_lib.model.build import DTYPES
-from pipeline_lib.plan.step_time import ADAM_BYTES
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer
 

@@ -107,7 +107,7 @@ class Calibration:
                     ["measure", "--task", str(path)], environs, self.deadline_s
                 )
             except Unmeasured as error:
-                advice = "`python -m pipeline_lib doctor` says what is wrong with this machine"
+                advice = "`qwen3 doctor` says what is wrong with this machine"
                 raise PipelineError(
                     f"calibrate: a rank did not measure: {error}; {advice}"
                 ) from error

@@ -129,8 +129,8 @@ def model_of(text: str, store: Store, experiment: str | None = None) -> Path:
             tell(said_of_newer(frozen, configs[0]))
         if "merge" not in frozen.parts:
             raise unreadable(frozen)
-        status = f"`python -m pipeline_lib status {shlex.quote(frozen.name)}` shows how far it is"
-        how = f"run `snakemake --configfile CONFIG` with its config first; {status}"
+        status = f"`qwen3 status {shlex.quote(frozen.name)}` shows how far it is"
+        how = f"run `qwen3 run CONFIG` with its config first; {status}"
         return _finished(frozen.name, Ref("merge", frozen.parts["merge"]), store, how)
     if (path / "adapter_config.json").is_file():
         raise DataError(

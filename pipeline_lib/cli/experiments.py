@@ -284,7 +284,7 @@ def import_config(arguments: argparse.Namespace) -> None:
         if imported.missing
         else "now run"
     )
-    say(f"wrote {out}; {before} `python -m pipeline_lib check {out}`")
+    say(f"wrote {out}; {before} `qwen3 check {out}`")
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -24,7 +24,39 @@ INPUT_OUTPUT_ERROR_CODE = 74  # EX_IOERR
 ANY_OUTPUT = "the store, its runs/ or this output"
 
 DESCRIPTION = """\
-Fine-tunes Qwen models: one config file in, a verified model and a report out."""
+Fine-tunes Qwen models: one config file in, a verified model and a report out.
+
+  run        run an experiment, up to a stage, with other values, here or on a cluster
+
+before a run
+  check      name all problems of a config
+  plan       predict memory, time and disk, and choose the fastest way that fits
+  import     make a config of another tool's files
+  doctor     look at this machine, hosts or nodes: what they have, and what is wrong
+  calibrate  measure this machine for the plan
+
+during it
+  status     the state of every experiment: stage, step, loss, time left
+  rewind     let an unfinished training continue from an earlier checkpoint
+  join       take part with this machine in a training that begins on another one
+
+after it
+  summary    the results of an experiment, or a line for each of several
+  compare    which experiment is best, whether its lead is noise, and what differs
+  chat       talk to a tuned model
+  trace      where a model comes from, back to hub commits and data files
+  record     save an experiment as one of DVC's
+  publish    copy an experiment's small results to results/current, for DVC
+
+what is kept
+  store      list, measure, clean up and verify it"""
+EXAMPLES = """\
+examples:
+  qwen3 check my.yaml && qwen3 run my.yaml
+  qwen3 run my.yaml train.lr=2e-4
+  qwen3 compare my-first my-first-lr=2e-4
+
+`qwen3 COMMAND --help` says more."""
 
 
 def main() -> NoReturn:
@@ -94,11 +126,15 @@ def parser() -> argparse.ArgumentParser:
 def _parser_and_commands() -> tuple[argparse.ArgumentParser, Any]:
     root = argparse.ArgumentParser(
         prog="qwen3",
+        usage="qwen3 COMMAND ...",
         description=DESCRIPTION,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.set_defaults(when_stopped=CONTINUES)
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(
+        prog="qwen3", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
     for group in (run, experiments, chat, store, machines, internal):
         group.add_to(commands)
     return root, commands

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline_lib.config import strict_yaml
-from pipeline_lib.config.dag import OVERRIDES
+from pipeline_lib.config.dag import COMMAND_VARIABLE, OVERRIDES
 from pipeline_lib.config.stages import STAGES
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.text import did_you_mean
-from pipeline_lib.workflow.stage_lines import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (*STAGES, "rehearse")
@@ -98,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.config
     )  # what it cannot read, snakemake would end with a traceback of
     environ = dict(os.environ)
-    environ[VARIABLE] = shlex.join(["qwen3", *sys.argv[1:]])
+    environ[COMMAND_VARIABLE] = shlex.join(["qwen3", *sys.argv[1:]])
     if arguments.gpus is not None:
         environ["CUDA_VISIBLE_DEVICES"] = arguments.gpus
     command = [sys.executable, "-m", "snakemake", *_arguments(arguments, stages)]

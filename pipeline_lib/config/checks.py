@@ -6,7 +6,16 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from pipeline_lib.config.deepspeed_json import json_problems
+from pipeline_lib.config.optimizers import (
+    ADAPTERS,
+    DEEPSPEED,
+    DEFAULT,
+    LOCAL_SGD,
+    OFFLOAD,
+    OPTIMIZERS,
+)
 from pipeline_lib.config.schema import Cluster, Config, HubData, TinyModel
+from pipeline_lib.config.strategies import STRATEGIES, with_key
 from pipeline_lib.config.strict_yaml import Keys
 from pipeline_lib.config.train import AUTO, RENAMED, Lora, Train
 from pipeline_lib.core import units
@@ -16,15 +25,6 @@ from pipeline_lib.core import units
 
 Problem = tuple[Keys, str]
 
-OFFLOADS = {
-    "auto": ("none", "optimizer", "optimizer+params"),
-    "ddp": ("none",),
-    "fsdp": ("none", "optimizer+params"),
-    "hsdp": ("none", "optimizer+params"),
-    "zero1": ("none", "optimizer"),
-    "zero2": ("none", "optimizer"),
-    "zero3": ("none", "optimizer", "optimizer+params"),
-}
 FP8_TILE = 16  # the sizes of fp8 matrix products are multiples of this
 GROUPED_TILE = 8  # those of grouped products: their rows begin on multiples of 16 bytes
 LEAST_KEPT_TOKENS = 16_384  # of the documents of which a layer may keep the attention's results
@@ -50,6 +50,7 @@ def train_problems(train: Train, cluster: Cluster) -> list[Problem]:
         *_strategy(train, cluster),
         *_exchange(train),
         *_precision(train, cluster),
+        *_optimizer(train),
         *_schedule(train),
         *_validation(train),
     ]
@@ -206,10 +207,7 @@ def _cluster(config: Config) -> Iterator[Problem]:
             f"missing, but cluster.nodes is {cluster.nodes}, and the plan needs the bandwidth "
             "between nodes"
         )
-        how = (
-            "set what `python -m pipeline_lib doctor --hosts A,B CONFIG`, in SLURM `python -m "
-            "pipeline_lib doctor"
-        )
+        how = "set what `qwen3 doctor --hosts A,B CONFIG`, in SLURM `qwen3 doctor"
         how += " --profile slurm CONFIG` or iperf3 measures, in Gbit/s"
         yield ("cluster", "internode_gbit_s"), f"{text}; {how}"
     if (
@@ -250,7 +248,7 @@ def _ineffective(config: Config) -> Iterator[Problem]:
             ("model", "vocab_tokens"),
             "has no effect with model.tokenizer, which has a vocabulary; remove it",
         )
-    if train.reshard is True and train.strategy not in (AUTO, "fsdp", "hsdp"):
+    if train.reshard is True and not _works("reshard", train):
         yield (
             ("train", RENAMED["reshard"]),
             f"has no effect with train.strategy: {train.strategy}; remove it",
@@ -291,11 +289,9 @@ def _method(train: Train) -> Iterator[Problem]:
             "remove it"
         )
         yield ("train", "freeze"), f"{text}, or choose train.lora.targets"
-    if train.method == "lora" and train.lora.dora and train.strategy == "zero3":
-        yield (
-            ("train", "lora", "dora"),
-            f"does not work with train.strategy: zero3; {_use(_OTHERS)}",
-        )
+    if train.method == "lora" and train.lora.dora and not _works("lora.dora", train):
+        text = f"does not work with train.strategy: {train.strategy}"
+        yield ("train", "lora", "dora"), f"{text}; {_use_one_with('lora.dora')}"
     if train.method == "lora" and train.lora.of_experts:
         yield from _adapted_experts(train)
     if train.method == "lora" and train.lora.base == "nf4":
@@ -331,19 +327,17 @@ def _adapted_experts(train: Train) -> Iterator[Problem]:
             ("train", "lora", "rank"),
             f"{lora.rank} {text}, where it is a multiple of {GROUPED_TILE}; try {rank}",
         )
-    if train.strategy == "zero3":
-        yield ("train", "strategy"), f"zero3 {text}; {_use(_OTHERS)}"
+    if not _works("lora.targets: experts", train):
+        may_be = _use_one_with("lora.targets: experts")
+        yield ("train", "strategy"), f"{train.strategy} {text}; {may_be}"
 
 
 def _quantized(train: Train) -> Iterator[Problem]:
     """Yield what does not work with a base in 4 bits."""
     key = ("train", "lora", "base")
-    if train.uses_deepspeed:
-        yield (
-            key,
-            f"nf4 does not work with train.strategy: {train.strategy}; "
-            f"{_use(('ddp', 'fsdp', 'hsdp'))}",
-        )
+    if not _works("lora.base: nf4", train):
+        text = f"nf4 does not work with train.strategy: {train.strategy}"
+        yield key, f"{text}; {_use_one_with('lora.base: nf4')}"
     if train.strategy in ("fsdp", "hsdp") and not shards_integers():
         yield key, f"nf4 with train.strategy: {train.strategy} {TORCH_CASTS_INTEGERS}"
     if train.lora.dora:
@@ -354,11 +348,16 @@ def _quantized(train: Train) -> Iterator[Problem]:
         yield ("train", "offload"), f"{text}; set it to none, or train.lora.base to unquantized"
 
 
-_OTHERS = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
+def _works(key: str, train: Train) -> bool:
+    """Return whether `key`, of config/strategies.py, works with the strategy or with some other.
+
+    The latter is for `auto`, which may choose it.
+    """
+    return train.strategy == AUTO or key in STRATEGIES[train.strategy].keys
 
 
-def _use(strategies: tuple[str, ...]) -> str:
-    return f"train.strategy may be {_any_of(strategies)}"
+def _use_one_with(key: str) -> str:
+    return f"train.strategy may be {_any_of(with_key(key))}"
 
 
 def _any_of(values: tuple[object, ...]) -> str:
@@ -378,14 +377,13 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     yield from _left_to_auto(train)
     if train.ranks_per_block > 1:
         yield from _context(train, cluster)
-    if train.unit_layers != _DEFAULT.unit_layers and strategy not in (AUTO, "fsdp", "hsdp"):
-        yield (
-            ("train", "unit_layers"),
-            f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}",
-        )
-    if train.offload not in OFFLOADS[strategy]:
+    if train.unit_layers != _DEFAULT.unit_layers and not _works("unit_layers", train):
+        text = f"has no effect with train.strategy: {strategy}"
+        yield ("train", "unit_layers"), f"{text}; {_use_one_with('unit_layers')}"
+    if strategy != AUTO and train.offload not in STRATEGIES[strategy].offloads:
         text = f"{train.offload} does not work with train.strategy: {strategy}"
-        yield ("train", "offload"), f"{text}; it may be {_any_of(OFFLOADS[strategy])}"
+        legal = _any_of(STRATEGIES[strategy].offloads)
+        yield ("train", "offload"), f"{text}; it may be {legal}"
     if train.offload_activations is True:
         yield from _activations(train, cluster)
     if train.kept_attention_layers != AUTO and train.recompute not in (AUTO, "full"):
@@ -394,15 +392,15 @@ def _strategy(train: Train, cluster: Cluster) -> Iterator[Problem]:
     elif train.kept_attention_layers != AUTO and train.precision == "fp32":
         text = "has no effect with train.precision: fp32, in which no layer keeps them"
         yield ("train", "kept_attention_layers"), f"{text}; remove it"
-    if train.reshard is False and strategy not in (AUTO, "fsdp", "hsdp"):
-        text = f"has no effect with train.strategy: {strategy}; {_use(('fsdp', 'hsdp'))}"
+    if train.reshard is False and not _works("reshard", train):
+        text = f"has no effect with train.strategy: {strategy}; {_use_one_with('reshard')}"
         yield ("train", RENAMED["reshard"]), text
-    if train.compile is True and strategy == "zero3":
-        text = "does not work with train.strategy: zero3, which changes weights within layers"
-        yield ("train", "compile"), f"{text}; {_use(_OTHERS)}"
-    if train.deepspeed_json is not None and not strategy.startswith((AUTO, "zero")):
+    if train.compile is True and not _works("compile", train):
+        text = f"does not work with train.strategy: {strategy}, which changes weights within layers"
+        yield ("train", "compile"), f"{text}; {_use_one_with('compile')}"
+    if train.deepspeed_json is not None and not _works("deepspeed_json", train):
         text = f"works only with DeepSpeed, but train.strategy is {strategy}"
-        yield ("train", "deepspeed_json"), f"{text}; {_use(('zero1', 'zero2', 'zero3'))}"
+        yield ("train", "deepspeed_json"), f"{text}; {_use_one_with('deepspeed_json')}"
     elif train.deepspeed_json is not None:
         for text in json_problems(train.deepspeed_json, strategy, train.offload):
             yield ("train", "deepspeed_json"), text
@@ -419,11 +417,9 @@ def _context(train: Train, cluster: Cluster) -> Iterator[Problem]:
             f"{count} does not divide {units.count(cluster.ranks, 'ranks')}; it may be "
             f"{_any_of(legal)}",
         )
-    if train.uses_deepspeed:
-        yield (
-            key,
-            f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}",
-        )
+    if not _works("context_ranks", train):
+        text = f"does not work with train.strategy: {train.strategy}"
+        yield key, f"{text}; {_use_one_with('context_ranks')}"
     if train.local_sgd_steps > 1:
         text = "does not work with train.local_sgd_steps, with which each rank makes updates alone"
         yield key, f"{text}; remove one of them"
@@ -447,27 +443,17 @@ def _activations(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.recompute not in (AUTO, "full"):
         text = f"works only with train.{RENAMED['recompute']}: full, but that is {train.recompute}"
         yield key, f"{text}; set that, or remove one of them"
-    if train.uses_deepspeed:
-        yield (
-            key,
-            f"does not work with train.strategy: {train.strategy}; {_use(('ddp', 'fsdp', 'hsdp'))}",
-        )
+    if not _works("offload_activations", train):
+        text = f"does not work with train.strategy: {train.strategy}"
+        yield key, f"{text}; {_use_one_with('offload_activations')}"
 
 
 def _left_to_auto(train: Train) -> Iterator[Problem]:
     """Yield a problem for each key that few strategies have: `auto` does not choose among them."""
-    of_few = {
-        "unit_layers": ("fsdp", "hsdp"),
-        "deepspeed_json": ("zero1", "zero2", "zero3"),
-        "local_sgd_steps": ("ddp",),
-    }
-    for key, strategies in of_few.items():
+    for key in ("unit_layers", "deepspeed_json", "local_sgd_steps"):
         if train.strategy == AUTO and getattr(train, key) != getattr(_DEFAULT, key):
-            text = (
-                "does not work with train.strategy: auto; name the strategy "
-                f"({_any_of(strategies)})"
-            )
-            yield ("train", key), f"{text} or remove it"
+            text = "does not work with train.strategy: auto; name the strategy"
+            yield ("train", key), f"{text} ({_any_of(with_key(key))}) or remove it"
 
 
 def _replicas(train: Train, cluster: Cluster) -> Iterator[Problem]:
@@ -489,17 +475,14 @@ def _exchange(train: Train) -> Iterator[Problem]:
     is_compressed = train.gradient_compression != "none"
     k = train.local_sgd_steps
     is_power_sgd = train.gradient_compression == "powersgd"
-    if is_power_sgd and train.strategy != "ddp":
-        text = (
-            f"powersgd does not work with train.strategy: {train.strategy}; {_use(('ddp',))}, "
-            "or this key bf16"
-        )
-        yield ("train", "gradient_compression"), text
-    if k > 1 and train.strategy not in (AUTO, "ddp"):
-        yield (
-            ("train", "local_sgd_steps"),
-            f"does not work with train.strategy: {train.strategy}; {_use(('ddp',))}",
-        )
+    power_sgd = "gradient_compression: powersgd"
+    if is_power_sgd and train.strategy not in with_key(power_sgd):
+        text = f"powersgd does not work with train.strategy: {train.strategy}"
+        may_be = _use_one_with(power_sgd)
+        yield ("train", "gradient_compression"), f"{text}; {may_be}, or this key bf16"
+    if k > 1 and not _works("local_sgd_steps", train):
+        text = f"does not work with train.strategy: {train.strategy}"
+        yield ("train", "local_sgd_steps"), f"{text}; {_use_one_with('local_sgd_steps')}"
     for key, is_used in (("gradient_compression", is_compressed), ("local_sgd_steps", k > 1)):
         if is_used and train.precision == "fp16":
             yield (
@@ -536,9 +519,20 @@ def _precision(train: Train, cluster: Cluster) -> Iterator[Problem]:
     if train.precision == "fp8" and (is_zero or train.method != "full" or cluster.device == "cpu"):
         text = "fp8 works only for full fine-tuning on GPUs, without DeepSpeed"
         yield ("train", "precision"), f"{text}; it may be bf16"
-    if train.optimizer == "adamw_8bit" and (is_zero or train.offload != "none"):
-        text = "adamw_8bit works neither with DeepSpeed nor with train.offload"
-        yield ("train", "optimizer"), f"{text}; it may be adamw"
+
+
+def _optimizer(train: Train) -> Iterator[Problem]:
+    """Yield what the optimizer does not work with."""
+    is_used = {
+        DEEPSPEED: train.uses_deepspeed,
+        OFFLOAD: train.offload != "none",
+        ADAPTERS: train.method == "lora",
+        LOCAL_SGD: train.local_sgd_steps > 1,
+    }
+    for refused, why in OPTIMIZERS[train.optimizer].refuses.items():
+        if is_used.get(refused, False):
+            text = f"{train.optimizer} does not work with {refused}: {why}"
+            yield ("train", "optimizer"), f"{text}; it may be {DEFAULT}"
 
 
 def warmup_problem(train: Train, steps: int) -> str | None:

@@ -237,15 +237,12 @@ def measured_content(config: Config) -> dict[str, Any] | None:
         wrong = next(not_json(content), None)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         text = (
-            f"cluster.measured: {path!r} does not read ({error}); `python -m pipeline_lib "
+            f"cluster.measured: {path!r} does not read ({error}); `qwen3 "
             "calibrate CONFIG` writes it"
         )
         raise ConfigError("the config", [text]) from error
     if wrong is not None:
-        text = (
-            f"cluster.measured: {path!r}: {wrong}; make it again with `python -m pipeline_lib "
-            "calibrate CONFIG`"
-        )
+        text = f"cluster.measured: {path!r}: {wrong}; make it again with `qwen3 calibrate CONFIG`"
         raise ConfigError("the config", [text])
     return content
 

@@ -48,6 +48,7 @@ from pipeline_lib.core.files import (
 from pipeline_lib.core.store import DIGEST_CHARS, Ref, Spec, Store
 
 OVERRIDES = "set"  # of Snakemake's `--config`: a list of `KEY=VALUE`
+COMMAND_VARIABLE = "QWEN3_RUN"  # for snakemake: the command of ours that started it
 FROZEN_VARIABLE = "PIPELINE_FROZEN_EXPERIMENT"
 DEFAULT_CONFIG = Path("config/config.yaml")
 RESULTS = Path("results")

@@ -177,9 +177,7 @@ def read_deepspeed_json(given: str, strategy: str, offload: Offload) -> dict[str
     chosen = _without_auto(_document(given))
     if problems := list(_problems(chosen, strategy, offload)):
         if any(key in _OURS for key in chosen):
-            problems[-1] += (
-                f"; `python -m pipeline_lib import {given}` converts a whole JSON to our keys"
-            )
+            problems[-1] += f"; `qwen3 import {given}` converts a whole JSON to our keys"
         raise ConfigError(given, problems)
     # DeepSpeed's own examples write sizes as 5e8.
     zero = {

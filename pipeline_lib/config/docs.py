@@ -14,7 +14,7 @@ This page lists the keys of a config file with their allowed values, defaults an
 
 - A default of `none` means that the key is not set.
 - Paths are relative to the folder where you run `snakemake`.
-- `python -m pipeline_lib check my.yaml` checks a config file and names every mistake with its line.
+- `qwen3 check my.yaml` checks a config file and names every mistake with its line.
 
 `make docs` generates this page from `pipeline_lib/config/schema.py` and `pipeline_lib/config/train.py`.
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline_lib.config.import_datasets import holds_nothing_out
 from pipeline_lib.config.import_draft import LINEAR_NAMES, Draft, shown
+from pipeline_lib.config.optimizers import ADAPTERS, DEEPSPEED, DEFAULT, OPTIMIZERS, OptimizerName
 from pipeline_lib.config.train import EPOCH, Train
 
 NEVER_CLIPS = 1e9  # a norm that no gradient has
@@ -327,18 +328,6 @@ def _length(draft: Draft, origin: Origin) -> None:
         )
 
 
-_ADAMW = (
-    "adamw",
-    "adam",
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_hf",
-    "adamw_apex_fused",
-    "paged_adamw_32bit",
-)
-_ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
-
-
 def _optimizer(draft: Draft, origin: Origin) -> None:
     for theirs, ours, there in (
         ("learning_rate", "train.lr", 5e-5),
@@ -353,22 +342,44 @@ def _optimizer(draft: Draft, origin: Origin) -> None:
     else:
         why = "0 does not clip there; no gradient reaches this norm"
         draft.changed("max_grad_norm", {"train.max_grad_norm": NEVER_CLIPS}, why)
-    key = "deepspeed_optimizer" if draft.has("deepspeed_optimizer") else "optim"
-    if key != "optim":
+    _optimizer_by_name(draft)
+
+
+def _optimizer_by_name(draft: Draft) -> None:
+    key, ours = _key_and_optimizer(draft)
+    if key == "deepspeed_optimizer":
         draft.taken("optim", why="without effect there, too: the DeepSpeed JSON names an optimizer")
-    name = (draft.text(key, "adamw_torch") or "").lower()
-    if name in _ADAMW_8BIT and str(draft.value("zero_stage", 0)) in ("1", "2", "3"):
-        draft.changed(
-            key, {"train.optimizer": "adamw"}, "8-bit moments do not exist under DeepSpeed here"
-        )
-    elif name in _ADAMW_8BIT:
-        draft.taken(key, {"train.optimizer": "adamw_8bit"}, "needs the extra `optim8bit`")
-    elif name in _ADAMW:
-        draft.taken(key, {"train.optimizer": "adamw"})
-    else:
-        draft.without(
-            key, "the optimizers here are AdamW and AdamW with 8-bit moments; AdamW is taken"
-        )
+    elif key != "optim":
+        draft.taken("optim", why=f"without effect there, too: {key} names the optimizer")
+    if ours is None:
+        draft.without(key, f"the optimizers here are {', '.join(OPTIMIZERS)}; {DEFAULT} is taken")
+        return
+    row = OPTIMIZERS[ours]
+    is_used = {
+        DEEPSPEED: str(draft.value("zero_stage", 0)) in ("1", "2", "3"),
+        ADAPTERS: draft.values.get("train.method") == "lora",
+    }
+    for refused, why in row.refuses.items():
+        if is_used.get(refused, False):
+            text = f"{ours} does not work with {refused} here: {why}"
+            draft.changed(key, {"train.optimizer": DEFAULT}, text)
+            return
+    needs = f"needs the extra `{row.extra.name}`" if row.extra else ""
+    draft.taken(key, {"train.optimizer": ours}, needs)
+
+
+def _key_and_optimizer(draft: Draft) -> tuple[str, OptimizerName | None]:
+    """Return the key that decides on the optimizer, and what that is here; None if it is not."""
+    key = "deepspeed_optimizer" if draft.has("deepspeed_optimizer") else "optim"
+    theirs = (draft.text(key, "adamw_torch") or "").lower()
+    for ours, row in OPTIMIZERS.items():
+        switched_on = [switch for switch in row.switches if draft.truth(switch)]
+        if switched_on and key == "optim":
+            return switched_on[0], ours
+    for ours, row in OPTIMIZERS.items():
+        if theirs in row.known_as:
+            return key, ours
+    return key, None
 
 
 _LINEAR = ("linear", "warmupdecaylr")

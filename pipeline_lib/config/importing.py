@@ -276,17 +276,13 @@ def _kind(content: Mapping[str, Any]) -> str:
     if is_dataset_info(document):
         return DATASETS
     if isinstance(document.get("model"), dict) or "experiment" in document:
-        raise ConfigError(
-            "", ["is a config of this project already: `python -m pipeline_lib check` reads it"]
-        )
+        raise ConfigError("", ["is a config of this project already: `qwen3 check` reads it"])
     told = {name: sum(key in document for key in keys) for name, keys in _OTHERS.items()}
     is_llama_factory = any(key in document for key in _OF_LLAMA_FACTORY)
     other = max(told, key=lambda name: told[name])
     if told[other] > sum(key in document for key in _OF_LLAMA_FACTORY):
         text = f"looks like {other}, which is not imported. Put its keys into a config and run"
-        raise ConfigError(
-            "", [f"{text} `python -m pipeline_lib check`: it names our key for each of them"]
-        )
+        raise ConfigError("", [f"{text} `qwen3 check`: it names our key for each of them"])
     if is_llama_factory and ("model_name_or_path" in document or told[other] == 0):
         return LLAMA_FACTORY
     if is_deepspeed(document):

@@ -47,7 +47,7 @@ _KEYS = {
     "cosine_min_lr_ratio",
     "train.warmup_fraction": "warmup_ratio",
     "train.warmup_steps": "warmup_num_steps",
-    "train.optimizer": "optim",
+    "train.optimizer": "optim use_muon",
     "train.beta1": "adam_beta1",
     "train.beta2": "adam_beta2",
     "train.max_grad_norm": "gradient_clipping clip_grad",
@@ -107,7 +107,7 @@ _NO_KEY = {
         "dataset_prepared_path"
     ),
     "the same command continues an unfinished run from its newest whole checkpoint, after "
-    "`python -m pipeline_lib rewind` from an earlier one": (
+    "`qwen3 rewind` from an earlier one": (
         "resume_from_checkpoint auto_resume_from_checkpoints ignore_data_skip enable_jit_checkpoint"
         " restore_callback_states_from_checkpoint"
     ),
@@ -161,7 +161,7 @@ _NO_KEY = {
         "ignore_pad_token_for_loss"
     ),
     "train.optimizer lists the optimizers; these settings have no key here": (
-        "optim_args optim_target_modules use_galore use_badam use_apollo use_muon use_adam_mini "
+        "optim_args optim_target_modules use_galore use_badam use_apollo use_adam_mini "
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type "
         "galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale "
         "apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front "

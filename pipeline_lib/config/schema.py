@@ -450,7 +450,7 @@ class Cluster(Section):
     )
     measured: LocalPath | None = Field(
         None,
-        description="path of a cluster.json from `python -m pipeline_lib calibrate CONFIG`, whose "
+        description="path of a cluster.json from `qwen3 calibrate CONFIG`, whose "
         "rates the plan uses",
     )
     cpu_ranks: Annotated[int, Field(ge=1, le=1024)] = Field(

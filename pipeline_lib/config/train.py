@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, PlainSerializer
 
+from pipeline_lib.config.optimizers import DEFAULT, OPTIMIZERS, OptimizerName
 from pipeline_lib.config.rope import ROPE
 from pipeline_lib.config.section import (
     Fraction,
@@ -19,6 +20,7 @@ from pipeline_lib.config.section import (
     Seed,
     read_settings,
 )
+from pipeline_lib.config.strategies import STRATEGIES, StrategyName
 from pipeline_lib.core.units import count
 
 EPOCH = "epoch"  # in place of a number of steps: at the end of every epoch
@@ -130,7 +132,7 @@ class Train(Section):
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
-    strategy: Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"] = Field(
+    strategy: Literal["auto", StrategyName] = Field(
         "ddp",
         description="`ddp` replicates the model, `fsdp` shards it (FSDP2), `hsdp` shards it within "
         "groups of ranks and replicates the groups, `zero1` to `zero3` use DeepSpeed; with "
@@ -253,8 +255,9 @@ class Train(Section):
         "bf16 with the layers'"
         " matrix products in 8 bits, for `method: full` on GPUs from Ada on; needs the extra `fp8`",
     )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="`adamw_8bit` keeps its moments in 8 bits; needs the extra `optim8bit`"
+    optimizer: OptimizerName = Field(
+        DEFAULT,
+        description="; ".join(f"`{name}` {row.summary}" for name, row in OPTIMIZERS.items()),
     )
     gradient_compression: Literal["none", "bf16", "powersgd"] = Field(
         "none",
@@ -366,7 +369,7 @@ class Train(Section):
     @property
     def uses_deepspeed(self) -> bool:
         """Whether DeepSpeed's engine trains, and not torch's own strategies."""
-        return self.strategy.startswith("zero")
+        return self.strategy != AUTO and STRATEGIES[self.strategy].uses_deepspeed
 
     @property
     def checkpoints_on_disk(self) -> int:

@@ -72,7 +72,7 @@ def first_valid(checkpoints: Iterable[Path], reject: Reject) -> Path | None:
             aside = path.with_name(f"{_REJECTED}{path.name}")
             files.remove_dir(aside)
             path.rename(aside)
-            command = f"python -m pipeline_lib store restore {shlex.quote(str(aside))}"
+            command = f"qwen3 store restore {shlex.quote(str(aside))}"
             reject(aside, f"{error}; if you mend it, `{command}` brings it back")
             continue
         return path

@@ -97,8 +97,7 @@ def model_card(
         *_table("Attempts at the training", ("attempt", "what became of it"), attempts),
         *_table("Lineage", ("made", "by", "digest", "at", "code", "machine"), _lineage(this, made)),
         *_table("Versions at the training", ("package", "version"), versions.items()),
-        f"`{LINEAGE_NAME}` holds all of this for machines; `python -m pipeline_lib trace` shows "
-        "and checks it.",
+        f"`{LINEAGE_NAME}` holds all of this for machines; `qwen3 trace` shows and checks it.",
         "",
     ]
     return "\n".join(lines)

@@ -105,7 +105,7 @@ class JoiningPort:
         start_s = said_s = time.monotonic()
         self._count = count
         hosts = units.count(count, "hosts")
-        how = f"`python -m pipeline_lib join {self._address or socket.gethostname()}:{self.port}`"
+        how = f"`qwen3 join {self._address or socket.gethostname()}:{self.port}`"
         say(f"waiting for {count} of {hosts} to join at port {self.port}; run {how} on each")
         while True:
             self._take_connection()

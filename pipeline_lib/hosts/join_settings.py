@@ -127,9 +127,7 @@ def joining_hosts(environ: Mapping[str, str]) -> JoinPort | None:
     placed = nodes > 1 and bool(environ.get("MASTER_ADDR")) and bool(environ.get("MASTER_PORT"))
     rank = node_rank_of(environ) if placed else None
     if rank:
-        problem = (
-            f"this is node {rank}: run `python -m pipeline_lib join` here; snakemake runs on node 0"
-        )
+        problem = f"this is node {rank}: run `qwen3 join` here; snakemake runs on node 0"
         raise ConfigError(WHERE_SET, [problem])
     if port := _number(environ, JOIN_PORT, 1, 65535):
         return JoinPort(port, JOIN_PORT)

@@ -29,13 +29,14 @@ from pipeline_lib.plan.cluster import Measured, machine_of, measured_of
 from pipeline_lib.plan.context import not_shared, sharing_counts
 from pipeline_lib.plan.known import Blocks, blocks_of, geometry_of, repetition_of
 from pipeline_lib.plan.machine import Figure, Machine, Ranks
-from pipeline_lib.plan.memory import Memory, checkpoint_bytes, host_need, predict_all
+from pipeline_lib.plan.memory import Memory, host_need, predict_all
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction, fits_on_gpu, host_need_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, local_data_bytes, needs_of
 from pipeline_lib.plan.steps import BatchPlan, Steps, plan_batches, step_warnings
+from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.words import (
     Change,
     advice,
@@ -56,7 +57,7 @@ SCHEMA = 3  # keys may be added
 _CLUSTER_KEYS = ("nodes", "ranks", "device", "launcher", "cpus_per_rank", "max_requeues")
 _NAME_IT = "set cluster.gpu: the plan then also predicts the time, and whether the run fits"
 _CALIBRATE = (
-    "python -m pipeline_lib calibrate CONFIG, which measures the speeds and narrows the bands once "
+    "qwen3 calibrate CONFIG, which measures the speeds and narrows the bands once "
     "`cluster.measured: cluster.json` stands in CONFIG"
 )
 _WORTH_MEASURING_S = 600.0  # of the whole run; measuring takes a minute or two

@@ -8,7 +8,8 @@ from itertools import product, takewhile
 from typing import Any
 
 from pipeline_lib.arch.layers import can_keep_on_host, is_sharded
-from pipeline_lib.config.checks import OFFLOADS
+from pipeline_lib.config.optimizers import ADAPTERS, DEFAULT, OPTIMIZERS
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core import units
 from pipeline_lib.core.errors import DataError
@@ -25,7 +26,7 @@ from pipeline_lib.plan.predict import (
     lacks_host_memory,
     memory_of,
 )
-from pipeline_lib.plan.remedies import Load, Remedy, remedies
+from pipeline_lib.plan.remedies import STAND_INS, Load, Remedy, remedies
 from pipeline_lib.plan.search import (
     OFFLOAD,
     Group,
@@ -41,7 +42,7 @@ from pipeline_lib.records.plan import TO_A_BLOCK
 
 # The choice: the fastest way to train that fits, of all that the config leaves open.
 
-_OF_DEEPSPEED = ("zero1", "zero2", "zero3")
+_OF_DEEPSPEED = [name for name, row in STRATEGIES.items() if row.uses_deepspeed]
 
 
 @dataclass(frozen=True)
@@ -160,15 +161,6 @@ _ANY_BYTES = 2**62
 _DEFAULT = Train()
 # sources of a rate that is known rather than assumed
 _BETWEEN_NODES = ("cluster.internode_gbit_s", "measured")
-_TRAINS_SOMETHING_ELSE = (
-    (
-        "optimizer",
-        "adamw",
-        "another optimizer, so another run",
-    ),  # it can be offloaded, adamw_8bit cannot
-    ("optimizer", "adamw_8bit", "another optimizer, so another run"),
-    ("method", "lora", "trains adapters instead"),
-)
 
 
 @dataclass(frozen=True)
@@ -281,15 +273,13 @@ def _lean_settings(wanted: Wanted, count: int) -> Iterator[Train]:
     shard_ranks = None if "shard_ranks" in open_keys else train.shard_ranks
     # hsdp always needs more memory than fsdp; a given number of sharding ranks allows only hsdp.
     strategies = (
-        [name for name in OFFLOADS if name not in (AUTO, "hsdp")]
-        if shard_ranks is None
-        else ["hsdp"]
+        [name for name in STRATEGIES if name != "hsdp"] if shard_ranks is None else ["hsdp"]
     )
     strategies = [name for name in strategies if name not in wanted.setting.geometry.left_out]
     if not wanted.has_deepspeed:
-        strategies = [name for name in strategies if not name.startswith("zero")]
+        strategies = [name for name in strategies if name not in _OF_DEEPSPEED]
     for strategy in strategies:
-        offloads = OFFLOADS[strategy] if wanted.setting.machine.is_gpu else ("none",)
+        offloads = STRATEGIES[strategy].offloads if wanted.setting.machine.is_gpu else ("none",)
         for offload in offloads if "offload" in open_keys else (train.offload,):
             changes = {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}
             yield from _with_activations_away(
@@ -434,23 +424,43 @@ def _freed(wanted: Wanted) -> Iterator[str]:
             and replace(wanted, held=[other for other in wanted.held if other != key]).fits
         ):
             yield f"{in_file(key)} left out, so that the plan chooses it"
-    for key, value, note in _TRAINS_SOMETHING_ELSE:
-        other = replace(wanted, train=wanted.train.model_copy(update={key: value}))
+    for changes, note in _other_trainings(wanted.train):
+        other = replace(wanted, train=wanted.train.model_copy(update=changes))
         if other.train == wanted.train:
             continue
         if other.fits:
-            yield f"train.{key}: {value}  ({note}){_least_on_host(other)}"
+            yield f"{_listed(changes)}  ({note}){_least_on_host(other)}"
             continue
         more = _more_host_memory(other)
         if more is not None and (alone is None or _in_gb(more) < _in_gb(alone)):
-            yield f"train.{key}: {value}  ({note}) and {host_memory(more)}"
+            yield f"{_listed(changes)}  ({note}) and {host_memory(more)}"
     if alone is not None:
         yield host_memory(alone)
 
 
+def _other_trainings(train: Train) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield changes that train something else, each with a note: other optimizers, or adapters."""
+    for name in STAND_INS:
+        yield {"optimizer": name}, "another optimizer, so another run"
+    yield _to_adapters(train), "trains adapters instead"
+
+
+def _to_adapters(train: Train) -> dict[str, Any]:
+    """Return the changes that train adapters, by another optimizer if this one cannot."""
+    changes = {} if train.method == "lora" else {"method": "lora"}
+    if ADAPTERS in OPTIMIZERS[train.optimizer].refuses:
+        changes["optimizer"] = DEFAULT
+    return changes
+
+
+def _listed(changes: dict[str, Any]) -> str:
+    return ", ".join(f"train.{key}: {value}" for key, value in changes.items())
+
+
 def _in_4_bits(wanted: Wanted) -> Iterator[str]:
     """Yield adapters on a 4-bit base if the GPUs have memory for these but not for unquantized."""
-    train = wanted.train.model_copy(update={"method": "lora"})
+    changes = _to_adapters(wanted.train)
+    train = wanted.train.model_copy(update=changes)
     setting = wanted.setting
 
     def fits_without_host(train: Train) -> bool:
@@ -462,8 +472,8 @@ def _in_4_bits(wanted: Wanted) -> Iterator[str]:
     if fits_without_host(
         train.model_copy(update={"lora": train.lora.model_copy(update={"base": "nf4"})})
     ):
-        adapters = "" if wanted.train.method == "lora" else "train.method: lora, "
-        yield f"{adapters}train.lora.base: nf4  (keeps the frozen base in 4 bits)"
+        keys = _listed(changes | {"lora.base": "nf4"})
+        yield f"{keys}  (keeps the frozen base in 4 bits)"
 
 
 def _in_parts(wanted: Wanted) -> Iterator[str]:

@@ -29,11 +29,11 @@ from pipeline_lib.plan.machine import (
     name_words,
 )
 
-# cluster.json: what `python -m pipeline_lib calibrate CONFIG` measured on the machines that will
+# cluster.json: what `qwen3 calibrate CONFIG` measured on the machines that will
 # train.
 
 SCHEMA = 1
-AGAIN = "make it again with `python -m pipeline_lib calibrate CONFIG`"
+AGAIN = "make it again with `qwen3 calibrate CONFIG`"
 RATES = tuple(field.name for field in fields(Speeds))
 PARTS = ("layer", "ends")
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
@@ -378,8 +378,7 @@ def _gpu(cluster: Cluster, measured: Measured | None) -> Gpu | None:
     if found is None:
         text = f"cluster.gpu: {cluster.gpu!r} is not known; {_near(cluster.gpu)}"
         raise _error(
-            f"{text}. Of any other, `python -m pipeline_lib calibrate CONFIG` measures what "
-            "cluster.measured names"
+            f"{text}. Of any other, `qwen3 calibrate CONFIG` measures what cluster.measured names"
         )
     return found
 

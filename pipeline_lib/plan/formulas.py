@@ -17,15 +17,17 @@ from pipeline_lib.arch.layers import (
     stays_gathered,
     tokens_at_once,
 )
+from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.core.units import brief, count, gib, gigabytes
 from pipeline_lib.plan import machine, predict
 from pipeline_lib.plan.activations import compute_bytes
 from pipeline_lib.plan.machine import End
-from pipeline_lib.plan.memory import MARGIN, MOMENTS_BYTES, PARTS
+from pipeline_lib.plan.memory import MARGIN, PARTS
 from pipeline_lib.plan.moments import sharded_over
 from pipeline_lib.plan.passes import COMPILE_S, ends_passes, layer_forward, layer_passes, variant_of
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.step_time import PhaseTime, step_time
+from pipeline_lib.plan.trained import portions
 from pipeline_lib.records.plan import PART_NAMES
 
 
@@ -119,20 +121,21 @@ def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]
     """Return the formulas of what is kept between steps, as arithmetic that a test evaluates."""
     train = one.train
     geometry = setting.geometry
-    if train.offload != "none" or train.optimizer != "adamw":
+    if train.offload != "none" or not OPTIMIZERS[train.optimizer].has_fp32_moments:
         return {}
     trained = geometry.trained_parameters(train)
     number = compute_bytes(train)
     frozen = geometry.parameters - (trained if train.method == "full" else 0)
     share = sharded_over(train, setting.ranks)
     ranks = setting.ranks.total
+    moments = _moments(one, setting)
     if not train.uses_deepspeed:
         quantized = geometry.quantized_parameters(train)
         in_four_bits = f" + {NF4_BYTES} x {quantized:,}" if quantized else ""
         found = {
             "weights": f"({FP32_BYTES} x {trained:,} + {number} x "
             f"{frozen - quantized:,}{in_four_bits}) / {share}",
-            "optimizer": f"{MOMENTS_BYTES} x {trained:,} / {share}",
+            "optimizer": f"({moments}) / {share}",
         }
         return found | (
             {"gradients": f"{FP32_BYTES} x {trained:,} / {share}"}
@@ -144,8 +147,16 @@ def _state_formulas(one: predict.Prediction, setting: Setting) -> dict[str, str]
     return {
         "weights": f"{number} x ({trained:,} + {frozen:,}) / {of_weights}",
         "gradients": f"{FP32_BYTES} x {trained:,} / {of_gradients}",
-        "optimizer": f"({MOMENTS_BYTES} + {FP32_BYTES}) x {trained:,} / {ranks}",
+        "optimizer": f"({moments} + {FP32_BYTES} x {trained:,}) / {ranks}",
     }
+
+
+def _moments(one: predict.Prediction, setting: Setting) -> str:
+    """Return the bytes of all moments in fp32, as arithmetic."""
+    return " + ".join(
+        f"{FP32_BYTES * len(portion.rule.moments)} x {portion.elements:,}"
+        for portion in portions(setting.geometry, one.train)
+    )
 
 
 def _passes(one: predict.Prediction, setting: Setting) -> Iterator[str]:
@@ -253,7 +264,7 @@ def _run(one: predict.Prediction, setting: Setting) -> Iterator[str]:
         )
         yield f"causal MFU = FLOPs of the step / (step x {peak}) = {one.mfu.value:.2%}{of_bf16}"
     trained = setting.geometry.trained_parameters(one.train)
-    formula = f"({FP32_BYTES} + {MOMENTS_BYTES}) x {trained:,}"
+    formula = f"{FP32_BYTES} x {trained:,} + {_moments(one, setting)}"
     yield f"checkpoint = {formula} = {one.checkpoint_bytes:,} B = {gigabytes(one.checkpoint_bytes)}"
     if one.run_s is not None:
         steps = f"{count(setting.steps, 'steps')} of {one.step_s.value:.6g} s"

@@ -14,6 +14,7 @@ from pipeline_lib.arch.layers import (
     micro_batch_tokens,
     recompute_of,
 )
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import GIB, count, gigabytes
 from pipeline_lib.plan.activations import compute_bytes
@@ -26,23 +27,14 @@ from pipeline_lib.plan.moments import (
     moments_of_step,
     sharded_over,
 )
+from pipeline_lib.plan.trained import checkpoint_bytes, portions
 from pipeline_lib.records.plan import PlanDocument, known
-
-# The size of a checkpoint on disk.
-
-MOMENTS_BYTES = 2 * FP32_BYTES
-
-
-def checkpoint_bytes(geometry: Geometry, train: Train) -> int:
-    """Return the bytes of a checkpoint: fp32 weights and moments of all trained parameters."""
-    return geometry.trained_parameters(train) * (FP32_BYTES + MOMENTS_BYTES)
-
 
 # The memory of a rank: state, and the largest of the moments (plan/moments.py).
 #
-# State is exact arithmetic: each trained parameter has its weight, gradient and two Adam moments in
-# fp32 (16 bytes), a frozen one its weight in the arithmetic's precision, sharded as the strategy
-# says. Gathered, cast and exchanged bytes follow the code of FSDP2, DDP and DeepSpeed. The moments
+# State is exact arithmetic: each trained parameter has its weight, gradient and moments, with AdamW
+# all in fp32 (16 bytes), a frozen one its weight in the arithmetic's precision, sharded as the
+# strategy says. Gathered, cast and exchanged bytes follow the code of FSDP2, DDP and DeepSpeed. The moments
 # of a step are summed separately and the largest is the prediction. A node's host memory is counted
 # too, less exactly (`host_need`).
 
@@ -57,9 +49,6 @@ PARTS = (
     "loss",
     "reserve",
 )
-STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
-# 8-bit states are stored in blocks of 256 numbers with one fp32 scale each.
-_BYTES_OF_8_BITS = 1 + FP32_BYTES / 256
 # Memory that torch's allocator does not count: the CUDA context with its kernels, NCCL's buffers,
 # and fragmentation.
 RESERVE_BYTES = 2 * GIB
@@ -401,9 +390,7 @@ def _state(geometry: Geometry, train: Train, model: Model, ranks: Ranks) -> _Sta
     share = sharded_over(train, ranks)
     frozen = model.parameters - model.trained if train.method == "full" else model.parameters
     frozen_bytes = number * (frozen - model.quantized) + NF4_BYTES * model.quantized
-    moments = model.trained * (
-        2 * _BYTES_OF_8_BITS if train.optimizer == "adamw_8bit" else 2 * FP32_BYTES
-    )
+    moments = sum(portion.moment_bytes for portion in portions(geometry, train))
     gradients = float(model.trained * FP32_BYTES)
     if train.uses_deepspeed:  # weights in the arithmetic's precision, and master copies in fp32
         weights = float((model.trained + frozen) * number)

@@ -29,6 +29,7 @@ from pipeline_lib.plan.activations import (
     mixed_per_token,
 )
 from pipeline_lib.plan.machine import Ranks
+from pipeline_lib.plan.trained import portions
 
 # Sizes that train/deepspeed.py uses.
 #
@@ -129,6 +130,7 @@ def moments_of_step(
     # ZeRO-1 and 2 copy the gradients of a rank's shard once more for the update.
     is_copied = train.strategy in ("zero1", "zero2") and train.offload == "none"
     of_update = FP32_BYTES * model.trained // ranks.total if is_copied else 0
+    of_update += _orthogonalising(geometry, train, ranks)
     if is_sharded(train):
         share = sharded_over(train, ranks)
         sharded = _Sharded(
@@ -142,6 +144,20 @@ def moments_of_step(
             _end_of_backward(train, model, gradients),
         ]
     return [*moments, Moment("in the update", gradients, 0, of_update, 0, 0)]
+
+
+def _orthogonalising(geometry: Geometry, train: Train, ranks: Ranks) -> int:
+    """Return the bytes of making updates orthogonal, one matrix at a time (train/muon.py).
+
+    Beside an iteration there are updates of as many matrices as ranks with ddp, and of the one
+    before. Otherwise a rank has its parts of as many, which make up one, the one that it makes
+    orthogonal, and its parts of those before.
+    """
+    beside = ranks.total + 1 if train.strategy == "ddp" else 3
+    return sum(
+        portion.iteration_bytes + beside * portion.matrix_bytes
+        for portion in portions(geometry, train)
+    )
 
 
 def _casts(geometry: Geometry, train: Train, model: Model) -> int:

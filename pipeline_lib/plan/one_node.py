@@ -53,8 +53,7 @@ def compare_with_one_node(config: Config, nodes: int, internode_gbit_s: float, s
         return f"{unknown}: {error}"
     if together is None:
         return (
-            f"{unknown}: this training does not fit on these {nodes} nodes; run `python -m "
-            "pipeline_lib plan CONFIG`"
+            f"{unknown}: this training does not fit on these {nodes} nodes; run `qwen3 plan CONFIG`"
         )
     if alone is None:
         return f"this training does not fit on one of these nodes, so it needs all {nodes}"
@@ -79,7 +78,7 @@ def _compared(
             f"one node alone would be {one / both:.2f} times as fast as all {cluster.nodes}: "
             f"{figures};"
             + (
-                " set cluster.nodes: 1, or see `python -m pipeline_lib plan CONFIG` for what would "
+                " set cluster.nodes: 1, or see `qwen3 plan CONFIG` for what would "
                 "make the nodes worth it"
             )
         )

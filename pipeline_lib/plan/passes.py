@@ -24,7 +24,7 @@ from pipeline_lib.config.train import AUTO, Lora, Train
 from pipeline_lib.plan.activations import Arithmetic, compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.machine import End, Machine, MeasuredPart, Pass, Speeds
 from pipeline_lib.plan.moments import Model
-from pipeline_lib.plan.traffic import trained_shapes
+from pipeline_lib.plan.trained import trained_shapes
 from pipeline_lib.plan.workload import Case
 
 # Seconds that compiling a layer, forward and backward, adds to a run: 6 to 20 for Qwen3-8B on one

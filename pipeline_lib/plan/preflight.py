@@ -18,6 +18,7 @@ from pipeline_lib.config.content import (
     model_key,
 )
 from pipeline_lib.config.findings import Finding, refusals
+from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.schema import Config, FileData, HubData, LocalModel, TinyModel, Tokenize
 from pipeline_lib.config.section import settings_of
 from pipeline_lib.config.train import AUTO, Train, held_keys
@@ -45,7 +46,7 @@ from pipeline_lib.plan.predict import lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.stages import Run, later_problems, stored_bytes
 
-# Refusals before any job is submitted: in `snakemake -n`, and in `python -m pipeline_lib check`.
+# Refusals before any job is submitted: in `snakemake -n`, and in `qwen3 check`.
 #
 # They load nothing heavy, and pass over what is not known yet; the plan stage checks again.
 
@@ -260,13 +261,16 @@ def _not_installed(train: Train, is_recurrent: bool) -> Iterator[str]:
 
     `is_recurrent` means layers with a gated delta rule on GPUs.
     """
-    needed = (
+    needed = [
         (train.uses_deepspeed, f"train.strategy: {train.strategy}", "DeepSpeed", "deepspeed"),
         (train.precision == "fp8", "train.precision: fp8", "torchao", "fp8"),
         (train.lora.base == "nf4", "train.lora.base: nf4", "bitsandbytes", "nf4"),
-        (train.optimizer == "adamw_8bit", "train.optimizer: adamw_8bit", "torchao", "optim8bit"),
         (is_recurrent, "model: its gated delta rule on GPUs", "fla-core", "delta"),
-    )
+    ]
+    of_optimizer = OPTIMIZERS[train.optimizer].extra
+    if of_optimizer:
+        chosen = f"train.optimizer: {train.optimizer}"
+        needed.append((True, chosen, of_optimizer.library, of_optimizer.name))
     for is_needed, setting, library, extra in needed:
         if is_needed and find_spec(_MODULES.get(library, library.lower())) is None:
             yield f"{setting} needs {library}, which is not installed here: {how_to_install(extra)}"

@@ -18,10 +18,10 @@ from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.core.units import HOUR_S, brief, gib, gigabytes, gpu_hours
 from pipeline_lib.plan.answer import Question, answer
 from pipeline_lib.plan.machine import Figure, Machine
-from pipeline_lib.plan.memory import checkpoint_bytes
 from pipeline_lib.plan.one_node import way_on_one_node
 from pipeline_lib.plan.predict import Prediction, host_bytes_of_node
 from pipeline_lib.plan.show import banded
+from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.words import describe
 from pipeline_lib.plan.workload import Workload
 from pipeline_lib.records import plan as document

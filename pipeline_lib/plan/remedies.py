@@ -19,6 +19,8 @@ from pipeline_lib.arch.layers import (
     keeps_on_host,
     recompute_of,
 )
+from pipeline_lib.config.optimizers import OPTIMIZERS
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train, in_file
 from pipeline_lib.core.units import gib
 from pipeline_lib.plan.machine import Ranks
@@ -31,14 +33,7 @@ AT_MOST = 3
 # the micro-batch costs 7.5 %, resharding 1.5 %. Full recomputation costs a third of the FLOPs, 20 %
 # of the time in practice.
 _COSTS: dict[str, dict[Any, float]] = {
-    "strategy": {
-        "ddp": 0.0,
-        "hsdp": 0.02,
-        "fsdp": 0.03,
-        "zero1": 0.04,
-        "zero2": 0.05,
-        "zero3": 0.07,
-    },
+    "strategy": {name: row.cost for name, row in STRATEGIES.items()},
     "recompute": {"none": 0.0, "selective": 0.09, "full": 0.22},
     "reshard": {False: 0.0, True: 0.015},
     "offload_activations": {False: 0.0, True: 0.03},
@@ -49,7 +44,7 @@ _HALVING_COST = 0.06
 _OTHER_TRAINING = {"optimizer": 10.0, "method": 20.0}
 # 8-bit states need less memory, but only 32-bit states can be offloaded: either may be the one that
 # fits.
-_OPTIMIZERS = ("adamw", "adamw_8bit")
+STAND_INS = tuple(name for name, row in OPTIMIZERS.items() if row.is_stand_in)
 _LEAST_SAVING = 0.97  # of the present memory: a change that leaves more than this is no remedy
 
 
@@ -178,7 +173,7 @@ def _changes(train: Train, ranks: Ranks, block_tokens: int) -> Iterator[dict[str
         "kept_attention_layers": [kept, 0]
         if kept and can_keep_attention(full, block_tokens)
         else [kept],
-        "optimizer": list(_OPTIMIZERS),
+        "optimizer": sorted({train.optimizer, *STAND_INS}),
         "method": sorted({train.method, "lora"}),
     }
     now = {key: getattr(train, key) for key in choices}

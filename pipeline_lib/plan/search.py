@@ -30,10 +30,11 @@ from pipeline_lib.arch.layers import (
 )
 from pipeline_lib.config.checks import train_problems
 from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import AUTO, Train
 from pipeline_lib.plan.context import sharing_counts
 from pipeline_lib.plan.machine import End, Machine, Ranks
-from pipeline_lib.plan.memory import STRATEGIES, Memory, host_need_with_copies
+from pipeline_lib.plan.memory import Memory, host_need_with_copies
 from pipeline_lib.plan.near import NearMiss, is_near, near_miss
 from pipeline_lib.plan.passes import COMPILE_S
 from pipeline_lib.plan.predict import (
@@ -56,7 +57,7 @@ OFFLOAD = ("none", "optimizer", "optimizer+params")
 
 
 def _simplicity(train: Train) -> tuple[int, int]:
-    return train.ranks_per_block, STRATEGIES.index(train.strategy)
+    return train.ranks_per_block, list(STRATEGIES).index(train.strategy)
 
 
 @dataclass(frozen=True)

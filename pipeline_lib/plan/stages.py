@@ -26,7 +26,8 @@ from pipeline_lib.plan.evaluation import (
     will_load_once,
 )
 from pipeline_lib.plan.machine import End, Figure, Machine
-from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES, checkpoint_bytes
+from pipeline_lib.plan.memory import AROUND_BYTES, RANK_BYTES
+from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.workload import Workload
 
 # All stages but the training get the time of their work at the slow end of usual rates. One process

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 from pipeline_lib.arch.geometry import FP32_BYTES
 from pipeline_lib.arch.layers import stays_gathered
+from pipeline_lib.config.optimizers import ADAM_BYTES
 from pipeline_lib.plan.activations import compute_bytes
 from pipeline_lib.plan.machine import End, Speeds
 from pipeline_lib.plan.moments import kept_on_host, sharded_over
 from pipeline_lib.plan.passes import ends_passes, family_of, layer_passes
-from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of, trained_shapes
+from pipeline_lib.plan.traffic import Duration, Exchange, duration_of, exchanges_of
+from pipeline_lib.plan.trained import portions
 from pipeline_lib.plan.workload import Case
 
 # The exponent of the norm that combines overlapping times: two equal ones take 1.12 times one; 1
@@ -28,15 +30,11 @@ _SHARD_LAUNCHES = 25
 # Fitted to public runs of 16 to 512 GPUs that differ in nothing but that
 # (benchmarks/published.jsonl, the half for fitting).
 _LATE_BY_DOUBLING = {End.BAD: 0.027, End.EXPECTED: 0.018, End.GOOD: 0.009}
-# for each trained tensor
-_UPDATE_LAUNCHES = {"ddp": 0.5, "fsdp": 1.7, "zero1": 2.5, "zero2": 8.0, "zero3": 7.0}
-# adamw_8bit calls a compiled function for each tensor: a step of 4B, with 399 of them, took 0.12 s
-# (ddp) and 0.17 s (fsdp) longer than with adamw on one H200 (benchmarks/RESULTS.md).
-_8BIT_LAUNCHES = {"ddp": 20.0, "fsdp": 27.0}
-# Bytes that the update moves for each trained parameter of a rank: norm 4, clipping 8, AdamW 28,
-# zeroing gradients 4.
-_UPDATE_BYTES = 44
-ADAM_BYTES = 28  # read and written by AdamW for each parameter
+# Kernels of a Newton-Schulz iteration: three matrix products
+_ITERATION_LAUNCHES = 3
+# Bytes that an update moves for each trained parameter of a rank beside the optimizer's: norm 4,
+# clipping 8, zeroing gradients 4.
+_GRADIENT_BYTES = 16
 _CLIP_BYTES, _ADD_BYTES = 8, 12  # of a gradient in host memory: to clip it, and to add one to it
 
 
@@ -138,11 +136,12 @@ def step_time(case: Case, end: End) -> StepTime:
     exchanged: list[Exchanged] = []
     for name, alone in work.items():
         mine = [(exchange, cost) for exchange, cost in costs if exchange.phase == name]
+        passes = 1 if name == "update" else accumulation
         launched = sum(
-            each.pieces * each.times / accumulation for each, _ in mine if each.group == "shard"
+            each.pieces * each.times / passes for each, _ in mine if each.group == "shard"
         )
         whole = replace(alone, host_s=alone.host_s + launched * _SHARD_LAUNCHES * speeds.launch_s)
-        phases[name] = _phase(whole, 1 if name == "update" else accumulation, mine, late)
+        phases[name] = _phase(whole, passes, mine, late)
         exchanged += _shares(mine, phases[name].exchanging_s)
     again_s = accumulation * layers * layer.recomputed_per_token_s * tokens
     return StepTime(
@@ -250,13 +249,24 @@ def _added_s(case: Case, speeds: Speeds) -> float:
 
 
 def _update(case: Case, speeds: Speeds, copy_s: float) -> _Work:
-    """Return a rank's norm, clipping and AdamW; offloaded, a node's ranks share its bandwidth."""
-    trained, _ = _trained_by_rank(case)
-    tensors = len(trained_shapes(case.geometry, case.train))
-    launches = _8BIT_LAUNCHES if case.train.optimizer == "adamw_8bit" else _UPDATE_LAUNCHES
-    host_s = tensors * launches[family_of(case.train)] * speeds.launch_s
+    """Return a rank's norm, clipping and update; offloaded, a node's ranks share its bandwidth.
+
+    Orthogonal updates are divided over all ranks, or where matrices are sharded over the ranks of
+    a copy.
+    """
+    trained, share = _trained_by_rank(case)
+    found = portions(case.geometry, case.train)
+    ranks = case.ranks.total if case.train.strategy == "ddp" else share
+    launches = sum(each.tensors * each.rule.launches[family_of(case.train)] for each in found)
+    iterations = sum(each.tensors * each.rule.newton_schulz_steps for each in found)
+    launches += iterations / ranks * _ITERATION_LAUNCHES
+    host_s = launches * speeds.launch_s
     if case.train.offload == "none":
-        return _Work(trained * _UPDATE_BYTES / speeds.memory_bytes_s, host_s, copy_s)
+        moved = sum(
+            each.elements / share * (_GRADIENT_BYTES + each.rule.moved_bytes) for each in found
+        )
+        products_s = sum(each.flops for each in found) / ranks / speeds.matmul_flop_s
+        return _Work(moved / speeds.memory_bytes_s + products_s, host_s, copy_s)
     of_a_number = ADAM_BYTES + _CLIP_BYTES
     if case.train.uses_deepspeed:
         # the weights that it copies to the device

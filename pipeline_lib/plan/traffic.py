@@ -7,18 +7,18 @@ are reduced in fp32.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Literal
 
-from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry, frozen_parameters
+from pipeline_lib.arch.geometry import FP32_BYTES, HALF_BYTES, Geometry
 from pipeline_lib.arch.layers import recompute_of, stays_gathered
-from pipeline_lib.config.train import Lora, Train
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import MIB
 from pipeline_lib.plan.activations import compute_bytes, exchanged_bytes_per_token
 from pipeline_lib.plan.machine import End, Ranks, Speeds
 from pipeline_lib.plan.moments import ZERO3_LIVE, ZERO_BUCKET, Model, sharded_over
+from pipeline_lib.plan.trained import checkpoint_bytes, portions, trained_shapes
 
 _DDP_BUCKET_BYTES = 25 * MIB  # torch's default
 # times through each rank
@@ -90,7 +90,49 @@ def exchanges_of(
         return []
     model = Model.of(geometry, train)
     of_state = _of_state(geometry, train, ranks, model, accumulation)
-    return [*of_state, *_of_context(geometry, train, accumulation, tokens)]
+    of_matrices = _of_matrices(geometry, train, ranks)
+    return [*of_state, *of_matrices, *_of_context(geometry, train, accumulation, tokens)]
+
+
+def _of_matrices(geometry: Geometry, train: Train, ranks: Ranks) -> list[Exchange]:
+    """Return the exchanges of matrices whose updates are made orthogonal, each by one rank.
+
+    It has the whole matrix with ddp, and sends the result to all. Where matrices are sharded, as
+    many as there are ranks go to one rank each, and the results back.
+    """
+    found = []
+    for portion in portions(geometry, train):
+        if not portion.flops:
+            continue
+        whole = float(HALF_BYTES * portion.elements)
+        if train.strategy == "ddp":
+            found.append(
+                Exchange(
+                    "orthogonal updates",
+                    "update",
+                    "all-gather",
+                    "all",
+                    whole,
+                    portion.tensors,
+                    1,
+                    False,
+                )
+            )
+            continue
+        share = sharded_over(train, ranks)
+        found.append(
+            Exchange(
+                "orthogonal updates",
+                "update",
+                "all-to-all",
+                "shard",
+                2 * whole / share,
+                2 * math.ceil(portion.tensors / share),
+                1,
+                False,
+            )
+        )
+    return found
 
 
 def _of_context(geometry: Geometry, train: Train, times: int, tokens: int) -> list[Exchange]:
@@ -192,16 +234,18 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
     payload = float(_reduced_bytes(train) * model.trained)
     tail = float(_reduced_bytes(train) * model.matrix) if train.method == "full" else 0.0
     if train.local_sgd_steps > 1:
-        state = 3 * payload  # weights and both moments
-        pieces = 3 * len(trained_shapes(geometry, train))
+        tensors = sum(
+            portion.tensors * (1 + len(portion.rule.moments))
+            for portion in portions(geometry, train)
+        )
         return [
             Exchange(
                 "models",
                 "update",
                 "all-reduce",
                 "all",
-                state,
-                pieces,
+                float(checkpoint_bytes(geometry, train)),
+                tensors,
                 1 / train.local_sgd_steps,
                 False,
             )
@@ -225,46 +269,6 @@ def _of_ddp(geometry: Geometry, train: Train, model: Model) -> list[Exchange]:
             min(tail, payload),
         )
     ]
-
-
-def trained_shapes(geometry: Geometry, train: Train) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all tensors with gradients; for adapters, both factors of a linear.
-
-    The factors of all experts of a layer are one tensor each, as in peft.
-    """
-    if train.method == "full":
-        if not train.freeze:
-            return geometry.shapes()
-        frozen = frozen_parameters(geometry, train)
-        return {name: shape for name, shape in geometry.shapes().items() if name not in frozen}
-    return _adapter_shapes(geometry, train.lora)
-
-
-@lru_cache(maxsize=16)  # a search asks for those of a few models thousands of times
-def _adapter_shapes(geometry: Geometry, lora: Lora) -> Mapping[str, tuple[int, ...]]:
-    linears = geometry.adapted_linears(lora)
-    experts = geometry.adapted_experts(lora)
-    adapted = [
-        *(
-            (layer, name, 1, widths)
-            for layer in range(geometry.layers)
-            for name, widths in geometry.linears_of(geometry.kind_of(layer)).items()
-            if name in linears
-        ),
-        *(
-            (layer, name, geometry.experts, widths)
-            for layer in geometry.expert_layers
-            for name, widths in experts.items()
-        ),
-    ]
-    return {
-        f"{layer}.{name}.{factor}": shape
-        for layer, name, count, (inputs, outputs) in adapted
-        for factor, shape in (
-            ("A", (count * lora.rank, inputs)),
-            ("B", (outputs, count * lora.rank)),
-        )
-    }
 
 
 def _powersgd_bytes(geometry: Geometry, train: Train) -> float:

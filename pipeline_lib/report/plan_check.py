@@ -125,7 +125,7 @@ def verdict(compared: Sequence[Compared]) -> str:
         text += f" Outside: {'; '.join(f'{one.name}, {beyond(one)} the band' for one in outside)}."
     if len(judged) < len(compared):
         text += f" Bands wider than a factor of {_WIDEST} are not judged; "
-        text += "`python -m pipeline_lib calibrate CONFIG` narrows them."
+        text += "`qwen3 calibrate CONFIG` narrows them."
     return text
 
 

@@ -136,15 +136,15 @@ def print_summary(experiment: Experiment, store: Store, *, is_linked: bool = Tru
         del paths["model"]
     lines = [(name, str(path)) for name, path in paths.items()]
     if model := paths.get("model"):
-        lines.append(("chat", f"{_python()} -m pipeline_lib chat {shlex.quote(str(model))}"))
+        lines.append(("chat", f"{_program()} chat {shlex.quote(str(model))}"))
     for name, text in lines:
         console.print(f"{name:6}  {text}", markup=False, soft_wrap=True)
 
 
-def _python() -> str:
-    """Return how to call this Python here: `make demo` leaves `.venv`, its own, not activated."""
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "python"
+def _program() -> str:
+    """Return how to call the program here: `make demo` leaves `.venv`, its own, not activated."""
+    path = Path(sys.executable).with_name("qwen3")
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "qwen3"
 
 
 def summary_table(experiment: Experiment, store: Store) -> Table:

@@ -171,7 +171,7 @@ def said_of_newer(meant: Frozen, newest: Frozen) -> str:
     """Return a line about `newest`, a newer config of the name of `meant` that is not finished."""
     return (
         f"{meant.name}: its newest config ({newest.path.stem}) is not finished, so this is the "
-        f"newest finished one ({meant.path.stem}); `python -m pipeline_lib status "
+        f"newest finished one ({meant.path.stem}); `qwen3 status "
         f"{shlex.quote(meant.name)}` shows how far the other is"
     )
 

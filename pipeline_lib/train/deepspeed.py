@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_lib.config.deepspeed_json import read_deepspeed_json
+from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged, TrainingError
 from pipeline_lib.core.run_folder import WEIGHTS
@@ -30,7 +31,7 @@ from pipeline_lib.plan.moments import ZERO_BUCKET
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import make_optimizer, set_learning_rate, trainable
 from pipeline_lib.train.staging import Copy, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, MOMENTS, STATE_KINDS
+from pipeline_lib.train.state import LOSS_SCALE, state_kinds
 from pipeline_lib.train.strategy import OVERFLOW, Strategy, balanced, grouped, keepers_of
 
 # DeepSpeed's config, derived from `Train`.
@@ -159,15 +160,17 @@ def _own_part(values: Tensor, partitioned: Any) -> FlatPart:
 class Sharded:
     """A uniform view of DeepSpeed's optimizer of any stage: own parts and the gradient norm."""
 
-    def __init__(self, engine: Any, client: torch.optim.Optimizer) -> None:
-        """Create zero moments for this rank's parts of what `client`, the wrapped one, updates."""
+    def __init__(
+        self, engine: Any, client: torch.optim.Optimizer, moments: tuple[str, ...]
+    ) -> None:
+        """Create zero `moments` for this rank's parts of what `client`, the wrapped one, updates."""
         self._optimizer = engine.optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self._client = client
         for flat in self._flats():
             client.state[flat] = {
                 "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                **{moment: torch.zeros_like(flat.detach()) for moment in MOMENTS},
+                **{moment: torch.zeros_like(flat.detach()) for moment in moments},
             }
         if not self._is_partitioned:
             self._optimizer._lazy_init_hp_params_optimizer_state()
@@ -302,7 +305,8 @@ class Zero(Strategy):
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=deepcopy(self.config)
             )
-        self._sharded = Sharded(self._engine, self.optimizer)
+        moments = OPTIMIZERS[self.train.optimizer].moments
+        self._sharded = Sharded(self._engine, self.optimizer, moments)
         self._load_masters = partial(self._fill_masters, model, load)
         if self.train.precision != "fp32" and self.train.method != "lora":
             self._load_masters()  # DeepSpeed makes them from rounded weights
@@ -311,7 +315,7 @@ class Zero(Strategy):
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Load the masters again, and set moments to zero."""
-        for part in self._parts(MOMENTS).values():
+        for part in self._parts(OPTIMIZERS[self.train.optimizer].moments).values():
             part.values.zero_()
         self._load_masters()
 
@@ -385,15 +389,15 @@ class Zero(Strategy):
             flat.grad = gradient
         self._hidden_gradients = []
 
-    def _parts(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, FlatPart]:
+    def _parts(self, kinds: Collection[str] | None = None) -> dict[str, FlatPart]:
         """Return this rank's part of every tensor of the state, in the same order on all ranks."""
         return {
             f"{kind}.{name}": self._sharded.part(parameter, kind)
-            for kind in kinds
+            for kind in (state_kinds(self.train) if kinds is None else kinds)
             for name, parameter in self.parameters.items()
         }
 
-    def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
+    def state_sizes(self, kinds: Collection[str] | None = None) -> dict[str, int]:
         """Return the elements of each whole tensor of a checkpoint."""
         return _sizes_of(self._parts(kinds))
 

@@ -38,7 +38,7 @@ from pipeline_lib.train.measure import Instruments
 from pipeline_lib.train.metrics import MetricsRows
 from pipeline_lib.train.replicas import refuse_differing_replicas
 from pipeline_lib.train.saver import Saver
-from pipeline_lib.train.state import STATE_KINDS
+from pipeline_lib.train.state import state_kinds
 from pipeline_lib.train.step import Stepper, StepResult
 from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, Validations, held_out_loss
@@ -411,10 +411,10 @@ class Loop:
     def kinds_at(self, step: int) -> tuple[str, ...]:
         """Return the kinds of tensors in the checkpoint of `step`: after the last one no moments.
 
-        No step would use them, and they are two thirds of the bytes. A run that is killed after it
+        No step would use them, and with AdamW they are two thirds of the bytes. A run that is killed after it
         still leaves its result without computing a step again.
         """
-        return STATE_KINDS if step < self.total_steps else (WEIGHTS,)
+        return state_kinds(self.train) if step < self.total_steps else (WEIGHTS,)
 
     def restore(self, path: Path) -> None:
         """Continue from the verified checkpoint `path`."""

@@ -1,4 +1,4 @@
-"""What strategies on torch alone share: AdamW over distributed parameters, its state by name."""
+"""What strategies on torch alone share: updates of distributed parameters, and state by name."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -7,22 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeline_lib.config.optimizers import OPTIMIZERS
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_folder import WEIGHTS
 from pipeline_lib.model.build import prepare_layers
+from pipeline_lib.train.adamw_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.optimizer import (
-    is_8bit,
     make_optimizer,
     set_learning_rate,
-    take_values,
     trainable,
     update,
-    values_of,
     zero_moments,
 )
 from pipeline_lib.train.staging import Copy, new_copies
-from pipeline_lib.train.state import LOSS_SCALE, STATE_KINDS
+from pipeline_lib.train.state import LOSS_SCALE, state_kinds
 from pipeline_lib.train.strategy import LossScale, Strategy, grouped, holders_of, share_of
 
 VALUES_AT_ONCE_BYTES = 2 * 10**9  # fp32 values of a state with 8-bit moments, on each rank's device
@@ -103,8 +102,8 @@ class Native(Strategy):
         It is a few at a time with 8-bit moments. All dequantized values together would take as much
         memory as moments in fp32. Every rank makes the same calls of `change`.
         """
-        stored = self._stored(STATE_KINDS)
-        if self.train.optimizer != "adamw_8bit":
+        stored = self._stored()
+        if OPTIMIZERS[self.train.optimizer].has_fp32_moments:
             change(stored)
             return
         # Groups are the same on all ranks, though parts of a tensor may differ in size and only
@@ -117,14 +116,15 @@ class Native(Strategy):
         for names in grouped(of_rank, VALUES_AT_ONCE_BYTES):
             _rewrite({name: stored[name] for name in names}, change)
 
-    def _stored(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+    def _stored(self, kinds: Collection[str] | None = None) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = {}
+        chosen = state_kinds(self.train) if kinds is None else kinds
         for name, parameter in self.parameters.items():
             by_kind = {WEIGHTS: parameter.detach(), **self.optimizer.state[parameter]}
-            stored |= {f"{kind}.{name}": by_kind[kind] for kind in kinds}
+            stored |= {f"{kind}.{name}": by_kind[kind] for kind in chosen if kind in by_kind}
         return stored
 
-    def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
+    def state_sizes(self, kinds: Collection[str] | None = None) -> dict[str, int]:
         """Return the elements of each whole tensor of a checkpoint."""
         return {name: tensor.numel() for name, tensor in self._stored(kinds).items()}
 
@@ -132,7 +132,7 @@ class Native(Strategy):
         self, names: Collection[str] | None = None, copied: Copy = new_copies
     ) -> dict[str, Tensor]:
         """Copy this rank's share to host memory; 8-bit moments are dequantized one at a time."""
-        stored = self._stored(STATE_KINDS)
+        stored = self._stored()
         mine = share_of(
             stored if names is None else {name: stored[name] for name in names}, self.world
         )

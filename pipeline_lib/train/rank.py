@@ -59,6 +59,7 @@ from pipeline_lib.train.saving_pace import tell_of_slow_saves
 from pipeline_lib.train.staging import HostBuffers
 from pipeline_lib.train.step import Stepper
 from pipeline_lib.train.strategies import make_strategy
+from pipeline_lib.train.strategy import Strategy
 from pipeline_lib.train.together import together
 from pipeline_lib.train.validation import Sampler, leave_samples
 
@@ -159,7 +160,7 @@ def train_rank(
         wrapped.train()
         meter = Meter.of(world, geometry, train)
         with (
-            _saver(job, world, train, events, sizes["trainable_parameters"]) as saver,
+            _saver(job, strategy, world, train, events) as saver,
             instruments(batches.of_step, last_step, meter, events) as measuring,
         ):
             loop = Loop(
@@ -242,9 +243,7 @@ def _processor_of(world: World, environ: Mapping[str, str]) -> str:
     return processor(environ)
 
 
-def _saver(
-    job: RankJob, world: World, train: Train, events: EventLog, trained_parameters: int
-) -> Saver:
+def _saver(job: RankJob, strategy: Strategy, world: World, train: Train, events: EventLog) -> Saver:
     return Saver(
         job.run_dir / CHECKPOINTS,
         world=world,
@@ -252,7 +251,7 @@ def _saver(
         spec=job.spec,
         events=events,
         lock=job.lock,
-        trained_parameters=trained_parameters,
+        state_elements=sum(strategy.state_sizes().values()),
         buffers=HostBuffers(world) if world.device.type == "cuda" else None,
     )
 

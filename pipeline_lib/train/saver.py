@@ -6,7 +6,7 @@ the next `wait`, on every rank alike; the ranks agree on when that is (`has_fail
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +28,6 @@ from pipeline_lib.plan.saving import auto_apart_s
 from pipeline_lib.train.checkpoint import StateSnapshot, publish_checkpoint
 from pipeline_lib.train.dist import PATIENT, World
 from pipeline_lib.train.staging import HostBuffers, Named, new_copies
-from pipeline_lib.train.state import STATE_KINDS
 from pipeline_lib.train.strategy import Strategy, grouped
 from pipeline_lib.train.together import together
 
@@ -38,7 +37,7 @@ class Saver:
     """A publisher of snapshots of the run `spec` in `folder`, under `lock`.
 
     All ranks create and call it alike. The copies go to `buffers`, or else to new memory each time;
-    `trained_parameters`, counted over all ranks, gives the approximate size of the buffers.
+    `state_elements`, of all tensors of a checkpoint, give the approximate size of the buffers.
     """
 
     folder: Path
@@ -47,7 +46,7 @@ class Saver:
     spec: Spec
     events: EventLog
     lock: Lock
-    trained_parameters: int = 0
+    state_elements: int = 0
     buffers: HostBuffers | None = None
     _flight: Future[dict[str, Any]] | None = field(default=None, init=False)
     _reported_trouble: str = field(default="", init=False)
@@ -87,7 +86,7 @@ class Saver:
                 self.buffers.close()
 
     def parts(
-        self, strategy: Strategy, kinds: tuple[str, ...] = STATE_KINDS
+        self, strategy: Strategy, kinds: Collection[str] | None = None
     ) -> Iterable[Mapping[str, Tensor]]:
         """Return copies of what this rank writes of `strategy`'s state: of all of it, made now.
 
@@ -178,9 +177,9 @@ class Saver:
             self.wait()
 
     def _expect_copies(self) -> None:
-        if self.buffers is None or not self.trained_parameters:
+        if self.buffers is None or not self.state_elements:
             return
-        size_bytes = FP32_BYTES * len(STATE_KINDS) * self.trained_parameters // self.world.size
+        size_bytes = FP32_BYTES * self.state_elements // self.world.size
         self.buffers.expect(
             size_bytes if self.train.save_async else min(size_bytes, COPIED_AT_ONCE_BYTES)
         )

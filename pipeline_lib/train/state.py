@@ -7,14 +7,22 @@ from typing import TypeVar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline_lib.config.optimizers import OPTIMIZERS
+from pipeline_lib.config.train import Train
 from pipeline_lib.core.run_folder import WEIGHTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 # of fp16, the same on all ranks: own state of a strategy that any other can use
 LOSS_SCALE = "loss_scale"
-STATE_KINDS = (WEIGHTS, *MOMENTS)  # the large tensors of a checkpoint are named `KIND.NAME`
 
 Value = TypeVar("Value")
+
+
+def state_kinds(train: Train) -> tuple[str, ...]:
+    """Return the kinds of tensors in a checkpoint, where each is named `KIND.NAME`.
+
+    A parameter has its weight, and those moments that the optimizer's rule for it names.
+    """
+    return (WEIGHTS, *OPTIMIZERS[train.optimizer].moments)
 
 
 def of_kind(tensors: Mapping[str, Value], kind: str) -> dict[str, Value]:

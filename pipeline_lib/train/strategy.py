@@ -14,7 +14,6 @@ from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import Diverged
 from pipeline_lib.train.dist import World
 from pipeline_lib.train.staging import Copy, new_copies
-from pipeline_lib.train.state import STATE_KINDS
 
 # Which rank writes which tensor of a state that several ranks hold.
 
@@ -38,9 +37,12 @@ def keepers_of(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
     The assignment of one of a kind does not depend on others. So a checkpoint has its weights in
     the same files as a result.
     """
+    of_kinds: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        kind = name.partition(".")[0]
+        of_kinds.setdefault(kind, {})[name] = size
     found: dict[str, int] = {}
-    for kind in STATE_KINDS:
-        of_one = {name: size for name, size in sizes.items() if name.startswith(f"{kind}.")}
+    for of_one in of_kinds.values():
         found |= balanced(of_one, holders)
     return found
 
@@ -178,10 +180,10 @@ class Strategy(Protocol):
         Without `grad_norm`, as in the warm-up, the fp16 loss scale stays as it is.
         """
 
-    def state_sizes(self, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, int]:
+    def state_sizes(self, kinds: Collection[str] | None = None) -> dict[str, int]:
         """Return the elements of a checkpoint's whole tensors, `weights.NAME`, `exp_avg.NAME`, ...
 
-        The order is the same on all ranks.
+        They are those of `kinds` (default: all). The order is the same on all ranks.
         """
 
     def snapshot(

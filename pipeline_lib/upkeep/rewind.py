@@ -66,7 +66,7 @@ def rewind(training: Spec, step: int, store: Store, say: Say) -> None:
         for name, aside in set_all_aside(newer, step, EventLog(run / EVENTS_NAME)).items():
             say(f"{name} is now {aside}")
     say(
-        f"{run}: snakemake continues from step {step}. `python -m pipeline_lib store restore PATH` "
+        f"{run}: snakemake continues from step {step}. `qwen3 store restore PATH` "
         "brings a checkpoint back, and `store gc` removes those in set-aside"
     )
 

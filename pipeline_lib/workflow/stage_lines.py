@@ -10,7 +10,6 @@ from typing import TextIO
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 from snakemake_interface_logger_plugins.common import LogEvent
 
-VARIABLE = "QWEN3_RUN"  # for snakemake: the command that started it
 _TO_TERMINAL = "DefaultStreamHandler"  # Snakemake's name for the handler that people see
 _OF_A_STAGE = "_stage"  # the end of the names of their rules
 

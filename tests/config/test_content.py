@@ -372,7 +372,7 @@ def test_measurements_that_no_spec_can_hold_are_named_by_their_key(
         str(raised.value).encode()
         return raised.value.problems
 
-    again = "make it again with `python -m pipeline_lib calibrate CONFIG`"
+    again = "make it again with `qwen3 calibrate CONFIG`"
     assert problems() == [f"line 4: cluster.measured: 'cluster.json': {said}; {again}"]
     (folder / "cluster.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     [endless] = problems()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline_lib.config import checks
-from pipeline_lib.config.checks import OFFLOADS, cross_check
+from pipeline_lib.config.checks import cross_check
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.strict_yaml import dotted
 
 BASE = {"experiment": "demo", "model": {"source": "tiny"}, "data": {"train": [{"source": "pydoc"}]}}
@@ -294,13 +295,37 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"strategy": "zero2", "optimizer": "adamw_8bit"},
         {},
         "train.optimizer",
-        "adamw_8bit works neither * may be adamw",
+        "adamw_8bit does not work with DeepSpeed: * may be adamw",
     ),
     (
         {"strategy": "fsdp", "optimizer": "adamw_8bit", "offload": "optimizer+params"},
         {},
         "train.optimizer",
         "* adamw",
+    ),
+    (
+        {"optimizer": "muon", "method": "lora"},
+        {},
+        "train.optimizer",
+        "muon does not work with train.method: lora: * may be adamw",
+    ),
+    (
+        {"optimizer": "muon", "strategy": "zero1"},
+        {},
+        "train.optimizer",
+        "muon does not work with DeepSpeed: * may be adamw",
+    ),
+    (
+        {"optimizer": "muon", "strategy": "fsdp", "offload": "optimizer+params"},
+        {},
+        "train.optimizer",
+        "muon does not work with train.offload: * may be adamw",
+    ),
+    (
+        {"optimizer": "muon", "local_sgd_steps": 4},
+        {},
+        "train.optimizer",
+        "muon does not work with train.local_sgd_steps: * may be adamw",
     ),
     (
         {"warmup_steps": 10, "warmup_fraction": 0.1},
@@ -426,6 +451,7 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp16 on CPUs": ({"strategy": "fsdp", "precision": "fp16"}, {}),
     "fp16 of zero on GPUs": ({"strategy": "zero3", "precision": "fp16"}, {"gpus_per_node": 2}),
     "8 bits": ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, {}),
+    "muon": ({"strategy": "hsdp", "shard_ranks": 2, "optimizer": "muon"}, FOUR),
     "wsd": ({"lr_schedule": "wsd", "warmup_steps": 10, "decay_fraction": 0.9}, {}),
     "the best": ({"keep_best": True, "early_stop_validations": 3, "validate_every_steps": 5}, {}),
     "DoRA": ({"method": "lora", "lora": {"dora": True}, "strategy": "zero2"}, {}),
@@ -588,10 +614,10 @@ def test_a_torch_that_casts_integers_shards_no_base_in_4_bits(
     assert ["needs torch 2.13 or later" in text for text in found["fsdp"]] == [True] * is_refused
 
 
-@pytest.mark.parametrize("strategy", OFFLOADS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_offload_that_is_named_as_legal_is(strategy: str) -> None:
     cluster, shard_ranks = (FOUR, 2) if strategy == "hsdp" else ({}, None)
-    for offload in OFFLOADS[strategy]:
+    for offload in STRATEGIES[strategy].offloads:
         assert (
             problems(
                 {"strategy": strategy, "offload": offload, "shard_ranks": shard_ranks}, cluster

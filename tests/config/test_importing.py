@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib import`: files of other tools become a config that `check` takes.
+"""`qwen3 import`: files of other tools become a config that `check` takes.
 
 All their keys are accounted for.
 """
@@ -450,6 +450,11 @@ def with_sources(result: Imported) -> str:
         ("adam_epsilon: '1e-6'\nadam_beta1: 0.8", {"adam_eps": 1e-6, "beta1": 0.8}),
         ("max_grad_norm: 0", {"max_grad_norm": 1e9}),
         ("optim: paged_adamw_8bit", {"optimizer": "adamw_8bit"}),
+        ("finetuning_type: full\nuse_muon: true", {"optimizer": "muon"}),
+        ("finetuning_type: full\nuse_muon: true\ndeepspeed: null", {"optimizer": "muon"}),
+        ("finetuning_type: full\noptim: muon", {"optimizer": "muon"}),
+        ("use_muon: true", {"optimizer": "adamw"}),  # with adapters
+        ("use_muon: false", {}),
         ("val_size: 0.1\neval_strategy: steps\neval_steps: 40", {"validate_every_steps": 40}),
         ("val_size: 0.1\neval_strategy: epoch", {"validate_every_steps": "epoch"}),
         ("save_strategy: epoch", {"save_every_steps": "epoch"}),

@@ -17,7 +17,7 @@ ONLY_IN_CHINESE = "## 国内环境：ModelScope 与 SwanLab"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 INLINE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)]+)\)")
-PROGRAMS = ("make ", "snakemake", "python -m pipeline_lib")
+PROGRAMS = ("make ", "snakemake", "qwen3 ")
 
 
 @dataclass

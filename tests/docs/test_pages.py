@@ -47,7 +47,7 @@ def test_both_languages_have_the_same_code_numbers_and_links(page: str) -> None:
         (
             "chat demo",
             "chat demos",
-            "## Two commands: only in README.zh-CN.md: line of code '    python -m pipeline_lib",
+            "## Two commands: only in README.zh-CN.md: line of code '    qwen3",
         ),
         (
             "epochs: 2\n",

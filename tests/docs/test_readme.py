@@ -54,32 +54,34 @@ def test_it_is_short(page: str) -> None:
 def test_every_command_runs_as_far_as_check_plan_or_a_dry_run(workplace: Workplace) -> None:
     run = set()
     for line in commands_of(read("README.md")):
-        words = shlex.split(line)
-        name = words[3] if words[0] == "python" else words[0]
+        name = name_of(line)
         if name in NOT_RUN:
             continue
         if line not in run:
-            done = workplace.run(
-                f"{line} -n" if name == "snakemake" and "-n" not in words else line
-            )
+            done = workplace.run(f"{line} -n" if name in ("snakemake", "run") else line)
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             run.add(line)
 
-    names = {shlex.split(line)[3] if line.startswith("python") else "snakemake" for line in run}
-    assert names == {"check", "plan", "snakemake"}
+    assert set(map(name_of, run)) == {"check", "plan", "run", "snakemake"}
+
+
+def name_of(line: str) -> str:
+    """The command of ours, or the program."""
+    program, *words = shlex.split(line)
+    return words[0] if program == "qwen3" else program
 
 
 def test_the_first_config_works_for_conversations_as_short_as_the_example_row(
     workplace: Workplace,
 ) -> None:
     """Whole blocks hold as many tokens as a step has, however short the conversations are."""
-    done = workplace.run("python -m pipeline_lib check my.yaml")
+    done = workplace.run("qwen3 check my.yaml")
     assert "is likely to be refused" not in done.stdout + done.stderr
     keys = yaml.safe_load((workplace.folder / "my.yaml").read_text())
     del keys["train"]["global_batch_tokens"]
     keys["train"]["global_batch_samples"] = 16
     (workplace.folder / "samples.yaml").write_text(yaml.safe_dump(keys))
-    done = workplace.run("python -m pipeline_lib check samples.yaml")
+    done = workplace.run("qwen3 check samples.yaml")
     assert "global_batch_samples: 16 is likely to be refused" in done.stdout + done.stderr
 
 
@@ -102,7 +104,7 @@ def test_configs_pass_check_and_plan(workplace: Workplace) -> None:
             path = workplace.folder / f"{len(tried)}.yaml"
             path.write_text(yaml.safe_dump(keys), encoding="utf-8")
             for command in ("check", "plan"):
-                done = workplace.run(f"python -m pipeline_lib {command} {path.name}")
+                done = workplace.run(f"qwen3 {command} {path.name}")
                 assert done.returncode == 0, f"{keys}\n{done.stdout}{done.stderr}"
     assert len(tried) == 4, "three in both languages, and one more in Chinese"
 
@@ -126,7 +128,7 @@ train: {strategy: zero3, micro_batch_blocks: 2, global_batch_tokens: 8192}
 def printed_plan(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("a10")
     (folder / "a10.yaml").write_text(A10)
-    done = Workplace(folder, COLUMNS="100").run("python -m pipeline_lib plan a10.yaml")
+    done = Workplace(folder, COLUMNS="100").run("qwen3 plan a10.yaml")
     return {" ".join(line.split()) for line in done.stdout.splitlines()}
 
 

@@ -28,12 +28,12 @@ NOT_RUN = {  # by the first words of a command
     "make": "installs, and runs the demo: tests/pipeline",
     ".": "there is no .venv in the tests' folder",
     "curl": "needs the internet: the file is put there by the test",
-    "python -m pipeline_lib doctor": "measures the machine: tests/doctor",
-    "python -m pipeline_lib status": "with --watch it goes on until it is stopped: tests/status",
-    "python -m pipeline_lib summary": "needs a trained model: the slow test",
-    "python -m pipeline_lib chat": "needs a trained model: the slow test",
+    "qwen3 doctor": "measures the machine: tests/doctor",
+    "qwen3 status": "with --watch it goes on until it is stopped: tests/status",
+    "qwen3 summary": "needs a trained model: the slow test",
+    "qwen3 chat": "needs a trained model: the slow test",
     "echo": "chat: the slow test",
-    "python -m pipeline_lib compare": "needs two trained models: tests/compare",
+    "qwen3 compare": "needs two trained models: tests/compare",
 }
 # the plan knows the sizes of these
 MODEL: Files = {"config.json": b"{}", "model.safetensors": b"0"}
@@ -150,13 +150,11 @@ def test_the_page_works_as_far_as_check_plan_or_a_dry_run(tmp_path: Path, hub: s
             for command in [block.text] if block.kind == "bash" else block.lines:
                 if not is_run(command):
                     continue
-                is_snakemake = shlex.split(command, comments=True)[0] == "snakemake"
-                done = place.run(
-                    command.replace("snakemake", "snakemake -n", 1) if is_snakemake else command
-                )
+                is_a_run = shlex.split(command, comments=True)[:2] == ["qwen3", "run"]
+                done = place.run(command.replace(" run ", " run -n ") if is_a_run else command)
                 assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
                 run.append(command)
-                in_full &= not is_snakemake
+                in_full &= not is_a_run
                 printed += done.stdout + done.stderr
             printed = printed if in_full else ""
 
@@ -186,7 +184,7 @@ def test_the_small_run_trains_and_its_model_answers(tmp_path: Path, forked_progr
             assert place.run(block.text).returncode == 0
         if block.kind == "yaml" and write_config(block, tmp_path) == "orders":
             break
-    done = place.run("snakemake --configfile orders.yaml", timeout_s=400)
+    done = place.run("qwen3 run orders.yaml", timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     for command in commands_of_the_small_run():
         done = place.run(command)
@@ -203,6 +201,6 @@ def commands_of_the_small_run() -> list[str]:
     lines = [
         line for block in blocks_of(PAGES[0]) if block.kind == "commands" for line in block.lines
     ]
-    found = [line for line in lines if line.startswith(("python -m pipeline_lib summary", "echo "))]
+    found = [line for line in lines if line.startswith(("qwen3 summary", "echo "))]
     assert len(found) == 3
     return found

@@ -197,7 +197,7 @@ def test_two_hosts_join_and_talk_in_both_directions() -> None:
     assert {f"joined {HERE}:{first.port} as node {rank}" for rank in (1, 2)} <= set(said)
     assert first.said[0] == (
         f"waiting for 2 of 2 hosts to join at port {first.port}; "
-        f"run `python -m pipeline_lib join {HERE}:{first.port}` on each"
+        f"run `qwen3 join {HERE}:{first.port}` on each"
     )
 
 
@@ -307,7 +307,7 @@ def test_who_has_joined_and_how_the_others_join_is_said_at_the_end(
         channel = join(first.port, 2)
         with pytest.raises(Interrupted) as end:
             first.joined()
-    command = f"`python -m pipeline_lib join {HERE}:{first.port}`"
+    command = f"`qwen3 join {HERE}:{first.port}`"
     assert (
         f"1 of 3 hosts joined at port {first.port} within 2 s: node 2 from {HERE}; run {command}"
         in str(end.value)
@@ -914,9 +914,7 @@ def test_when_the_first_host_waits_for_others(
 
 def test_snakemake_on_another_node_is_refused() -> None:
     for more in ({}, {"PIPELINE_JOIN_PORT": "29400"}):
-        with pytest.raises(
-            ConfigError, match="this is node 1: run `python -m pipeline_lib join` here"
-        ):
+        with pytest.raises(ConfigError, match="this is node 1: run `qwen3 join` here"):
             joining_hosts(PLATFORM | {"RANK": "1"} | more)
     with pytest.raises(
         ConfigError, match="PIPELINE_JOIN_PORT=99999 is no whole number from 1 to 65535"

@@ -29,7 +29,7 @@ from pipeline_lib.model.build import build_trainable, prepare_layers
 from pipeline_lib.model.experts import adapted_experts
 from pipeline_lib.model.lora import add_adapters
 from pipeline_lib.model.weights import load_weights
-from pipeline_lib.plan.traffic import trained_shapes
+from pipeline_lib.plan.trained import trained_shapes
 from pipeline_lib.train.optimizer import trainable
 from pipeline_lib.train.saved_tensors import save_tensors
 from tests.model.test_lora import CPU, alone, block, train_and_leave

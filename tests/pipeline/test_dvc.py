@@ -142,6 +142,6 @@ def test_a_second_clone_pulls_a_recorded_model_loads_it_and_chats(
         model.config.vocab_size
         == AutoModelForCausalLM.from_pretrained(repository.sealed("merge")).config.vocab_size
     )
-    chat = "python -m pipeline_lib chat results/current/model --max-new-tokens 4"
+    chat = "qwen3 chat results/current/model --max-new-tokens 4"
     told = other.run("bash", "-c", f"echo What is os.getcwd? | {chat}")
     assert "cut after 4 tokens" in told.stdout or told.stdout.strip()

@@ -6,7 +6,7 @@ training is its one rank.
 
 import json
 import shutil
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,8 @@ PAIRS = {
     "no generation prompt": "qwen3",
     NO_TEMPLATE: "qwen3-moe",
 }
+WALKS = list(zip(PAIRS, cycle(("full", "lora")), strict=False))
+WALKS.append(("qwen3.5", "muon"))  # orthogonal updates for matrices of a delta rule
 
 
 def test_each_family_and_each_template_is_among_the_pairs() -> None:
@@ -40,9 +42,8 @@ def test_each_family_and_each_template_is_among_the_pairs() -> None:
     assert set(PAIRS.values()) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("template", PAIRS)
-def test_it_goes_through_all_stages(template: str, tmp_path: Path) -> None:
-    method = ("full", "lora")[list(PAIRS).index(template) % 2]
+@pytest.mark.parametrize(("template", "method"), WALKS)
+def test_it_goes_through_all_stages(template: str, method: str, tmp_path: Path) -> None:
     base = write_family(tmp_path / "base", PAIRS[template], template)
     walked = run_ranks(run_family, 1, tmp_path, base, template, method, timeout_s=900.0)
     (merged,) = walked.values()

@@ -173,7 +173,7 @@ def test_gpus_that_nothing_is_known_of_are_no_machine() -> None:
 def test_an_unknown_gpu_is_refused_with_near_names(gpu: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"cluster.gpu: '{gpu}' is not known; {near}") as raised:
         machine(gpus_per_node=8, gpu=gpu)
-    assert "python -m pipeline_lib calibrate" in str(raised.value)
+    assert "qwen3 calibrate" in str(raised.value)
 
 
 def test_on_one_node_nothing_between_nodes_has_to_be_known() -> None:

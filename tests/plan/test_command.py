@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib plan`, as people type it: nothing sealed, no network, no GPU."""
+"""`qwen3 plan`, as people type it: nothing sealed, no network, no GPU."""
 
 import json
 import os

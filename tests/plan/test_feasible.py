@@ -561,3 +561,22 @@ def test_memory_of_what_the_plan_still_chooses_is_said_to_be_the_least() -> None
     assert re.match(
         r"this would fit: train.offload: none  \([\d.]+ GiB a GPU\)", what_would_fit(given)[0]
     )
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_adapters_in_place_of_muon_come_with_an_optimizer_that_trains_them(strategy: str) -> None:
+    found = what_would_fit(wanted("qwen3-8b", "h100", 1, 64, strategy=strategy, optimizer="muon"))
+    with_adapters = [text for text in found if "train.method: lora" in text]
+    assert with_adapters
+    assert all("train.optimizer: adamw" in text for text in with_adapters)
+
+
+def test_muon_takes_less_memory_than_adamw_and_is_not_offered_in_its_place() -> None:
+    by_optimizer = {
+        name: leanest(wanted("qwen3-8b", "h200", 1, 64, optimizer=name, strategy="fsdp"))[0][1]
+        for name in ("adamw", "muon")
+    }
+    saved_bytes = by_optimizer["adamw"].optimizer_bytes - by_optimizer["muon"].optimizer_bytes
+    assert saved_bytes == 4 * 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    offered = what_would_fit(wanted("qwen3-8b", "h100", 1, 64))
+    assert not any("muon" in text for text in offered)

@@ -213,10 +213,11 @@ def test_more_layers_than_have_attention_are_refused(model: str, layers: int) ->
     ("settings", "refused"),
     [
         ({"router_aux_loss": 0.01}, {"Qwen3-8B": ["train.router_aux_loss"], "Qwen3-30B-A3B": []}),
+        ({"optimizer": "muon"}, {"Qwen3-8B": [], "Qwen3-30B-A3B": ["train.optimizer"]}),
         ({"unit_layers": 37}, {"Qwen3-8B": ["train.unit_layers"], "Qwen3-30B-A3B": []}),
     ],
 )
-def test_keys_that_do_nothing_for_a_model_are_refused(
+def test_keys_that_a_model_does_not_allow_are_refused(
     settings: dict[str, Any], refused: dict[str, list[str]]
 ) -> None:
     for model, keys in refused.items():

@@ -138,7 +138,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, said: s
     with pytest.raises(ConfigError, match=said) as raised:
         read_measured(changed(path, value))
     assert "cluster.measured" in str(raised.value)
-    assert "`python -m pipeline_lib calibrate CONFIG`" in str(raised.value)
+    assert "`qwen3 calibrate CONFIG`" in str(raised.value)
 
 
 def test_the_ends_may_take_no_time() -> None:

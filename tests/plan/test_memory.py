@@ -8,11 +8,12 @@ import pytest
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.arch.layers import LOGITS_AT_ONCE, feeds_in_chunks, tokens_at_once
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.units import from_gigabytes
 from pipeline_lib.plan import moments
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, STRATEGIES, Memory, predict, predict_all
+from pipeline_lib.plan.memory import PARTS, Memory, predict, predict_all
 from tests.plan.fleet import QWEN3_06B, QWEN3_8B
 
 NODE = Ranks(8, 8)
@@ -94,6 +95,17 @@ def test_8_bit_moments_take_a_quarter() -> None:
     assert of(optimizer="adamw_8bit").optimizer_bytes == pytest.approx(
         2.03 * QWEN3_8B.parameters, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(("strategy", "divided_by"), [("ddp", 1), ("fsdp", 8)])
+def test_muon_has_one_moment_for_the_matrices_of_layers(strategy: str, divided_by: int) -> None:
+    matrices = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    moments = 4 * matrices + 8 * (QWEN3_8B.parameters - matrices)
+    found = of(strategy=strategy, optimizer="muon")
+    assert found.optimizer_bytes == pytest.approx(moments / divided_by)
+    assert found.checkpoint_bytes == 4 * QWEN3_8B.parameters + moments
+    frozen = of(strategy=strategy, optimizer="muon", freeze=("model.layers.*",))
+    assert frozen.optimizer_bytes == pytest.approx(8 * (2 * 151936 + 1) * 4096 / divided_by)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -17,6 +17,7 @@ from pipeline_lib.arch.families import geometry_in, read_geometry
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.compile import run_digest, training_of
 from pipeline_lib.config.section import read_settings
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import PLACEMENT_KEYS, Lora, Train
 from pipeline_lib.core.errors import ConfigError, DataError, DiskFull
 from pipeline_lib.core.files import read_json, write_json, write_text
@@ -25,9 +26,9 @@ from pipeline_lib.core.store import Manifest, Ref, Spec, Store
 from pipeline_lib.data.blocks import BlockIndex
 from pipeline_lib.data.order import BlockGroup, epoch_blocks
 from pipeline_lib.plan import stage
-from pipeline_lib.plan.memory import STRATEGIES, checkpoint_bytes
 from pipeline_lib.plan.show import render
 from pipeline_lib.plan.steps import batch_without_data, plan_batches
+from pipeline_lib.plan.trained import checkpoint_bytes
 from pipeline_lib.plan.workload import Workload, workload_from
 from pipeline_lib.records.plan import Summary
 from tests.locks import hold

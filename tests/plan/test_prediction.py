@@ -11,15 +11,16 @@ from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.calibrate.task import with_layers
 from pipeline_lib.config.schema import Cluster
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.plan.choose import choose
 from pipeline_lib.plan.cluster import machine_of
 from pipeline_lib.plan.machine import End, Figure, Machine, MeasuredPart, Pass, Ranks
-from pipeline_lib.plan.memory import STRATEGIES, predict
+from pipeline_lib.plan.memory import predict
 from pipeline_lib.plan.passes import COMPILE_S, ends_passes, layer_passes, shape_of
 from pipeline_lib.plan.predict import Prediction, host_need_of_node, lacks_host_memory, predict_step
 from pipeline_lib.plan.search import Setting
-from pipeline_lib.plan.step_time import overlapped
+from pipeline_lib.plan.step_time import overlapped, step_time
 from pipeline_lib.plan.traffic import Reach, exchanges_of, reach_of
 from pipeline_lib.plan.words import describe, why_chosen
 from pipeline_lib.plan.workload import Case, Workload
@@ -28,7 +29,7 @@ from tests.plan.fleet import QWEN3_06B, QWEN3_8B, machine, workload
 TWO_NODES = Ranks(16, 8)
 ways = st.fixed_dictionaries(
     {
-        "strategy": st.sampled_from(STRATEGIES),
+        "strategy": st.sampled_from(list(STRATEGIES)),
         "method": st.sampled_from(["full", "lora"]),
         "recompute": st.sampled_from(["none", "selective", "full"]),
         "micro_batch_blocks": st.sampled_from([1, 2, 4]),
@@ -155,6 +156,48 @@ def test_what_each_strategy_exchanges() -> None:
     assert volumes("ddp", local_sgd_steps=8) == {"models": 12.0 / 8}
     assert volumes("ddp", gradient_compression="powersgd")["gradients"] < 0.02
     assert volumes("ddp", ranks=Ranks(1, 1)) == {}
+
+
+def test_muon_exchanges_matrices_in_bf16_with_whoever_makes_their_update() -> None:
+    """All have them with ddp and receive the result; parts of them go there and back otherwise."""
+    matrices = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288) / QWEN3_8B.parameters
+    for strategy, bytes_each in (("ddp", 2), ("fsdp", 4 / 16), ("hsdp", 4 / 8)):
+        found = volumes(strategy, optimizer="muon")
+        assert found.pop("orthogonal updates") == pytest.approx(bytes_each * matrices)
+        assert found == volumes(strategy)
+    assert volumes("ddp", ranks=Ranks(1, 1), optimizer="muon") == {}
+
+
+@pytest.mark.parametrize(("strategy", "shared_by"), [("ddp", 8), ("fsdp", 8), ("hsdp", 4)])
+def test_muon_adds_the_products_of_its_iterations_to_the_update(
+    strategy: str, shared_by: int
+) -> None:
+    fleet = machine(2, 4)
+    adamw, muon = (
+        step_time(
+            Case(
+                QWEN3_8B,
+                Train.model_validate({"strategy": strategy, "optimizer": optimizer}),
+                fleet,
+                workload(),
+                64,
+                None,
+            ),
+            End.EXPECTED,
+        )
+        for optimizer in ("adamw", "muon")
+    )
+    # s x l: 4 s s l + 2 s s s; queries and output, keys and values, the MLP
+    by_shape = [(2, 4096, 4096), (2, 1024, 4096), (3, 4096, 12288)]
+    products = sum(
+        count * (4 * short * short * long + 2 * short**3) for count, short, long in by_shape
+    )
+    flops = 36 * 5 * products / shared_by
+    added_s = muon.update.device_s - adamw.update.device_s
+    assert added_s >= flops / fleet.speeds(End.EXPECTED).matmul_flop_s
+    assert added_s < 1.5 * flops / fleet.speeds(End.EXPECTED).matmul_flop_s
+    assert muon.forward == adamw.forward
+    assert muon.backward == adamw.backward
 
 
 def test_lora_exchanges_adapters_and_gathers_the_base() -> None:

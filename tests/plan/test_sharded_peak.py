@@ -127,6 +127,8 @@ def model_of(config: Any, train: Train) -> Any:
         ({"strategy": "fsdp", "reshard": False}, TIED, MANY, 1),
         ({"strategy": "fsdp", "reshard": False}, UNTIED, FEW, 3),
         ({"strategy": "fsdp"}, TIED, FEW, 2),
+        ({"strategy": "fsdp", "optimizer": "muon"}, TIED, FEW, 2),
+        ({"strategy": "hsdp", "optimizer": "muon"}, UNTIED, FEW, 2),
         ({"strategy": "fsdp", "precision": "fp32"}, UNTIED, FEW, 1),
         ({"strategy": "fsdp", "recompute": "full"}, TIED, MANY, 2),
         ({"strategy": "hsdp", "recompute": "selective"}, UNTIED, MANY, 2),

@@ -14,6 +14,7 @@ import pytest
 from pipeline_lib.arch.families import geometry_in, published
 from pipeline_lib.arch.geometry import Geometry
 from pipeline_lib.config.schema import Config
+from pipeline_lib.config.strategies import STRATEGIES
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.files import write_json
 from pipeline_lib.core.store import Store
@@ -23,7 +24,7 @@ from pipeline_lib.plan.choose import leanest
 from pipeline_lib.plan.evaluation import evaluation_warnings
 from pipeline_lib.plan.formulas import explain
 from pipeline_lib.plan.machine import Ranks
-from pipeline_lib.plan.memory import PARTS, STRATEGIES, host_need
+from pipeline_lib.plan.memory import PARTS, host_need
 from pipeline_lib.plan.near import missed
 from pipeline_lib.plan.passes import shape_of
 from pipeline_lib.plan.predict import Prediction
@@ -384,7 +385,7 @@ def test_a_rounding_error_is_no_part_of_a_step() -> None:
 def test_of_cpus_that_were_not_measured_times_are_said_to_be_rough() -> None:
     text = " ".join(render(planned_case("demo").content).split())
     assert "speeds are typical of CPUs, so times are rough" in text
-    assert "NEXT 1. python -m pipeline_lib calibrate CONFIG, which measures the speeds" in text
+    assert "NEXT 1. qwen3 calibrate CONFIG, which measures the speeds" in text
 
 
 def test_what_to_do_next_begins_with_what_makes_a_run_fit_or_gains_most() -> None:

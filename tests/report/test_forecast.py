@@ -256,6 +256,6 @@ def test_a_band_that_holds_nearly_anything_is_not_judged() -> None:
     assert tally([kept, wide]) == "1 of 1 figure is within its band, 1 not judged"
     assert tally([wide, open_ended]) == "2 figures not judged"
     assert "Outside" not in verdict([kept, wide, open_ended])
-    assert "not judged; `python -m pipeline_lib calibrate CONFIG` narrows them" in verdict([wide])
+    assert "not judged; `qwen3 calibrate CONFIG` narrows them" in verdict([wide])
     assert unjudged(wide) == "not judged: a band of a factor of 70"
     assert unjudged(open_ended) == "not judged: a band from zero"

@@ -215,7 +215,7 @@ def test_the_summary_says_what_came_out_how_long_it_took_and_where(
     assert all(part in said for part in finished.experiment.specs)
     assert "report  results/demo/report.html" in said
     assert "model   results/demo/model" in said
-    assert said.splitlines()[-1] == "chat    python -m pipeline_lib chat results/demo/model"
+    assert said.splitlines()[-1] == "chat    qwen3 chat results/demo/model"
 
 
 def test_the_summary_ends_with_a_command_that_works_where_the_environment_is_not_activated(
@@ -228,7 +228,7 @@ def test_the_summary_ends_with_a_command_that_works_where_the_environment_is_not
     monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
     print_summary(finished.experiment, finished.store)
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line == "chat    .venv/bin/python -m pipeline_lib chat results/demo/model"
+    assert line == "chat    .venv/bin/qwen3 chat results/demo/model"
 
 
 def test_the_summary_takes_what_compare_takes(

@@ -10,12 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
+from pipeline_lib.config.dag import Dag
 from pipeline_lib.core.errors import IntegrityError
 from pipeline_lib.core.units import brief
 from pipeline_lib.plan.answer import answer
 from pipeline_lib.plan.words import describe
 from pipeline_lib.report.charts import clip
 from pipeline_lib.report.curves import curves_of
+from pipeline_lib.report.outcomes import tell_results
 from pipeline_lib.report.page import render
 from tests.plan.test_context_choice import asked
 from tests.report.fake_plans import gpu_run, plan_without_times
@@ -541,6 +543,8 @@ def test_the_lineage_goes_back_to_the_sources(finished: World) -> None:
 def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World) -> None:
     world.counts["tokenize"] = {"prompts": {"thinking_off": 6838}, "thinking_default": "on"}
     text = page_of(world).text
+    said: list[str] = []
+    tell_results(Dag((world.experiment,), world.store), said.append)
     call = (
         "tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)"
     )
@@ -550,7 +554,7 @@ def test_the_page_and_the_end_of_the_run_say_how_to_call_the_model(world: World)
         "No answer was trained under",
     ):
         assert each in text
-        assert any(line.startswith("report: ") and each in line for line in world.said)
+        assert any(line.startswith("call ") and each in line for line in said)
 
 
 def test_of_results_that_counted_no_prompts_nothing_is_said_of_calls(world: World) -> None:

@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib status` as a process."""
+"""`qwen3 status` as a process."""
 
 import json
 import os

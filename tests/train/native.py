@@ -15,15 +15,14 @@ from pipeline_lib.data.blocks import BlockReader
 from pipeline_lib.model.batch import loss_sum, read_batch
 from pipeline_lib.model.build import build_trainable
 from pipeline_lib.model.weights import load_weights
+from pipeline_lib.train.adamw_8bit import is_8bit, values_of
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
-from pipeline_lib.train.optimizer import is_8bit, values_of
-from pipeline_lib.train.state import STATE_KINDS
 from pipeline_lib.train.strategies import STRATEGIES
 from tests.train.conftest import Arena
 
 
-def state_of(native: Native, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Any]:
+def state_of(native: Native, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
     """This rank's state in fp32, by checkpoint name: tensors in use, copies of 8-bit moments."""
     stored = native._stored(kinds)
     return {

@@ -15,17 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from pipeline_lib.config.train import Train
 from pipeline_lib.core.errors import ConfigError
 from pipeline_lib.train import native as native_module
+from pipeline_lib.train.adamw_8bit import is_8bit, take_values, values_of
 from pipeline_lib.train.dist import World, process_group
 from pipeline_lib.train.native import Native
 from pipeline_lib.train.optimizer import (
-    is_8bit,
     make_optimizer,
     parameter_groups,
     set_learning_rate,
-    take_values,
     trainable,
     update,
-    values_of,
     zero_moments,
 )
 from pipeline_lib.train.strategy import grouped

@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib store` in this process, or as one of its own."""
+"""`qwen3 store` in this process, or as one of its own."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m pipeline_lib rewind`: what it moves and refuses, and the end of what it set aside."""
+"""`qwen3 rewind`: what it moves and refuses, and the end of what it set aside."""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """`qwen3 run`: the right snakemake from any folder, a line for each stage, and where the result is."""
 
+import argparse
 import io
 import logging
 import subprocess
@@ -12,6 +13,7 @@ from snakemake.common import NOTHING_TO_BE_DONE_MSG
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from pipeline_lib.cli import run
+from pipeline_lib.cli.main import DESCRIPTION, parser
 from pipeline_lib.config.dag import Dag
 from pipeline_lib.config.load import Overrides, load_sweep
 from pipeline_lib.core.errors import ConfigError
@@ -133,3 +135,13 @@ def test_a_wrong_one_is_named_as_it_was_typed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Dag.compile([str(config_at(tmp_path))], {"set": ["train.lrr=1"]}, Store(tmp_path / "s"))
     assert caught.value.problems == ["train.lrr=1: train.lrr: unknown key; did you mean 'lr'?"]
+
+
+def test_the_help_names_every_command_of_people_and_no_other() -> None:
+    root = parser()
+    kind = argparse._SubParsersAction
+    (commands,) = (action for action in root._actions if isinstance(action, kind))
+    of_people = {action.dest for action in commands._get_subactions()}
+    named = [line.split()[0] for line in DESCRIPTION.splitlines() if line.startswith("  ")]
+    assert sorted(named) == sorted(of_people)
+    assert named[0] == "run"

@@ -3,14 +3,15 @@ import atexit
 
 import snakemake.logging
 
+from pipeline_lib.config.dag import COMMAND_VARIABLE
 from pipeline_lib.status.failures import last_words
 from pipeline_lib.workflow.ending import JobErrors, conclude
-from pipeline_lib.workflow.stage_lines import VARIABLE, show_stage_lines
+from pipeline_lib.workflow.stage_lines import show_stage_lines
 from pipeline_lib.workflow.stopping import StagesStopped
 
 ERRORS = JobErrors()
 STAGES_STOPPED = StagesStopped()
-COMMAND = os.environ.get(VARIABLE) or shlex.join(["snakemake", *sys.argv[1:]])
+COMMAND = os.environ.get(COMMAND_VARIABLE) or shlex.join(["snakemake", *sys.argv[1:]])
 if workflow.is_main_process:
     snakemake.logging.logger.addHandler(ERRORS)
 
@@ -28,5 +29,5 @@ def explain():
     atexit.register(print, f"\n{words}", file=sys.stderr)
 
 
-if workflow.is_main_process and VARIABLE in os.environ:
+if workflow.is_main_process and COMMAND_VARIABLE in os.environ:
     show_stage_lines(snakemake.logging.logger, sys.stderr, tell_ending)

@@ -1,0 +1,61 @@
+"""The strategies, each described by a row that needs no torch.
+
+Schema, checks and plan read the row; train/strategies.py has the class of each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+StrategyName = Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is known of a strategy without torch.
+
+    `keys` are those of `train` that work with it and not with every strategy; of a key that has
+    other values too, the one that is meant stands behind it. `offloads` are the values of
+    `train.offload`. `cost` is by how much a step is expected to be slower than with ddp, as a
+    fraction; only the order matters.
+    """
+
+    keys: frozenset[str]
+    offloads: tuple[str, ...]
+    cost: float
+    uses_deepspeed: bool = False
+
+
+_OF_TORCH = frozenset({"context_ranks", "offload_activations", "lora.base: nf4"})
+_OF_LAYERS = frozenset({"compile", "lora.dora", "lora.targets: experts"})
+_OF_FSDP = _OF_TORCH | _OF_LAYERS | {"unit_layers", "reshard"}
+_OF_ZERO = frozenset({"deepspeed_json"})
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": Strategy(
+        keys=_OF_TORCH | _OF_LAYERS | {"local_sgd_steps", "gradient_compression: powersgd"},
+        offloads=("none",),
+        cost=0.0,
+    ),
+    "fsdp": Strategy(keys=_OF_FSDP, offloads=("none", "optimizer+params"), cost=0.03),
+    "hsdp": Strategy(
+        keys=_OF_FSDP | {"shard_ranks"}, offloads=("none", "optimizer+params"), cost=0.02
+    ),
+    "zero1": Strategy(
+        keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), cost=0.04, uses_deepspeed=True
+    ),
+    "zero2": Strategy(
+        keys=_OF_ZERO | _OF_LAYERS, offloads=("none", "optimizer"), cost=0.05, uses_deepspeed=True
+    ),
+    "zero3": Strategy(
+        keys=_OF_ZERO,
+        offloads=("none", "optimizer", "optimizer+params"),
+        cost=0.07,
+        uses_deepspeed=True,
+    ),
+}
+
+
+def with_key(key: str) -> tuple[str, ...]:
+    """Return the strategies that `key` works with, one of those that not all have."""
+    return tuple(name for name, row in STRATEGIES.items() if key in row.keys)
