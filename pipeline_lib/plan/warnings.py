@@ -1,6 +1,7 @@
 """What the plan's arithmetic finds early: the steps, long evaluations, little memory on CPUs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipeline_lib.config.findings import Finding, finding_of
 from pipeline_lib.config.schema import Config
@@ -15,7 +16,7 @@ from pipeline_lib.plan.known import (
     is_sealed,
     vocabulary_of,
 )
-from pipeline_lib.plan.predict import lacks_host_memory
+from pipeline_lib.plan.predict import host_bytes_of_node, lacks_host_memory
 from pipeline_lib.plan.search import Setting
 from pipeline_lib.plan.steps import (
     Steps,
@@ -90,5 +91,9 @@ def on_memory(config: Config, store: Store) -> Iterator[Finding]:
         question.geometry, machine, question.workload, batch.global_batch_blocks, batch.steps
     )
     ways = leanest(Wanted(setting, question.train, question.held, question.has_deepspeed))
-    if ways and lacks_host_memory(ways[0][1], machine):
-        yield finding_of("warning", lacking(*ways[0], machine))
+    if not ways:
+        return
+    train, memory = ways[0]
+    if lacks_host_memory(memory, machine):
+        found = finding_of("warning", lacking(train, memory, machine))
+        yield replace(found, numbers={"needed_bytes": host_bytes_of_node(memory, machine)})

@@ -71,23 +71,21 @@ def found_in(output: str) -> set[str]:
     return {match[1] for match in matches if match}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said", "is_refused"),
     [
-        (unusual_keys, ["warning: train.lr: 4 ", "warning: train.weight_decay: 5 "], False),
-        (unusual_keys, ["note: 12 optimizer steps", "warning: train.max_steps: 12 "], False),
-        (little_memory_on_cpus, [r"warning: train.strategy: \w+ needs [\d.]+ GB of host"], False),
-        (little_memory_on_gpus, ["train.strategy: ddp needs "], True),
-        (little_disk, ["train.keep_last: the checkpoints kept and "], True),
-        (long_evaluation, ["warning: evaluate: gives 4 answers of up to 1024 "], False),
-        (idle_gpus, ["warning: cluster.gpus_per_node: this machine has 1 GPU "], False),
-        (a_sweep, [r"warning: train.lr: 4 .* \(with small-lr=4.0\)"], False),
-        (a_row_that_is_no_sample, [r"data.train\[0\].path: "], True),
+        (unusual_keys, "warning: train.lr: 4 ", False),
+        (little_memory_on_gpus, "train.strategy: ddp needs ", True),
+        (little_memory_on_cpus, r"warning: train.strategy: \w+ needs [\d.]+ GB of host", False),
+        (little_disk, "train.keep_last: the checkpoints kept and ", True),
+        (long_evaluation, "warning: evaluate: gives 4 answers of up to 1024 ", False),
+        (idle_gpus, "warning: cluster.gpus_per_node: this machine has 1 GPU ", False),
+        (a_sweep, r"warning: train.lr: 4 .* \(with small-lr=4.0\)", False),
+        (a_row_that_is_no_sample, r"data.train\[0\].path: ", True),
     ],
 )
 def test_every_command_says_the_same(
-    project: Project, change: Callable[[Project], None], said: list[str], is_refused: bool
+    project: Project, change: Callable[[Project], None], said: str, is_refused: bool
 ) -> None:
     change(project)
 
@@ -96,8 +94,7 @@ def test_every_command_says_the_same(
     planned = project.run(*LIBRARY, "plan", check=False)
 
     found = found_in(checked.stdout)
-    for words in said:
-        assert any(re.match(words, text) for text in found), checked.stdout
+    assert any(re.match(said, text) for text in found), checked.stdout
     assert found_in(dry.stdout) == found, dry.stdout
     assert found_in(planned.stdout) <= found
     shown = " ".join(FREE.sub("", planned.stdout).split())
@@ -107,7 +104,6 @@ def test_every_command_says_the_same(
     assert not (project.root / "store" / "download").exists()
 
 
-@pytest.mark.slow
 def test_a_run_says_it_too_and_once(project: Project) -> None:
     unusual_keys(project)
     found = found_in(project.run(*LIBRARY, "check").stdout)
